@@ -1,0 +1,103 @@
+"""The engine's configuration: one frozen record, one source of defaults, checked before any device is touched.
+
+The same fields serve the Python API (``LLM(block_size=32)``), the command line (``--block-size 32``) and TOML files
+(``block_size = 32``); ``tp_engine.options`` derives the latter two from the fields and their help below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tp_engine.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
+
+
+def option(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A configuration field; ``choices`` in ``metadata`` are checked, shown in ``--help`` and named in errors."""
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that decides how the engine runs.  ``auto`` is resolved once, by ``resolve`` on rank 0."""
+
+    model: str = option(str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)")
+    tokenizer: str | None = option(None, "tokenizer folder or hub name (default: the model's)")
+    revision: str | None = option(None, "hub revision of the model")
+    tensor_parallel_size: int = option(1, "number of ranks that share the model")
+    device: str = option("auto", "where to run; auto takes CUDA where there is a GPU", choices=DEVICES)
+    dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    kv_cache_dtype: str = option("auto", "type of the KV cache; auto takes dtype", choices=DTYPES)
+    load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
+    attention_backend: str = option("auto", "attention implementation", choices=ATTENTION_BACKENDS)
+    enforce_eager: bool = option(False, "never use CUDA graphs")
+    block_size: int = option(16, "tokens per KV block")
+    gpu_memory_utilization: float = option(0.9, "share of the device memory that this engine may use")
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
+    kv_cache_memory_bytes: int | None = option(None, "bytes of KV cache per rank, instead of what profiling finds", size=True)
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens (default: the model's)")
+    max_num_seqs: int = option(256, "most sequences in one step")
+    max_num_batched_tokens: int = option(2048, "most tokens in one step")
+    enable_prefix_caching: bool = option(True, "share the KV blocks of equal prefixes")
+    max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
+    seed: int = option(0, "seed of requests that bring none, and of dummy weights")
+    startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
+    collective_timeout_s: float = option(120.0, "longest time that one collective may take")
+
+    def __post_init__(self) -> None:
+        self._check_types_and_choices()
+        self._check_ranges()
+
+    def _check_types_and_choices(self) -> None:
+        for spec in dataclasses.fields(self):
+            value, choices = getattr(self, spec.name), spec.metadata.get("choices")
+            if choices and value not in choices:
+                raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(choices)}")
+            check_type(spec.name, value, str(spec.type))
+
+    def _check_ranges(self) -> None:
+        positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "startup_timeout_s", "collective_timeout_s")
+        optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
+        for name in positive + optional:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "
+                f"{self.max_num_seqs} sequences: raise it, or lower max_num_seqs"
+            )
+        if self.max_logprobs < 0:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
+        if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError("num_gpu_blocks_override and kv_cache_memory_bytes are both set; give one of them")
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer comes from: ``tokenizer``, or the model itself."""
+        return self.tokenizer or self.model
+
+
+def check_type(name: str, value: object, annotation: str) -> None:
+    """Refuse a value that does not fit its field's annotation, such as ``'16'`` for an int."""
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
+    base, _, none = annotation.partition(" | ")
+    if value is None and none == "None":
+        return
+    if base not in kinds:
+        return
+    wrong_bool = isinstance(value, bool) and base != "bool"
+    if wrong_bool or not isinstance(value, kinds[base]):
+        raise ConfigError(f"{name} is {value!r} of type {type(value).__name__}; it must be of type {annotation}")

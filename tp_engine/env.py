@@ -1,0 +1,54 @@
+"""The one door to the process environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tp_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRank:
+    """What torchrun told this process about its place in the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """This process's place in a torchrun job, or None for a process that torchrun did not start."""
+    env = os.environ if environ is None else environ
+    if "RANK" not in env or "WORLD_SIZE" not in env or "MASTER_ADDR" not in env:
+        return None
+    try:
+        return LaunchedRank(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+            master_addr=env["MASTER_ADDR"],
+            master_port=int(env["MASTER_PORT"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"incomplete torchrun environment ({error}); start the job with torchrun") from error
+
+
+def log_level() -> str:
+    """``TP_ENGINE_LOG_LEVEL``, INFO unless set."""
+    return os.environ.get("TP_ENGINE_LOG_LEVEL", "INFO").upper()
+
+
+def default_api_key() -> str | None:
+    """``TP_ENGINE_API_KEY``: the server's key where ``--api-key`` is not given."""
+    return os.environ.get("TP_ENGINE_API_KEY") or None
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """A copy of this environment for a process that we start."""
+    return {**os.environ, **changes}

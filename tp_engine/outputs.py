@@ -1,0 +1,52 @@
+"""What ``generate`` returns, with vLLM's field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """Log-probability of one token at one position; ``rank`` 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of one request in seconds.  TTFT runs from arrival to the first token; TPOT is the mean after it."""
+
+    arrival_s: float
+    queue_s: float
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated sequence of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request and its ``n`` sequences; ``outputs`` is ordered by index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None

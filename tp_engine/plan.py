@@ -1,0 +1,138 @@
+"""The step plan: what rank 0 tells every rank about one step.
+
+A plan carries changes, not state.  Every rank keeps, for each *row* of the persistent batch, its block table, number of
+computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
+plan in this order::
+
+    released -> admitted -> new blocks -> copies -> forward pass over decodes, then prefills -> sample
+
+Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
+each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+PAD_SLOT = -1
+NO_IDS: IntArray = np.empty(0, dtype=np.int32)
+NO_FLOATS: FloatArray = np.empty(0, dtype=np.float32)
+NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
+NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
+
+
+class Control(enum.IntFlag):
+    """Orders that are not part of a forward pass."""
+
+    NONE = 0
+    STOP = 1
+    DRAIN = 2
+    PROFILE = 4
+    RESET_CACHE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """What the sampler needs to know of one row.  Defaults are greedy decoding without any processor.
+
+    ``seed`` is always set: rank 0 draws one where the user gave none.  ``logprobs`` and ``prompt_logprobs`` are the
+    number of alternatives per token, -1 for none at all.  ``min_tokens`` generated tokens must precede any of
+    ``stop_token_ids`` (which include the EOS ids unless they are ignored).  ``allowed_token_ids`` empty means all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    min_tokens: int = 0
+    stop_token_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    bias_token_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    bias_values: FloatArray = field(default_factory=lambda: NO_FLOATS)
+    allowed_token_ids: IntArray = field(default_factory=lambda: NO_IDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request enters the batch at ``row``.
+
+    ``token_ids`` (int32) are all tokens known so far: the ``num_prompt_tokens`` of the prompt, then those generated
+    before a preemption.  ``block_ids`` (int32) is the row's block table so far, of which the first
+    ``num_computed_tokens`` tokens already hold K/V.
+    """
+
+    row: int
+    token_ids: IntArray
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: IntArray
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application."""
+
+    step_id: int
+    control: Control = Control.NONE
+    released: IntArray = field(default_factory=lambda: NO_IDS)
+    admitted: tuple[Admission, ...] = ()
+    block_rows: IntArray = field(default_factory=lambda: NO_IDS)
+    block_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    copies: IntArray = field(default_factory=lambda: NO_PAIRS)
+    decode_rows: IntArray = field(default_factory=lambda: NO_IDS)
+    prefill_rows: IntArray = field(default_factory=lambda: NO_IDS)
+    prefill_tokens: IntArray = field(default_factory=lambda: NO_IDS)
+    prefill_samples: BoolArray = field(default_factory=lambda: NO_FLAGS)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens scheduled in this step, over all rows."""
+        return len(self.decode_rows) + int(self.prefill_tokens.sum())
+
+    @property
+    def sampled_rows(self) -> IntArray:
+        """Rows that receive a new token in this step, in batch order."""
+        return np.concatenate((self.decode_rows, self.prefill_rows[self.prefill_samples]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of a run of positions, before penalties and temperature.
+
+    ``token_ids`` (n, 1 + k) int32 and ``logprobs`` (n, 1 + k) float32: column 0 is the chosen token (for a prompt: the
+    actual next token), the others the k likeliest in order.  ``ranks`` (n,) int32: 1-based rank of column 0.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    ranks: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What rank 0's device returned for one step: one new token per sampled row, in ``StepPlan.sampled_rows`` order.
+
+    ``logprobs`` (n rows, in the same order, as many alternatives as the greediest row asked for) is None when no row
+    asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
+    entry i scores the token that follows computed position ``first + i`` of the chunk.
+    """
+
+    step_id: int
+    token_ids: IntArray
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -1,0 +1,55 @@
+"""A request on its way in and its tokens on their way out.  Plain data: this is what crosses a process border."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from tp_engine.plan import TokenLogprobs
+from tp_engine.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended; the values are those of the OpenAI API (and vLLM's ``abort``)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """A checked and tokenized request.
+
+    ``eos_token_ids`` are the model's; ``arrival_s`` is the time.monotonic() of its arrival; a lower ``priority`` runs
+    first, equal priorities run in order of arrival.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    arrival_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceDelta:
+    """What one step added to one of a request's ``n`` sequences.
+
+    ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id that ended it, if not an EOS.
+    ``num_cached_tokens`` (prompt tokens found in the prefix cache) and ``prompt_logprobs`` come with the first delta.
+    ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
+    """
+
+    request_id: str
+    index: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    first_scheduled_s: float = 0.0
+    error: str | None = None
