@@ -42,7 +42,9 @@ class EngineConfig:
     block_size: int = option(16, "tokens per KV block")
     gpu_memory_utilization: float = option(0.9, "share of the device memory that this engine may use")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
-    kv_cache_memory_bytes: int | None = option(None, "bytes of KV cache per rank, instead of what profiling finds", size=True)
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes of KV cache per rank, instead of what profiling finds", size=True
+    )
     max_model_len: int | None = option(None, "longest prompt plus output in tokens (default: the model's)")
     max_num_seqs: int = option(256, "most sequences in one step")
     max_num_batched_tokens: int = option(2048, "most tokens in one step")
@@ -64,7 +66,13 @@ class EngineConfig:
             check_type(spec.name, value, str(spec.type))
 
     def _check_ranges(self) -> None:
-        positive = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "startup_timeout_s", "collective_timeout_s")
+        positive = (
+            "tensor_parallel_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "startup_timeout_s",
+            "collective_timeout_s",
+        )
         optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
         for name in positive + optional:
             value = getattr(self, name)
@@ -73,7 +81,9 @@ class EngineConfig:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "

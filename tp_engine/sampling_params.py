@@ -14,7 +14,12 @@ MAX_N = 1024
 
 
 def _in_range(name: str, value: float, low: float, high: float, rule: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
         raise RequestError(f"{name} is {value!r}; it must be {rule}", param=name)
 
 
@@ -27,8 +32,8 @@ def _whole(name: str, value: object, low: int, rule: str, high: int = 2**31 - 1)
 class SamplingParams:
     """How one request is sampled.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample whatever else is in
-    the batch.  ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs``
+    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample whatever else is
+    in the batch.  ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs``
     are the number of alternatives per token (None for none).  Raises ``RequestError`` for a value out of range.
     """
 
@@ -77,7 +82,8 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1, "a whole number of at least 1, or None")
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}", param="min_tokens"
+                    f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}",
+                    param="min_tokens",
                 )
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
@@ -95,12 +101,16 @@ class SamplingParams:
             _whole("stop_token_ids", token_id, 0, "a list of token ids")
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids is empty; give at least one id, or None", param="allowed_token_ids")
+                raise RequestError(
+                    "allowed_token_ids is empty; give at least one id, or None", param="allowed_token_ids"
+                )
             for token_id in self.allowed_token_ids:
                 _whole("allowed_token_ids", token_id, 0, "a list of token ids")
         bias = self.logit_bias or {}
         if len(bias) > MAX_BIAS_ENTRIES:
-            raise RequestError(f"{len(bias)} entries in logit_bias; at most {MAX_BIAS_ENTRIES} are allowed", param="logit_bias")
+            raise RequestError(
+                f"{len(bias)} entries in logit_bias; at most {MAX_BIAS_ENTRIES} are allowed", param="logit_bias"
+            )
         for token_id, value in bias.items():
             _whole("logit_bias", token_id, 0, "a mapping from token ids")
             _in_range("logit_bias", value, -100.0, 100.0, "a mapping to values between -100 and 100")

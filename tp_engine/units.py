@@ -25,7 +25,9 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = _SIZE.match(text)
     if match is None:
-        raise ConfigError(f"{text!r} is not a size; write a number of bytes, or a number with K, M, G or T, as in '2GiB'")
+        raise ConfigError(
+            f"{text!r} is not a size; write a number of bytes, or a number with K, M, G or T, as in '2GiB'"
+        )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 

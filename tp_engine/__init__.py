@@ -1,0 +1,1 @@
+"""tp_engine: a multi-GPU tensor-parallel LLM inference runtime."""

@@ -1,0 +1,71 @@
+"""What a step tells attention, and what an attention backend must do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tp_engine.plan import IntArray
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionMetadata:
+    """One step's batch, as attention sees it.  Batch order: ``num_decodes`` requests of one token, then the prefills.
+
+    With N tokens in B requests, on the device: ``slot_mapping`` (N,) int64, -1 for padding; ``block_table`` (B, M) int32;
+    ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
+    On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32, from which backends may plan without a
+    synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.
+    """
+
+    num_decodes: int
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    host_query_lens: IntArray
+    host_seq_lens: IntArray
+
+    @property
+    def num_requests(self) -> int:
+        """B, padding included."""
+        return len(self.host_seq_lens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The constants of one attention layer on this rank.  ``sliding_window`` counts the visible keys, self included."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over the paged KV cache.
+
+    One layer's cache is (2, blocks, block_size, local KV heads, head_dim): keys at 0, values at 1.
+    """
+
+    name: str
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Once per step, before the first layer: work out what all layers share."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Store this step's keys and values, then attend.
+
+        ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim); returns (N, heads, head_dim).
+        """

@@ -1,0 +1,73 @@
+"""The collectives that layers call, behind one interface: NCCL on CUDA, gloo on CPU, nothing at all for one rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tp_engine.dist.rank import RankInfo
+
+
+class Communicator(Protocol):
+    """Collectives over the tensor-parallel ranks.  Every rank calls the same one, in the same order."""
+
+    info: RankInfo
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place; returns ``tensor``."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate the ranks' tensors along the last dimension, in rank order."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Like ``all_gather``, on rank 0 only; None elsewhere."""
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, in place; returns ``tensor``."""
+
+
+class SingleRank:
+    """A world of one: every collective is the identity."""
+
+    def __init__(self) -> None:
+        self.info = RankInfo()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class ProcessGroupCommunicator:
+    """Collectives through a torch.distributed process group (NCCL or gloo)."""
+
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup) -> None:
+        self.info = info
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.cat(parts, dim=-1)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)] if self.info.is_first else None
+        dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
+        return torch.cat(parts, dim=-1) if parts is not None else None
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor

@@ -1,0 +1,1 @@
+"""How plans travel: a shared-memory ring, a fixed layout, no pickle; no torch."""

@@ -1,0 +1,1 @@
+"""Tensor-parallel layers: they get their rank and communicator as arguments."""

@@ -1,0 +1,1 @@
+"""One file per architecture: architecture only, no rank arithmetic."""

@@ -1,0 +1,1 @@
+"""What to run: requests, blocks and the schedule.  Rank 0 only; no torch."""

@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP in a process of its own."""

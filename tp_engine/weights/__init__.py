@@ -1,0 +1,1 @@
+"""From checkpoint to this rank's tensors.  The only door to safetensors."""
