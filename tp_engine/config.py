@@ -40,7 +40,9 @@ class EngineConfig:
     attention_backend: str = option("auto", "attention implementation", choices=ATTENTION_BACKENDS)
     enforce_eager: bool = option(False, "never use CUDA graphs")
     block_size: int = option(16, "tokens per KV block")
-    gpu_memory_utilization: float = option(0.9, "share of the device memory that this engine may use")
+    gpu_memory_utilization: float | None = option(
+        None, "share of the device memory that this engine may use (default: 0.9 on CUDA, 0.3 on CPU)"
+    )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of KV cache per rank, instead of what profiling finds", size=True
@@ -80,10 +82,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; it must be positive")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
-            )
+        utilization = self.gpu_memory_utilization
+        if utilization is not None and not 0.0 < utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "

@@ -1,0 +1,123 @@
+"""Process groups: one for device tensors (NCCL or gloo), one on the host (gloo) for numbers and short messages."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank
+from tp_engine.dist.rank import RankInfo
+from tp_engine.errors import RankError
+
+_engine_count = itertools.count()
+
+
+class HostGroup:
+    """Small collectives on the CPU.  For one rank every call is the identity."""
+
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup | None) -> None:
+        self.info = info
+        self._group = group
+
+    def all_reduce_min(self, values: list[int]) -> list[int]:
+        """Element-wise minimum over ranks, int64."""
+        return self._all_reduce(values, dist.ReduceOp.MIN)
+
+    def all_reduce_max(self, values: list[int]) -> list[int]:
+        """Element-wise maximum over ranks, int64."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        if self._group is None:
+            return [payload]
+        longest = self.all_reduce_max([len(payload)])[0]
+        framed = np.zeros(8 + longest, dtype=np.uint8)
+        framed[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), dtype=np.uint8)
+        framed[8 : 8 + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+        mine = torch.from_numpy(framed)
+        parts = [torch.empty_like(mine) for _ in range(self.info.world_size)]
+        dist.all_gather(parts, mine, group=self._group)
+        raw = [part.numpy().tobytes() for part in parts]
+        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in raw]
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        """Rank 0's payload."""
+        return self.all_gather_bytes(payload if self.info.is_first else b"")[0]
+
+    def _all_reduce(self, values: list[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        if self._group is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=operation, group=self._group)
+        return [int(value) for value in tensor]
+
+
+class RankGroups:
+    """This process's membership: who it is, and how it talks to the others.  ``close`` leaves."""
+
+    def __init__(self, info: RankInfo, communicator: Communicator, host: HostGroup, *, owns_default: bool) -> None:
+        self.info = info
+        self.communicator = communicator
+        self.host = host
+        self._owns_default = owns_default
+
+    def close(self) -> None:
+        """Destroy the process groups that ``join`` made."""
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_default = False
+
+
+def alone() -> RankGroups:
+    """The groups of a world of one: no sockets, no collectives."""
+    communicator = SingleRank()
+    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), owns_default=False)
+
+
+def host_store(*, timeout_s: float) -> dist.TCPStore:
+    """The meeting point of ranks that rank 0 starts itself: a store on a free port of the loopback interface."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """The same store, seen from another rank."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def launched_store(*, timeout_s: float) -> dist.Store:
+    """The store of the torchrun job that this process belongs to, set apart for one engine.
+
+    Engines of one job are numbered in the order of their creation, which is the same on every rank.
+    """
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
+
+
+def join(info: RankInfo, store: dist.Store, *, device_type: str, start_s: float, collective_s: float) -> RankGroups:
+    """Meet the other ranks and return the groups; every rank calls this.
+
+    ``start_s`` bounds the meeting, ``collective_s`` every collective afterwards.  Raises ``RankError`` when the others do
+    not come in time.
+    """
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if dist.is_initialized():
+        raise RankError(
+            info.rank,
+            "this process already has a torch.distributed process group; close the other tensor-parallel engine, or call "
+            "torch.distributed.destroy_process_group(), before starting one",
+        )
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=start_s)
+        )
+        limit = timedelta(seconds=collective_s)
+        host = dist.new_group(backend="gloo", timeout=limit)
+        device = dist.new_group(backend=backend, timeout=limit)
+    except (RuntimeError, TimeoutError) as error:
+        raise RankError(info.rank, f"not all {info.world_size} ranks met within {start_s:g} s ({error})") from error
+    return RankGroups(info, ProcessGroupCommunicator(info, device), HostGroup(info, host), owns_default=True)
