@@ -1,0 +1,62 @@
+"""Fixtures of the whole suite: small checkpoints, one thread per process, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.leaks import footprint, leaked_since
+from tests.tiny_models import make_checkpoint
+
+# Before torch is imported, here and in every process that a test starts: several ranks share a few cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_leaves_nothing() -> Iterator[None]:
+    """Fail the run if fixtures of any scope left a process or a shared-memory segment."""
+    before = footprint()
+    yield
+    if leaks := leaked_since(before):
+        pytest.fail("the test session left behind:\n  " + "\n  ".join(leaks))
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
+    """Fail a test that leaves a process or a shared-memory segment."""
+    before = footprint()
+    yield
+    if leaks := leaked_since(before):
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Undo a test's own setting of torch's number of threads."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``checkpoint("llama", num_layers=3, ...)`` -> folder; made once per session for each set of parameters.
+
+    Parameters are those of ``tests.tiny_models.make_checkpoint``; never write into the folder.
+    """
+    made: dict[str, Path] = {}
+
+    def get(architecture: str = "qwen3", **parameters: Any) -> Path:
+        key = repr((architecture, sorted(parameters.items())))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **parameters)
+        return made[key]
+
+    return get

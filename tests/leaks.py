@@ -1,0 +1,71 @@
+"""What a test may leave behind on this machine: nothing.
+
+Compared before and after: segments named ``tp_engine-*`` in /dev/shm, and child processes.  Both get a few seconds of
+grace, because a process that was told to end needs a moment.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GRACE_S = 5.0
+POLL_S = 0.02
+SEGMENT_PREFIX = "tp_engine-"
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Names of shared-memory segments, and child processes of any depth."""
+
+    segments: frozenset[str]
+    children: frozenset[psutil.Process]
+
+
+def footprint() -> Footprint:
+    """What exists now."""
+    segments = frozenset(path.name for path in SHM.glob(SEGMENT_PREFIX + "*"))
+    return Footprint(segments, frozenset(psutil.Process().children(recursive=True)))
+
+
+def leaked_since(before: Footprint, grace_s: float = GRACE_S) -> list[str]:
+    """A line per thing that is new since ``before`` and still there after ``grace_s`` seconds."""
+    deadline = time.monotonic() + grace_s
+    while leaks := _new_segments(before) + _new_children(before):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return leaks
+
+
+def _new_segments(before: Footprint) -> list[str]:
+    new = {path.name for path in SHM.glob(SEGMENT_PREFIX + "*")} - before.segments
+    return [f"shared memory /dev/shm/{name}" for name in sorted(new) if not _belongs_to_another_job(name)]
+
+
+def _belongs_to_another_job(segment: str) -> bool:
+    """Whether a living process outside this test's process tree has the segment mapped."""
+    this = psutil.Process()
+    ours = {this.pid, *(child.pid for child in this.children(recursive=True))}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if int(maps.parent.name) in ours:
+            continue
+        with suppress(OSError):
+            if segment in maps.read_text():
+                return True
+    return False
+
+
+def _new_children(before: Footprint) -> list[str]:
+    leaks = []
+    for child in set(psutil.Process().children(recursive=True)) - before.children:
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in command:
+                leaks.append(f"process {child.pid}: {command}")
+    return leaks

@@ -1,0 +1,53 @@
+"""The suite's own helpers: checkpoints that others rely on, and the leak check that guards every test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import footprint, leaked_since
+from tests.tiny_models import CLASSES
+
+
+@pytest.mark.parametrize("architecture", sorted(CLASSES))
+def test_checkpoint_has_the_asked_shape(checkpoint: Callable[..., Path], architecture: str) -> None:
+    """Oracle: transformers' own config.json, read back."""
+    folder = checkpoint(architecture, num_kv_heads=2)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == architecture
+    assert config["num_key_value_heads"] == 2
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_checkpoint_is_cached_and_sharded(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the same folder for equal parameters; several files where a shard size is given."""
+    folder = checkpoint("llama", max_shard_size="50KB")
+    assert folder == checkpoint("llama", max_shard_size="50KB")
+    assert folder != checkpoint("llama")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+def test_leak_check_sees_a_process() -> None:
+    """Oracle: a sleeping child is reported with its command, and no longer after it ends."""
+    before = footprint()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        assert [f"process {child.pid}" in line for line in leaked_since(before, grace_s=0.0)] == [True]
+        child.kill()
+    assert leaked_since(before) == []
+
+
+def test_leak_check_sees_a_segment() -> None:
+    """Oracle: a file in /dev/shm with our prefix, there and removed."""
+    before = footprint()
+    segment = Path(f"/dev/shm/tp_engine-leak-check-{id(before):x}")
+    segment.touch()
+    try:
+        assert leaked_since(before, grace_s=0.0) == [f"shared memory {segment}"]
+    finally:
+        segment.unlink()
+    assert leaked_since(before) == []
