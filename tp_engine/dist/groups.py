@@ -101,23 +101,22 @@ def launched_store(*, timeout_s: float) -> dist.Store:
 def join(info: RankInfo, store: dist.Store, *, device_type: str, start_s: float, collective_s: float) -> RankGroups:
     """Meet the other ranks and return the groups; every rank calls this.
 
-    ``start_s`` bounds the meeting, ``collective_s`` every collective afterwards.  Raises ``RankError`` when the others do
-    not come in time.
+    ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every
+    collective between devices.  Raises ``RankError`` when the others do not come in time.
     """
     backend = "nccl" if device_type == "cuda" else "gloo"
     if dist.is_initialized():
         raise RankError(
             info.rank,
-            "this process already has a torch.distributed process group; close the other tensor-parallel engine, or call "
-            "torch.distributed.destroy_process_group(), before starting one",
+            "this process already has a torch.distributed process group; before starting an engine, close the other "
+            "one or call torch.distributed.destroy_process_group()",
         )
     try:
         dist.init_process_group(
             backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=start_s)
         )
-        limit = timedelta(seconds=collective_s)
-        host = dist.new_group(backend="gloo", timeout=limit)
-        device = dist.new_group(backend=backend, timeout=limit)
+        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_s))
+        device = dist.new_group(backend=backend, timeout=timedelta(seconds=collective_s))
     except (RuntimeError, TimeoutError) as error:
         raise RankError(info.rank, f"not all {info.world_size} ranks met within {start_s:g} s ({error})") from error
     return RankGroups(info, ProcessGroupCommunicator(info, device), HostGroup(info, host), owns_default=True)

@@ -1,0 +1,112 @@
+"""The loop that rank 0 turns: schedule -> publish -> run -> update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import EngineDeadError
+from tp_engine.ipc.plan_channel import PlanPublisher
+from tp_engine.plan import Control, StepPlan
+from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.sched.stats import SchedulerStats
+from tp_engine.worker.worker import Worker
+
+
+class Engine:
+    """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
+
+    ``leave`` is called once at the end, after the stop plan: it waits for the ranks that this process started.
+    ``check_ranks`` raises ``RankError`` when one of them has died.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: Worker,
+        scheduler: Scheduler,
+        publisher: PlanPublisher | None,
+        model_info: ModelInfo,
+        plan_timeout_s: float,
+        check_ranks: Callable[[], None],
+        leave: Callable[[], None],
+    ) -> None:
+        self.model_info = model_info
+        self._worker = worker
+        self._scheduler = scheduler
+        self._publisher = publisher
+        self._plan_timeout_s = plan_timeout_s
+        self._check_ranks = check_ranks
+        self._leave = leave
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._scheduler.has_unfinished
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; ``RequestError`` leaves the engine as it was."""
+        self._check_alive()
+        self._scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
+        """End requests now; unknown ids are ignored."""
+        return self._scheduler.abort(request_ids)
+
+    def step(self) -> list[SequenceDelta]:
+        """Run one step on all ranks and return what it added; ``[]`` when there is nothing to do."""
+        self._check_alive()
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return []
+        try:
+            self._publish(plan)
+            pending = self._worker.execute(plan)
+            return self._scheduler.update(plan, pending.result())
+        except BaseException as error:
+            self._failure = error
+            self._check_ranks()
+            raise
+
+    def stats(self) -> SchedulerStats:
+        """Requests, blocks and counters as they stand."""
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False while requests hold some."""
+        return self._scheduler.reset_prefix_cache()
+
+    def check_health(self) -> None:
+        """Raise ``RankError`` if a rank has died; cheap enough for every turn of an idle loop."""
+        self._check_ranks()
+
+    def check_integrity(self) -> None:
+        """Assert that all blocks are accounted for."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Stop all ranks and leave; safe to call twice, and after a failure."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._publisher is not None and self._failure is None:
+                self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
+        finally:
+            self._worker.close()
+            if self._publisher is not None:
+                self._publisher.close()
+            self._leave()
+
+    def _publish(self, plan: StepPlan) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(plan, timeout_s=self._plan_timeout_s)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine stopped after an error: {self._failure}") from self._failure
+        if self._closed:
+            raise EngineDeadError("the engine is closed")

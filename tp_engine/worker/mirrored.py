@@ -1,0 +1,37 @@
+"""A per-row table that lives on the device and has a twin on the host.
+
+On a CPU the two share their memory and pushing costs nothing; on CUDA only the named entries travel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.plan import IntArray
+
+
+class MirroredTable:
+    """An int32 table of ``shape``: ``host`` (numpy) is written first, then pushed to ``device``."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.host: IntArray = on_host.numpy()
+        self.device = on_host if device.type == "cpu" else torch.zeros(shape, dtype=torch.int32, device=device)
+        self._shared = device.type == "cpu"
+
+    def push(self, *index: npt.NDArray[np.integer]) -> None:
+        """Send ``host[index]`` to the device, without a synchronisation."""
+        if self._shared:
+            return
+        where = tuple(to_device(axis.astype(np.int64), self.device.device) for axis in index)
+        self.device.index_put_(where, to_device(self.host[index], self.device.device))
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A host array as a device tensor: shared memory on a CPU, an asynchronous copy from pinned memory on CUDA."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
