@@ -1,0 +1,156 @@
+"""Options from the command line and TOML files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
+from tp_engine.options import Options, adopt_world_size, parse_options
+from tp_engine.options_cli import make_parser
+from tp_engine.server.config import ServerConfig
+
+TABLES = {"engine": EngineConfig, "server": ServerConfig}
+
+
+def parse(*argv: str) -> Options:
+    return parse_options("serve", "Serve a model.", TABLES, argv)
+
+
+def engine(*argv: str) -> EngineConfig:
+    return parse(*argv).build("engine", EngineConfig)
+
+
+def server(*argv: str) -> ServerConfig:
+    return parse(*argv).build("server", ServerConfig)
+
+
+def test_nothing_given_is_the_dataclass_defaults() -> None:
+    """Oracle: the dataclasses themselves, the only place of defaults."""
+    assert engine() == EngineConfig()
+    assert server() == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--block-size", "32"], "block_size", 32),
+        (["--block-size=64"], "block_size", 64),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--enforce-eager"], "enforce_eager", True),
+        (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
+        (["--kv-cache-memory-bytes", "2GiB"], "kv_cache_memory_bytes", 2 << 30),
+        (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--max-model-len", "1024"], "max_model_len", 1024),
+    ],
+)
+def test_flags_reach_their_fields(argv: list[str], field: str, value: object) -> None:
+    """Oracle: the written value."""
+    assert getattr(engine(*argv), field) == value
+
+
+def test_several_served_names() -> None:
+    """Oracle: the written names, from both sources."""
+    assert server("--served-model-name", "a", "b").served_model_name == ("a", "b")
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    """Oracle: the dataclasses' fields."""
+    text = make_parser("serve", "", TABLES).format_help()
+    for kind in TABLES.values():
+        for spec in dataclasses.fields(kind):
+            assert "--" + spec.name.replace("_", "-") in text
+            assert spec.metadata["help"]
+    assert "(default: 2048)" in text
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """Oracle: command line over file over defaults, per key."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[engine]\nblock_size = 32\nmax_num_seqs = 8\nkv_cache_memory_bytes = "512MiB"\n'
+        '[server]\nport = 9000\nserved_model_name = ["x"]\n'
+    )
+    config = engine("--config", str(path), "--block-size", "64")
+    assert (config.block_size, config.max_num_seqs, config.max_num_batched_tokens) == (64, 8, 2048)
+    assert config.kv_cache_memory_bytes == 512 << 20
+    assert server("--config", str(path)).served_model_name == ("x",)
+    assert server("--config", str(path)).port == 9000
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--blok-size", "32"], ["--blok-size", "did you mean --block-size?"]),
+        (["--blok-size=32"], ["--blok-size", "did you mean --block-size?"]),
+        (["--zzz"], ["unknown option --zzz"]),
+        (["model"], ["unexpected argument 'model'"]),
+        (["--block-size", "x"], ["--block-size", "'x'"]),
+        (["--block-size", "24"], ["block_size is 24", "power of two"]),
+        (["--dtype", "int4"], ["--dtype", "int4", "bfloat16"]),
+        (["--kv-cache-memory-bytes", "many"], ["'many' is not a size"]),
+        (["--port", "99999"], ["port is 99999", "65535"]),
+        (["--shutdown-timeout-s", "60"], ["shutdown_timeout_s is 60", "torchrun"]),
+        (["--config", "/no/such.toml"], ["/no/such.toml", "No such file"]),
+    ],
+)
+def test_refusals_name_value_and_remedy(argv: list[str], words: list[str]) -> None:
+    """Oracle: the words that a user needs, in a ``ConfigError``."""
+    with pytest.raises(ConfigError) as caught:
+        options = parse(*argv)
+        options.build("engine", EngineConfig)
+        options.build("server", ServerConfig)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engine]\nblok_size = 16\n", ["unknown key blok_size in [engine]", "did you mean block_size?"]),
+        ("[motor]\nx = 1\n", ["unknown entry 'motor'", "[engine], [server]"]),
+        ("engine = 3\n", ["must be a table"]),
+        ("[engine\n", ["not valid TOML"]),
+        ('[engine]\nblock_size = "16"\n', ["block_size is '16' of type str"]),
+        ("[server]\nserved_model_name = [3]\n", ["served_model_name"]),
+    ],
+)
+def test_toml_refusals(tmp_path: Path, text: str, words: list[str]) -> None:
+    """Oracle: the words that a user needs, in a ``ConfigError``."""
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        options = parse("--config", str(path))
+        options.build("engine", EngineConfig)
+        options.build("server", ServerConfig)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_print_config_reads_back(tmp_path: Path) -> None:
+    """Oracle: the configuration that was printed; the key is not in it."""
+    options = parse("--block-size", "64", "--api-key", "secret", "--served-model-name", 'a"b', "--print-config")
+    config = options.build("engine", EngineConfig)
+    options.build("server", ServerConfig)
+    path = tmp_path / "printed.toml"
+    path.write_text(options.effective_toml())
+    assert options.print_config
+    assert "secret" not in path.read_text()
+    assert engine("--config", str(path)) == config
+    assert server("--config", str(path)) == ServerConfig(served_model_name=('a"b',))
+
+
+def test_world_size_rules() -> None:
+    """Oracle: ranks and shares of the model are one number."""
+    given: dict[str, object] = {}
+    adopt_world_size(given, 4)
+    assert given == {"tensor_parallel_size": 4}
+    adopt_world_size(given, 4)
+    with pytest.raises(ConfigError, match="torchrun started 2 ranks"):
+        adopt_world_size({"tensor_parallel_size": 4}, 2)
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 4"):
+        adopt_world_size({"tensor_parallel_size": 4}, None)
+    adopt_world_size({"tensor_parallel_size": 1}, None)

@@ -1,0 +1,87 @@
+"""Command-line flags from configuration dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from tp_engine.errors import ConfigError
+from tp_engine.units import parse_bytes
+
+
+class OptionsParser(argparse.ArgumentParser):
+    """argparse that raises ``ConfigError`` and names the flag nearest to one that it does not know."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Like argparse's, but with a remedy in every refusal."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            if flag.startswith("-"):
+                self.error(f"unknown option {flag}{did_you_mean(flag, self._option_string_actions)}")
+            self.error(f"unexpected argument {word!r}; options are written --name value")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting: who reports, and with which exit code, is the launcher's business."""
+        raise ConfigError(f"{message} (all options: --help)")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``'; did you mean X?'`` with the nearest known name, or an empty string."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) -> OptionsParser:
+    """A parser whose namespace holds only what was given, keyed by field name, ``config`` and ``print_config``."""
+    parser = OptionsParser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    files = ", ".join(f"[{name}]" for name in tables)
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file with any of the tables {files}")
+    parser.add_argument("--print-config", action="store_true", help="print the effective configuration and exit")
+    for name, kind in tables.items():
+        group = parser.add_argument_group(name)
+        for spec in dataclasses.fields(kind):
+            _add_flag(group, spec)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, spec: dataclasses.Field[Any]) -> None:
+    names = (*spec.metadata.get("flags", ()), "--" + spec.name.replace("_", "-"))
+    settings: dict[str, Any] = {"dest": spec.name, "help": _help(spec)}
+    if spec.type == "bool":
+        settings["action"] = argparse.BooleanOptionalAction
+    else:
+        settings |= _value_settings(spec)
+    group.add_argument(*names, **settings)
+
+
+def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
+    base = str(spec.type).partition(" | ")[0]
+    if spec.metadata.get("choices"):
+        return {"choices": spec.metadata["choices"]}
+    if spec.metadata.get("size"):
+        return {"type": _size, "metavar": "SIZE"}
+    if base.startswith("tuple"):
+        return {"nargs": "+", "metavar": "NAME"}
+    return {
+        "type": {"int": int, "float": float}.get(base, str),
+        "metavar": {"int": "N", "float": "X"}.get(base, "TEXT"),
+    }
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _help(spec: dataclasses.Field[Any]) -> str:
+    text = str(spec.metadata.get("help", ""))
+    if spec.default not in (None, "", ()) and "(default:" not in text:
+        text += f" (default: {spec.default})"
+    return text.replace("%", "%%")
