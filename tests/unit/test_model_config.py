@@ -1,0 +1,241 @@
+"""Parsing config.json, and which world sizes a model allows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config import (
+    ModelConfig,
+    check_tensor_parallel,
+    load_model_config,
+    local_num_kv_heads,
+    resolve_max_model_len,
+)
+
+QWEN3_06B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+        **changes,
+    }
+
+
+def test_qwen3_06b_golden() -> None:
+    """Oracle: the published config.json; head_dim is 128 although 1024 / 16 = 64 (GOLDEN, row A3)."""
+    config = ModelConfig.from_dict(QWEN3_06B)
+    assert (config.head_dim, config.num_heads, config.num_kv_heads, config.num_layers) == (128, 16, 8, 28)
+    assert config.rope.theta == 1_000_000.0 and config.rope.kind == "default"
+    assert config.qk_norm and config.tie_word_embeddings and not config.qkv_bias
+    assert config.dtype == "bfloat16" and config.eos_token_ids == (151645,)
+    assert config.sliding_windows == (None,) * 28
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": None}])
+def test_head_dim_defaults_to_hidden_over_heads(changes: dict[str, Any]) -> None:
+    """Oracle: row A3."""
+    assert ModelConfig.from_dict(llama(**changes)).head_dim == 128
+
+
+def test_missing_kv_heads_means_one_per_query_head() -> None:
+    """Oracle: the rule of transformers for Llama 2 checkpoints."""
+    config = llama()
+    del config["num_key_value_heads"]
+    assert ModelConfig.from_dict(config).num_kv_heads == 32
+
+
+def test_rope_spellings_agree() -> None:
+    """Oracle: the classic spelling and the one of transformers 5 describe the same rotation."""
+    classic = ModelConfig.from_dict(llama(rope_scaling=LLAMA3_ROPE))
+    config = llama(rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0})
+    del config["rope_theta"]
+    assert ModelConfig.from_dict(config).rope == classic.rope
+    assert classic.rope.original_max_position == 8192 and classic.rope.factor == 8.0
+    old = ModelConfig.from_dict(llama(rope_scaling={"type": "linear", "factor": 2}))
+    assert old.rope.kind == "linear" and old.rope.factor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"num_attention_heads": "32"}, "num_attention_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"head_dim": 5}, "head_dim"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+    ],
+)
+def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    """Oracle: the rule that no option of config.json is ever ignored."""
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_dict(llama(**changes))
+
+
+def test_options_that_ask_for_nothing_pass() -> None:
+    """Oracle: the same configuration without them."""
+    extra = {"quantization_config": None, "use_mrope": False, "attention_dropout": 0.1, "auto_map": {}}
+    assert ModelConfig.from_dict(llama(**extra)) == ModelConfig.from_dict(llama())
+
+
+def test_biases_by_architecture() -> None:
+    """Oracle: the modules of transformers' Llama, Qwen2 and Qwen3."""
+    both = ModelConfig.from_dict(llama(attention_bias=True, mlp_bias=True))
+    assert both.qkv_bias and both.out_bias and both.mlp_bias
+    qwen2 = ModelConfig.from_dict(llama(architectures=["Qwen2ForCausalLM"]))
+    assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.qk_norm
+    qwen3 = ModelConfig.from_dict({**QWEN3_06B, "attention_bias": True})
+    assert qwen3.qkv_bias and qwen3.out_bias
+    with pytest.raises(ConfigError, match="attention_bias"):
+        ModelConfig.from_dict(llama(architectures=["MistralForCausalLM"], attention_bias=True))
+
+
+def test_sliding_windows_per_layer() -> None:
+    """Oracle: the layer types that transformers derives for Mistral, Qwen2 and Qwen3."""
+    mistral = llama(architectures=["MistralForCausalLM"])
+    assert ModelConfig.from_dict({**mistral, "sliding_window": 16}).sliding_windows == (16,) * 4
+    assert ModelConfig.from_dict({**mistral, "sliding_window": None}).sliding_windows == (None,) * 4
+    qwen2 = llama(architectures=["Qwen2ForCausalLM"], sliding_window=16, max_window_layers=3)
+    assert ModelConfig.from_dict(qwen2).sliding_windows == (None,) * 4
+    qwen2["use_sliding_window"] = True
+    assert ModelConfig.from_dict(qwen2).sliding_windows == (None, None, None, 16)
+    qwen2["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    assert ModelConfig.from_dict(qwen2).sliding_windows == (16, None, 16, None)
+    with pytest.raises(ConfigError, match="layer_types"):
+        ModelConfig.from_dict({**qwen2, "layer_types": ["full_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "intermediate", "legal"),
+    [
+        (32, 8, 14336, {1, 2, 4, 8, 16, 32}),
+        (6, 3, 96, {1, 3, 6}),
+        (24, 1, 96, {1, 2, 3, 4, 6, 8, 12, 24}),
+        (12, 4, 24, {1, 2, 4, 12}),
+        (8, 2, 100, {1, 2, 4}),
+    ],
+)
+def test_legal_world_sizes(heads: int, kv_heads: int, intermediate: int, legal: set[int]) -> None:
+    """Oracle: the three divisibility rules, worked out by hand; every refusal lists the same legal sizes."""
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": intermediate}
+    config = ModelConfig.from_dict(llama(head_dim=64, **changes))
+    listed = ", ".join(str(size) for size in sorted(legal))
+    for size in range(-1, 65):
+        if size in legal:
+            check_tensor_parallel(config, size)
+            assert local_num_kv_heads(config, size) == max(1, kv_heads // size)
+        else:
+            with pytest.raises(ConfigError, match=f"{size}.*: {listed}$"):
+                check_tensor_parallel(config, size)
+
+
+def test_max_model_len() -> None:
+    """Oracle: the model's positions."""
+    config = ModelConfig.from_dict(llama())
+    assert resolve_max_model_len(config, None) == 131072
+    assert resolve_max_model_len(config, 100) == 100
+    with pytest.raises(ConfigError, match=r"131073.*at most 131072"):
+        resolve_max_model_len(config, 131073)
+
+
+def test_load_joins_the_eos_ids_of_both_files(tmp_path: Path) -> None:
+    """Oracle: the union in order, as transformers' generation stops at either."""
+    (tmp_path / "config.json").write_text(json.dumps(llama(eos_token_id=[5, 6], dtype="float16")))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5], "temperature": 0.6}))
+    config, folder = load_model_config(str(tmp_path))
+    assert config.eos_token_ids == (5, 6, 7) and config.dtype == "float16" and folder == tmp_path
+
+
+def test_load_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: each message names the value and what to do."""
+    with pytest.raises(ConfigError, match=r"without config\.json"):
+        load_model_config(str(tmp_path))
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_model_config(str(tmp_path / "nothing" / "here"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        load_model_config(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*huggingface_hub"):
+        load_model_config("nobody/nothing")
+
+
+def test_hub_failures_say_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the message names the hub, its error and the remedy without a network."""
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(name: str, **_: Any) -> str:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*hub.*no route to host.*Without a network"):
+        load_model_config("nobody/nothing")

@@ -1,0 +1,123 @@
+"""Reading a model's config.json so that no option of it is ever ignored by accident.  No torch.
+
+Every key is taken by whoever understands it, is known not to matter for inference, or is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from tp_engine.errors import ConfigError
+
+T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
+
+IRRELEVANT_KEYS = frozenset(
+    {
+        # bookkeeping
+        "_commit_hash",
+        "_name_or_path",
+        "model_type",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        # training
+        "attention_dropout",
+        "hidden_dropout",
+        "initializer_range",
+        "neftune_noise_alpha",
+        "resid_pdrop",
+        # the shape of transformers' answers, not of the model
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "torchscript",
+        "use_cache",
+        "use_return_dict",
+        # tokenizer and generation defaults that the engine reads elsewhere or not at all
+        "bos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+    }
+)
+
+
+class ConfigJson:
+    """One JSON object, and which of its keys have been taken so far; ``origin`` names it in errors."""
+
+    def __init__(self, values: Mapping[str, Any], origin: str = "config.json") -> None:
+        self._values = dict(values)
+        self._origin = origin
+        self._taken: set[str] = set()
+
+    def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value of ``name``; ``default`` where it is absent or null.  Raises ``ConfigError`` for a wrong type."""
+        self._taken.add(name)
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ConfigError(f"{self._origin}: {name} is {value!r}; it must be of type {kind.__name__}")
+        return value
+
+    def has(self, name: str) -> bool:
+        """Whether the key is there at all, null or not."""
+        return name in self._values
+
+    def require(self, name: str, kind: type[T]) -> T:
+        """Like ``take``, for a key without which the model is not known."""
+        value = self.take(name, kind)
+        if value is None:
+            raise ConfigError(f"{self._origin} has no {name}; is this the configuration of a complete model?")
+        return value
+
+    def require_positive(self, name: str) -> int:
+        """A size: a whole number above zero."""
+        return self._positive(name, self.require(name, int))
+
+    def take_positive(self, name: str, default: int) -> int:
+        """A size with a default."""
+        value = self.take(name, int)
+        return default if value is None else self._positive(name, value)
+
+    def _positive(self, name: str, value: int) -> int:
+        if value <= 0:
+            raise ConfigError(f"{self._origin}: {name} is {value}; it must be positive")
+        return value
+
+    def take_token_ids(self, name: str) -> tuple[int, ...]:
+        """A token id or a list of them, as a tuple; empty where the key is absent or null."""
+        self._taken.add(name)
+        value = self._values.get(name)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in listed):
+            raise ConfigError(f"{self._origin}: {name} is {value!r}; it must be a token id or a list of them")
+        return tuple(listed)
+
+    def expect(self, name: str, kind: type[T], supported: T) -> None:
+        """Take an option of which only one value is supported, which is also its default."""
+        value = self.take(name, kind, supported)
+        if value != supported:
+            raise ConfigError(f"{self._origin}: {name} is {value!r}; this engine supports only {supported!r}")
+
+    def finish(self, ignored: frozenset[str] = IRRELEVANT_KEYS) -> None:
+        """Refuse every key that nobody took; a null, false or empty one asks for nothing and may stay."""
+        unknown = {
+            name: value
+            for name, value in self._values.items()
+            if name not in self._taken and name not in ignored and value not in (None, False, [], {}, "")
+        }
+        if unknown:
+            listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unknown.items()))
+            raise ConfigError(
+                f"{self._origin} sets options that this engine does not support for this architecture: {listed}. "
+                "Ignoring them could change what the model says; use another model, or remove a key that does nothing"
+            )

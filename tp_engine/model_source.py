@@ -1,0 +1,54 @@
+"""Where a model's files are: a local folder, or a name on the Hugging Face hub.  No torch."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from tp_engine.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+_HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+def resolve_model_folder(model: str, revision: str | None = None) -> Path:
+    """The local folder of ``model``; a hub name is downloaded, or found in the hub's cache.  Raises ``ConfigError``."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).is_file():
+            raise ConfigError(f"model is {model!r}, a folder without {CONFIG_FILE}; give the folder of a saved model")
+        return folder
+    if folder.exists():
+        raise ConfigError(f"model is {model!r}, a file; give the folder that holds {CONFIG_FILE} and the weights")
+    if not _HUB_NAME.match(model) or model.startswith("."):
+        raise ConfigError(f"model is {model!r}; there is no such folder, and it can not be a hub name ('owner/name')")
+    return _download(model, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise ConfigError(
+            f"model is {name!r}; there is no such folder, and the hub can not be asked without the huggingface_hub "
+            "package: install it, or give a local folder"
+        ) from error
+    try:
+        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES))
+    except Exception as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise ConfigError(
+            f"model is {name!r}; there is no such folder below {Path.cwd()}, and the Hugging Face hub gave no model of "
+            f"that name{at} ({type(error).__name__}: {_first_line(error)}). Without a network, download the model "
+            "elsewhere and give its folder"
+        ) from error
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"model is {name!r}; the hub's repository has no {CONFIG_FILE}: it is not a saved model")
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
