@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.dist.rank import RankInfo
 from tp_engine.errors import RankError
+
+Store: TypeAlias = dist.Store
 
 _engine_count = itertools.count()
 
@@ -89,7 +92,7 @@ def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def launched_store(*, timeout_s: float) -> dist.Store:
+def launched_store(*, timeout_s: float) -> Store:
     """The store of the torchrun job that this process belongs to, set apart for one engine.
 
     Engines of one job are numbered in the order of their creation, which is the same on every rank.
@@ -98,7 +101,7 @@ def launched_store(*, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
 
 
-def join(info: RankInfo, store: dist.Store, *, device_type: str, start_s: float, collective_s: float) -> RankGroups:
+def join(info: RankInfo, store: Store, *, device_type: str, start_s: float, collective_s: float) -> RankGroups:
     """Meet the other ranks and return the groups; every rank calls this.
 
     ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every

@@ -1,0 +1,168 @@
+"""``LLM``: batch inference in this process, with the names that vLLM's users know."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from tqdm import tqdm
+
+from tp_engine import env
+from tp_engine.api.input_processor import InputProcessor, load_tokenizer
+from tp_engine.api.output_processor import OutputProcessor
+from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.engine.engine import Engine
+from tp_engine.engine.rank_group import serve_rank, start_engine
+from tp_engine.errors import ConfigError, RequestError
+from tp_engine.options_cli import did_you_mean
+from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model on one or more ranks, driven by the calling thread.
+
+    ``model`` is a folder or a hub name, the demo model by default; ``options`` are the fields of ``EngineConfig``.  In a
+    plain script the other ranks are started and stopped with this object.  Under torchrun its ranks are adopted: the
+    script goes on on rank 0, while on every other rank the constructor serves until rank 0 closes and then ends the
+    process with exit code 0.  Use it as a context manager, or call ``close()``.
+    """
+
+    def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
+        config = _make_config(model, options)
+        launched = env.launched_rank()
+        if launched is not None and launched.rank > 0:
+            serve_rank(config)
+            raise SystemExit(0)
+        tokenizer = load_tokenizer(config.tokenizer_source, config.revision)
+        self.engine: Engine = start_engine(config)
+        self._close = weakref.finalize(self, self.engine.close)
+        self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
+        self.output_processor = OutputProcessor(tokenizer)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results come in the order of the prompts.
+
+        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  One
+        ``sampling_params`` serves all prompts, a list must have one for each.  Raises ``RequestError`` for a bad prompt
+        before any of them runs.
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        arrival_s = time.monotonic()
+        requests = [
+            self.input_processor.process(
+                prompt, one, request_id=self._next_id(), priority=priority, arrival_s=arrival_s
+            )
+            for prompt, one in zip(batch, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Complete one conversation, or a list of them, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [
+            {"prompt_token_ids": self.input_processor.chat_token_ids(conversation, **template_options)}
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Stop all ranks and free the device; safe to call twice."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"request-{self._num_requests - 1}"
+
+    def _run(self, requests: Sequence[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+        self._add_all(requests)
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="requests", unit="", disable=not use_tqdm) as progress:
+            num_tokens, started_s = 0, time.monotonic()
+            try:
+                while self.engine.has_unfinished:
+                    deltas = self.engine.step()
+                    num_tokens += sum(len(delta.new_token_ids) for delta in deltas)
+                    processed = self.output_processor.process(deltas)
+                    self.output_processor.process(self.engine.abort(processed.aborts))
+                    finished |= {output.request_id: output for output in processed.finished}
+                    if processed.finished:
+                        rate = num_tokens / (time.monotonic() - started_s)
+                        progress.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
+                        progress.update(len(processed.finished))
+            except BaseException:
+                self._forget(requests)
+                raise
+        return [finished[request.request_id] for request in requests]
+
+    def _add_all(self, requests: Sequence[EngineRequest]) -> None:
+        """All or none: a request that can never fit is refused before any other has run."""
+        for request in requests:
+            try:
+                self.engine.add_request(request)
+            except RequestError:
+                self._forget(requests)
+                raise
+            self.output_processor.add(request)
+
+    def _forget(self, requests: Sequence[EngineRequest]) -> None:
+        """Take back what was queued, after an error or Ctrl-C, so that the next call starts clean."""
+        self.output_processor.process(self.engine.abort([request.request_id for request in requests]))
+
+
+def _make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    known = {spec.name: spec for spec in dataclasses.fields(EngineConfig)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
+    return EngineConfig(model=model, **options)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many; a flat list of numbers is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # a flat list of ids is one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one for each",
+            param="sampling_params",
+        )
+    return list(params)

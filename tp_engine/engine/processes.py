@@ -1,0 +1,94 @@
+"""Parents and children: every rank knows its parent and dies with it; only processes that we started are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tp_engine.errors import RankError
+
+_WATCH_INTERVAL_S = 0.5
+
+
+def process_alive(pid: int) -> bool:
+    """Whether ``pid`` exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process soon after ``parent_pid`` is no longer its parent.
+
+    A thread polls, because the kernel's parent-death signal fires when the parent's *thread* ends, which in a program
+    that builds engines in threads is not when the parent does.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_WATCH_INTERVAL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+class ChildRanks:
+    """The processes of ranks 1 to N-1, started by rank 0."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], inputs: Sequence[bytes]) -> None:
+        self._children: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, text in zip(commands, inputs, strict=True):
+                child = subprocess.Popen(command, stdin=subprocess.PIPE)
+                self._children.append(child)
+                assert child.stdin is not None
+                child.stdin.write(text)
+                child.stdin.close()
+        except BaseException:
+            self.kill()
+            raise
+
+    def check(self) -> None:
+        """Raise ``RankError`` for the first rank that has ended."""
+        for rank, child in enumerate(self._children, start=1):
+            code = child.poll()
+            if code is not None:
+                raise RankError(rank, f"process {child.pid} ended with {describe_exit(code)}")
+
+    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+        """Wait until ``ready()``, failing early when a rank ends."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {timeout_s:g} s for ranks 1 to {len(self._children)} to {what}")
+            time.sleep(0.01)
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Wait for all ranks to end by themselves; kill those that have not by then."""
+        deadline = time.monotonic() + timeout_s
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill and reap every rank that still runs."""
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+        for child in self._children:
+            child.wait()
+
+
+def describe_exit(code: int) -> str:
+    """``-9`` -> ``'signal 9'``, ``1`` -> ``'exit code 1'``."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,126 @@
+"""Runs plans on one rank's device: apply the changes, one forward pass, sample, tell the other ranks the ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionBackend
+from tp_engine.dist.collectives import Communicator
+from tp_engine.layers.forward_context import forward_context
+from tp_engine.layers.sampler import Sampler
+from tp_engine.layers.sampling_logprobs import LogprobTensors, logprobs_of
+from tp_engine.layers.sampling_state import SamplingState
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.worker.input_batch import InputBatch, StepInputs
+from tp_engine.worker.mirrored import to_device
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingStep:
+    """A launched step.  ``result`` waits for the device; nothing before it does."""
+
+    step_id: int
+    token_ids: torch.Tensor | None
+    logprobs: LogprobTensors | None = None
+    prompt_logprobs: dict[int, LogprobTensors] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        """The step's ids and log-probabilities on the host."""
+        ids: IntArray = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.cpu().numpy()
+        logprobs: TokenLogprobs | None = None if self.logprobs is None else self.logprobs.to_host()
+        prompts = {row: found.to_host() for row, found in self.prompt_logprobs.items()}
+        return StepResult(step_id=self.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompts)
+
+
+class ModelRunner:
+    """One rank's model, persistent batch, KV cache and, on rank 0, sampler."""
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        backend: AttentionBackend,
+        batch: InputBatch,
+        kv_cache: torch.Tensor,
+        communicator: Communicator,
+        sampling: SamplingState | None,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._batch = batch
+        self._kv_cache = kv_cache
+        self._communicator = communicator
+        self._sampling = sampling
+        self._sampler = None if sampling is None else Sampler(sampling)
+        self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Launch one step.  Ranks other than 0 return a step without results."""
+        self._apply(plan)
+        if plan.num_tokens == 0:
+            return PendingStep(step_id=plan.step_id, token_ids=None)
+        inputs = self._batch.prepare(plan)
+        self._backend.prepare(inputs.attention)
+        with forward_context(inputs.attention):
+            hidden = self._model(inputs.input_ids, inputs.positions)
+        prompt_logprobs = self._score_prompts(inputs, hidden)
+        token_ids, logprobs = self._sample(inputs, hidden)
+        self._batch.advance(inputs, token_ids)
+        return PendingStep(
+            step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+    def _apply(self, plan: StepPlan) -> None:
+        """The plan's changes, in its order: releases and admissions, new blocks, then copies."""
+        self._batch.apply(plan)
+        if self._sampling is not None and len(plan.released):
+            self._sampling.release(plan.released)
+        for admission in plan.admitted:
+            self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
+            if self._sampling is not None:
+                self._sampling.admit(
+                    admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens
+                )
+        if len(plan.copies):
+            source, target = (to_device(plan.copies[:, i].astype(np.int64), self._kv_cache.device) for i in (0, 1))
+            self._kv_cache[:, :, target] = self._kv_cache[:, :, source]
+
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
+        """Sample on rank 0 and broadcast the ids; ``hidden`` (N, hidden)."""
+        num_sampled = len(inputs.sampled_rows)
+        if num_sampled == 0:
+            return None, None
+        everything = num_sampled == len(hidden)
+        logits = self._model.compute_logits(hidden if everything else hidden[inputs.logit_index])
+        logprobs = None
+        if self._sampler is None:
+            token_ids = torch.empty(num_sampled, dtype=torch.int32, device=hidden.device)
+        else:
+            assert logits is not None
+            token_ids, logprobs = self._sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions)
+        return self._communicator.broadcast(token_ids), logprobs
+
+    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
+        """Log-probabilities of the prompt tokens that follow this step's positions, for the rows that asked.
+
+        Every rank takes part, because computing logits is a collective.
+        """
+        wanted = np.flatnonzero(self._scores_prompt[inputs.rows] >= 0)
+        scores: dict[int, LogprobTensors] = {}
+        for request in wanted:
+            row = int(inputs.rows[request])
+            first = int(self._batch.num_computed[row])
+            num_scored = min(int(inputs.query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
+            if num_scored <= 0:
+                continue
+            start = int(inputs.query_lens[:request].sum())
+            logits = self._model.compute_logits(hidden[start : start + num_scored])
+            if logits is not None:
+                following = self._batch.token_ids[row, first + 1 : first + 1 + num_scored]
+                scores[row] = logprobs_of(logits, following, int(self._scores_prompt[row]))
+        return scores
