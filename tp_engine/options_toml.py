@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,17 @@ def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[st
 def _read_table(path: str, name: str, table: Any, kind: type[Any]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+    check_names(f"{path}, [{name}]", table, kind)
     specs = {spec.name: spec for spec in dataclasses.fields(kind)}
-    for key in table:
-        if key not in specs:
-            raise ConfigError(f"{path}: unknown key {key} in [{name}]{did_you_mean(key, specs)}")
     return {key: _convert(specs[key], value) for key, value in table.items()}
+
+
+def check_names(where: str, names: Iterable[str], kind: type[Any]) -> None:
+    """Refuse a name that is no field of ``kind``, naming the nearest one that is."""
+    known = [spec.name for spec in dataclasses.fields(kind)]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown option {name}{did_you_mean(name, known)}")
 
 
 def _convert(spec: dataclasses.Field[Any], value: Any) -> Any:

@@ -110,7 +110,7 @@ def test_refusals_name_value_and_remedy(argv: list[str], words: list[str]) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[engine]\nblok_size = 16\n", ["unknown key blok_size in [engine]", "did you mean block_size?"]),
+        ("[engine]\nblok_size = 16\n", ["[engine]: unknown option blok_size", "did you mean block_size?"]),
         ("[motor]\nx = 1\n", ["unknown entry 'motor'", "[engine], [server]"]),
         ("engine = 3\n", ["must be a table"]),
         ("[engine\n", ["not valid TOML"]),
