@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tp_engine.errors import RequestError
 
@@ -28,13 +29,23 @@ def _whole(name: str, value: object, low: int, rule: str, high: int = 2**31 - 1)
         raise RequestError(f"{name} is {value!r}; it must be {rule}", param=name)
 
 
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    """A list as a user may give it; None means none.  Kept as a tuple, so that nobody changes it behind the checks."""
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name} is {value!r}; it must be a list", param=name)
+    return tuple(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled.
 
     ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample whatever else is
-    in the batch.  ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs``
-    are the number of alternatives per token (None for none).  Raises ``RequestError`` for a value out of range.
+    in the batch.  ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and
+    ``prompt_logprobs`` are the number of alternatives per token (None for none).  Raises ``RequestError`` for a value
+    out of range.
     """
 
     n: int = 1
@@ -60,8 +71,10 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         self._check_ranges()
         self._check_stops()
         self._check_ids()

@@ -1,0 +1,161 @@
+"""What crosses the local socket between the frontend process and rank 0: msgpack of these records, never pickle.
+
+::
+
+    frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, Drain, Stop
+    rank 0 -> frontend    Ready, Deltas, Rejected, Stats, Draining, Stopped, EngineDead
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.request import EngineRequest, SequenceDelta
+
+# What an EngineRequest is refused with while the engine drains; a server answers it with HTTP 503.
+CODE_UNAVAILABLE = "service_unavailable"
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frontend must know of the model and the engine.
+
+    ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
+    ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.
+    """
+
+    model: str
+    tokenizer: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    tensor_parallel_size: int
+    dtype: str
+    device: str
+    max_num_seqs: int
+    max_logprobs: int
+    revision: str | None = None
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Base of all messages: an array whose first element names the class."""
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """The frontend's first message."""
+
+
+class AddRequest(_Message, frozen=True, kw_only=True):
+    """Queue a request."""
+
+    request: EngineRequest
+
+
+class AbortRequests(_Message, frozen=True, kw_only=True):
+    """End requests now; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class GetStats(_Message, frozen=True, kw_only=True):
+    """Asks for ``Stats``."""
+
+
+class Drain(_Message, frozen=True, kw_only=True):
+    """Refuse new requests, finish the running ones within ``timeout_s``, then stop."""
+
+    timeout_s: float
+
+
+class Stop(_Message, frozen=True, kw_only=True):
+    """Abort everything and stop."""
+
+
+class Ready(_Message, frozen=True, kw_only=True):
+    """The answer to ``Hello``."""
+
+    model_info: ModelInfo
+
+
+class Deltas(_Message, frozen=True, kw_only=True):
+    """All that one step added, in the engine's order."""
+
+    deltas: list[SequenceDelta]
+
+
+class Rejected(_Message, frozen=True, kw_only=True):
+    """A ``RequestError``: this request was not queued, nothing else changed."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Stats(_Message, frozen=True, kw_only=True):
+    """The engine's counters and gauges by name."""
+
+    values: dict[str, float]
+
+
+class Draining(_Message, frozen=True, kw_only=True):
+    """New requests are refused from now on."""
+
+
+class Stopped(_Message, frozen=True, kw_only=True):
+    """The last message of an engine that was told to stop."""
+
+
+class EngineDead(_Message, frozen=True, kw_only=True):
+    """The last message of an engine that failed; every request in flight ends with ``reason``."""
+
+    reason: str
+
+
+ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | Drain | Stop
+ToFrontend: TypeAlias = Ready | Deltas | Rejected | Stats | Draining | Stopped | EngineDead
+
+_ARRAY_TYPES = {kind: np.dtype(kind) for kind in ("<i4", "<f4", "|b1")}
+
+
+def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes]:
+    """Arrays travel as (dtype, shape, little-endian bytes)."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a {type(value).__name__} can not cross the socket")
+    little_endian = value.astype(value.dtype.newbyteorder("<"), copy=False)
+    if little_endian.dtype.str not in _ARRAY_TYPES:
+        raise TypeError(f"an array of {value.dtype} can not cross the socket")
+    return little_endian.dtype.str, value.shape, little_endian.tobytes()
+
+
+def _decode_array(annotation: Any, value: Any) -> npt.NDArray[Any]:
+    """The inverse; the array is read-only and shares the message's memory."""
+    kind, shape, data = value
+    if np.dtype(kind) != get_args(get_args(annotation)[1])[0]:
+        raise ValueError(f"expected {annotation}, got an array of {kind}")
+    return np.frombuffer(data, dtype=_ARRAY_TYPES[kind]).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array)
+_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend, dec_hook=_decode_array)
+
+
+def encode(message: ToEngine | ToFrontend) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """What the frontend sent; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
+    return _to_engine.decode(data)
+
+
+def decode_to_frontend(data: bytes) -> ToFrontend:
+    """What rank 0 sent; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
+    return _to_frontend.decode(data)
