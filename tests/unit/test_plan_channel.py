@@ -1,0 +1,121 @@
+"""The channel: plans arrive whole and in order, or the step that is wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tp_engine.errors import PlanError, RankError
+from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
+from tp_engine.ipc.plan_codec import encode_plan
+from tp_engine.ipc.ring_buffer import RingWriter
+from tp_engine.ipc.segment import SHM_FOLDER
+from tp_engine.plan import Admission, RowSampling, StepPlan
+
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def publisher() -> Iterator[PlanPublisher]:
+    publisher = PlanPublisher(2)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def subscribers(publisher: PlanPublisher) -> Iterator[list[PlanSubscriber]]:
+    subscribers = [PlanSubscriber(publisher.name, index) for index in range(2)]
+    publisher.wait_attached(TIMEOUT_S)
+    yield subscribers
+    for subscriber in subscribers:
+        subscriber.close()
+
+
+def plan(step_id: int, num_rows: int = 3) -> StepPlan:
+    return StepPlan(step_id=step_id, decode_rows=np.arange(num_rows, dtype=np.int32) + step_id)
+
+
+def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: rows that depend on the step id; the name is gone since all ranks attached."""
+    assert not (SHM_FOLDER / publisher.name).exists()
+    for step_id in range(300):
+        publisher.publish(plan(step_id), TIMEOUT_S)
+        for subscriber in subscribers:
+            received = subscriber.receive(TIMEOUT_S)
+            assert received.step_id == step_id
+            assert received.decode_rows.tolist() == [step_id, step_id + 1, step_id + 2]
+
+
+def test_a_long_prompt_travels_in_pieces(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: a prompt of 131,072 ids (512 KiB, 9 slots) arrives as it was sent."""
+    token_ids = np.arange(131_072, dtype=np.int32)
+    admission = Admission(
+        row=0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        block_ids=np.arange(8192, dtype=np.int32),
+        sampling=RowSampling(),
+    )
+    publisher.publish(StepPlan(step_id=0, admitted=(admission,)), TIMEOUT_S)
+    for subscriber in subscribers:
+        (received,) = subscriber.receive(TIMEOUT_S).admitted
+        assert np.array_equal(received.token_ids, token_ids)
+
+
+def test_a_lost_plan_names_both_steps(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: step 1 dropped: expected 1, received 2.  A lost first plan is seen too."""
+    for step_id in (0, 2):
+        publisher.publish(plan(step_id), TIMEOUT_S)
+    subscribers[0].receive(TIMEOUT_S)
+    with pytest.raises(PlanError, match="step plan lost: expected step 1, received step 2"):
+        subscribers[0].receive(TIMEOUT_S)
+
+
+def test_a_lost_first_plan_is_seen(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: plans start at step 0 unless said otherwise."""
+    publisher.publish(plan(1), TIMEOUT_S)
+    with pytest.raises(PlanError, match="expected step 0, received step 1"):
+        subscribers[0].receive(TIMEOUT_S)
+
+
+def test_a_repeated_plan_names_both_steps(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: step 0 sent twice: expected 1, received 0."""
+    for _ in range(2):
+        publisher.publish(plan(0), TIMEOUT_S)
+    subscribers[1].receive(TIMEOUT_S)
+    with pytest.raises(PlanError, match="step plan repeated: expected step 1, received step 0"):
+        subscribers[1].receive(TIMEOUT_S)
+
+
+def test_a_flipped_byte_in_the_ring_is_seen() -> None:
+    """Oracle: a plan with one wrong byte, sent through the real ring, is a PlanError with both checksums."""
+    ring = RingWriter(1)
+    subscriber = PlanSubscriber(ring.name, 0)
+    data = bytearray(encode_plan(plan(0)))
+    data[-1] ^= 1
+    ring.write(bytes(data), TIMEOUT_S)
+    with pytest.raises(PlanError, match="corrupted step plan: its checksum says 0x"):
+        subscriber.receive(TIMEOUT_S)
+    subscriber.close()
+    ring.close()
+
+
+def test_waits_name_the_rank(publisher: PlanPublisher) -> None:
+    """Oracle: rank 2 never attached; rank 0 sent nothing; rank 0 is gone."""
+    subscriber = PlanSubscriber(publisher.name, 0, alive=lambda: False)
+    with pytest.raises(RankError, match=r"rank 2: .*missing ranks: \[2\]"):
+        publisher.wait_attached(0.1)
+    with pytest.raises(RankError, match="rank 0: sent no step plan within"):
+        subscriber.receive(0.1)
+    with pytest.raises(RankError, match=r"rank 0: .*its process is gone"):
+        subscriber.receive()
+    subscriber.close()
+
+
+def test_waiting_for_ever_needs_a_way_out(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: without a deadline and without a liveness check a wait could never end, so it is refused."""
+    with pytest.raises(AssertionError, match="a wait needs a deadline"):
+        subscribers[0].receive()

@@ -1,0 +1,351 @@
+"""The shared-memory ring: exact for any message size and reader speed, bounded waits, nothing left behind."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+import xxhash
+
+from tp_engine.errors import RankError
+from tp_engine.ipc.ring_buffer import RingReader, RingWriter
+from tp_engine.ipc.segment import SHM_FOLDER
+
+TIMEOUT_S = 20.0
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def random_messages(seed: int, count: int, largest: int) -> Iterator[bytes]:
+    """``count`` messages, mostly small, each a slice of one random megabyte; both sides draw the same."""
+    rng = random.Random(seed)
+    noise = rng.randbytes(1 << 20)
+    for _ in range(count):
+        size = int(largest ** rng.random())
+        start = rng.randrange(len(noise) - size)
+        yield noise[start : start + size]
+
+
+def digest_of(messages: Iterator[bytes] | Iterator[bytearray]) -> str:
+    """One hash over the sizes and the bytes of all messages."""
+    digest = xxhash.xxh3_128()
+    for message in messages:
+        digest.update(len(message).to_bytes(8, "little"))
+        digest.update(message)
+    return digest.hexdigest()
+
+
+def read_in_process(name: str, index: int, count: int, pause_s: float, pipe: Connection) -> None:
+    """A reader's whole life; sends the digest of what it read, and its CPU seconds while reading."""
+    reader = RingReader(name, index)
+    began_s = time.process_time()
+
+    def messages() -> Iterator[bytearray]:
+        for number in range(count):
+            if pause_s and number % 1000 == 0:
+                time.sleep(pause_s)
+            yield reader.read(TIMEOUT_S)
+
+    digest = digest_of(messages())
+    pipe.send((digest, time.process_time() - began_s))
+    reader.close()
+
+
+class Readers:
+    """Reader processes of one ring, started by spawn."""
+
+    def __init__(self, writer: RingWriter, count: int, pauses_s: list[float]) -> None:
+        self._pipes = []
+        self.processes = []
+        for index, pause_s in enumerate(pauses_s):
+            ours, theirs = SPAWN.Pipe(duplex=False)
+            process = SPAWN.Process(target=read_in_process, args=(writer.name, index, count, pause_s, theirs))
+            process.start()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def results(self) -> list[tuple[str, float]]:
+        results = [pipe.recv() for pipe in self._pipes]
+        for process in self.processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+        return results
+
+
+@pytest.fixture
+def ring() -> Iterator[Callable[..., tuple[RingWriter, list[RingReader]]]]:
+    """``ring(num_readers, num_slots=..., slot_bytes=...)`` -> the writer and its readers, all in this process."""
+    ends: list[RingWriter | RingReader] = []
+
+    def make(num_readers: int = 1, **options: int) -> tuple[RingWriter, list[RingReader]]:
+        writer = RingWriter(num_readers, **options)
+        ends.append(writer)
+        readers = [RingReader(writer.name, index) for index in range(num_readers)]
+        ends.extend(readers)
+        writer.wait_attached(1.0)
+        writer.unlink()
+        return writer, readers
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(64, 65536), (4, 64)])
+def test_processes_read_exactly_what_was_written(num_slots: int, slot_bytes: int) -> None:
+    """Oracle: a digest over all sizes and bytes.  One reader is slow, so the ring runs full and wraps many times."""
+    count, largest = (20_000, 200_000) if slot_bytes > 64 else (2_000, 2_000)
+    writer = RingWriter(2, num_slots=num_slots, slot_bytes=slot_bytes)
+    readers = Readers(writer, count, [0.0, 0.02])
+    writer.wait_attached(TIMEOUT_S)
+    writer.unlink()
+    for message in random_messages(7, count, largest):
+        writer.write(message, TIMEOUT_S)
+    expected = digest_of(random_messages(7, count, largest))
+    assert [digest for digest, _ in readers.results()] == [expected, expected]
+    writer.close()
+
+
+def test_idle_reader_uses_no_cpu() -> None:
+    """Oracle: the reader's own process time, under 1 % of one idle second."""
+    writer = RingWriter(1)
+    readers = Readers(writer, 1, [0.0])
+    writer.wait_attached(TIMEOUT_S)
+    time.sleep(1.0)
+    writer.write(b"now", TIMEOUT_S)
+    ((_, cpu_s),) = readers.results()
+    writer.close()
+    assert cpu_s < 0.01
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_threads_with_tiny_slots(ring: Callable[..., tuple[RingWriter, list[RingReader]]], num_slots: int) -> None:
+    """Oracle: equality with what was written; every message but the smallest is larger than the whole ring."""
+    writer, readers = ring(3, num_slots=num_slots, slot_bytes=24)
+    messages = [*random_messages(num_slots, 300, 500), b"", b"x" * 16, b"y" * 17]
+
+    def drain(reader: RingReader) -> list[bytearray]:
+        return [reader.read(TIMEOUT_S) for _ in messages]
+
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(drain, reader) for reader in readers]
+        for message in messages:
+            writer.write(message, TIMEOUT_S)
+        for future in futures:
+            assert future.result() == messages
+
+
+def test_wraparound_at_every_offset(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: equality, for each number of unread messages from 1 to a full ring, at each position of the ring."""
+    writer, (reader,) = ring(1, num_slots=5, slot_bytes=32)
+    for unread in range(1, 6):
+        for position in range(5):
+            sent = [f"{unread}/{position}/{number}".encode() for number in range(unread)]
+            for message in sent:
+                writer.write(memoryview(message), 0.0)
+            assert [reader.read(0.0) for _ in sent] == sent
+        writer.write(b"shift by one", 0.0)
+        reader.read(0.0)
+
+
+def test_full_ring_names_the_rank_that_does_not_read(
+    ring: Callable[..., tuple[RingWriter, list[RingReader]]],
+) -> None:
+    """Oracle: reader 1 of three is rank 2; the deadline is kept; the writer stays failed; what was sent is intact."""
+    writer, (first, slow, last) = ring(3, num_slots=2, slot_bytes=64)
+    for number in range(2):
+        writer.write(bytes([number]), 1.0)
+        assert first.read(1.0) == last.read(1.0) == bytes([number])
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 2: did not make room") as failure:
+        writer.write(b"no room", 0.2)
+    assert failure.value.rank == 2
+    assert 0.2 <= time.monotonic() - began < 1.0
+    assert [slow.read(1.0), slow.read(1.0)] == [b"\0", b"\1"]
+    with pytest.raises(RankError, match="rank 2"):
+        writer.write(b"again", 1.0)
+
+
+def test_silent_writer_is_rank_0_and_a_later_read_goes_on(
+    ring: Callable[..., tuple[RingWriter, list[RingReader]]],
+) -> None:
+    """Oracle: rank 0 is named at the deadline, once before and once in the middle of a message; no byte is lost."""
+    writer, (reader,) = ring(1, num_slots=1, slot_bytes=16)
+    with pytest.raises(RankError, match=r"rank 0: sent no step plan within 0\.05 s"):
+        reader.read(0.05)
+    message = bytes(range(20))
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(writer.write, message, TIMEOUT_S)
+        while not written.done():
+            with suppress(RankError):
+                assert reader.read(0.0) == message
+                break
+        written.result()
+
+
+def test_alive_ends_a_wait_at_once(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: the callback gets the rank that is waited for; False ends a wait of 60 s within its next slice."""
+    writer = RingWriter(2, num_slots=1, alive=lambda rank: rank != 2)
+    reader = RingReader(writer.name, 0, alive=lambda: False)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 2: did not attach to shared memory: its process is gone"):
+        writer.wait_attached(60.0)
+    with pytest.raises(RankError, match="rank 0: sent no step plan: its process is gone"):
+        reader.read(math.inf)
+    writer.write(b"fills both", 1.0)
+    reader.read(1.0)
+    with pytest.raises(RankError, match="rank 2: did not make room in its ring for a step plan: its process is gone"):
+        writer.write(b"reader 1 never came", 60.0)
+    assert time.monotonic() - began < 5.0
+    reader.close()
+    writer.close()
+
+
+def test_late_reader_gets_everything() -> None:
+    """Oracle: messages written before a reader attaches are its first messages."""
+    writer = RingWriter(2, num_slots=8, slot_bytes=64)
+    early = RingReader(writer.name, 0)
+    for number in range(5):
+        writer.write(bytes([number]), 1.0)
+    late = RingReader(writer.name, 1)
+    writer.wait_attached(1.0)
+    for reader in (early, late):
+        assert [reader.read(1.0) for _ in range(5)] == [bytes([number]) for number in range(5)]
+        reader.close()
+    writer.close()
+
+
+def test_missing_readers_are_named_and_may_still_come() -> None:
+    """Oracle: ranks 1 and 3 are missing when only reader 1 (rank 2) has attached; a second wait finds all."""
+    writer = RingWriter(3)
+    readers = [RingReader(writer.name, 1)]
+    with pytest.raises(RankError, match=r"rank 1: did not attach .* within 0.1 s \(missing ranks: \[1, 3\]\)"):
+        writer.wait_attached(0.1)
+    readers += [RingReader(writer.name, 0), RingReader(writer.name, 2)]
+    writer.wait_attached(1.0)
+    for end in (writer, *readers):
+        end.close()
+
+
+def test_name_is_random_private_and_gone() -> None:
+    """Oracle: the folder's listing; the mode keeps other users out; a reader that comes too late is told so."""
+    writer, other = RingWriter(1), RingWriter(1)
+    assert writer.name != other.name
+    path = SHM_FOLDER / writer.name
+    assert path.name.startswith("tp_engine-")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size < 5 << 20
+    writer.unlink()
+    assert not path.exists()
+    with pytest.raises(RankError, match=r"rank 0: its shared memory .* is gone"):
+        RingReader(writer.name, 0)
+    for end in (writer, writer, other):
+        end.close()
+
+
+def test_reader_removes_the_name_that_a_dead_writer_left() -> None:
+    """Oracle: the folder's listing, after a writer that was killed before it could unlink."""
+    code = "from tp_engine.ipc.ring_buffer import RingWriter; r = RingWriter(2); print(r.name, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        reader = RingReader(name, 0, alive=lambda: process.poll() is None)
+        process.kill()
+        with pytest.raises(RankError, match="its process is gone"):
+            reader.read(TIMEOUT_S)
+        assert (SHM_FOLDER / name).exists()
+        reader.close()
+    assert not (SHM_FOLDER / name).exists()
+
+
+def test_signal_does_not_shorten_a_wait(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: handlers run during the wait, which nevertheless lasts until its deadline; one that raises ends it."""
+    _, (reader,) = ring(1)
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        began = time.monotonic()
+        with pytest.raises(RankError):
+            reader.read(0.3)
+        assert time.monotonic() - began >= 0.3
+        assert len(seen) > 3
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(TIMEOUT_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_blocked_reader_wakes_at_once(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: a reader that blocks in the kernel has the message long before its next wait slice of 0.5 s."""
+    writer, (reader,) = ring(1)
+    written_at: list[float] = []
+
+    def write_later() -> None:
+        time.sleep(0.05)
+        written_at.append(time.monotonic())
+        writer.write(b"wake", 1.0)
+
+    thread = threading.Thread(target=write_later)
+    thread.start()
+    reader.read(TIMEOUT_S)
+    assert time.monotonic() - written_at[0] < 0.25
+    thread.join()
+
+
+def test_too_small_shared_memory_is_a_clear_error() -> None:
+    """Oracle: a private /dev/shm of 1 MiB; the error names both byte counts, no name is left, a small ring fits."""
+    code = (
+        "import os\n"
+        "from tp_engine.ipc.ring_buffer import RingWriter\n"
+        "try:\n"
+        "    RingWriter(1)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+        "print(os.listdir('/dev/shm'))\n"
+        "RingWriter(1, num_slots=8).close()\n"
+    )
+    command = ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} -"]
+    try:
+        probe = subprocess.run([*command[:-1], "mount -t tmpfs -o size=1m tmpfs /dev/shm"], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if probe.returncode != 0:
+        pytest.skip("this machine does not let a user mount a private /dev/shm with unshare")
+    done = subprocess.run(command, input=code, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    error, listing = done.stdout.splitlines()
+    needed = 64 * 65536 + 64 + 3 * 64
+    assert f"needs {needed} bytes and 1048576 are available" in error
+    assert listing == "[]"
+
+
+def test_no_descriptor_or_mapping_is_left() -> None:
+    """Oracle: /proc of this process before and after a hundred rings."""
+
+    def held() -> tuple[int, int]:
+        maps = Path(f"/proc/{os.getpid()}/maps").read_text()
+        return psutil.Process().num_fds(), maps.count("tp_engine-")
+
+    before = held()
+    for _ in range(100):
+        writer = RingWriter(1, num_slots=2, slot_bytes=64)
+        reader = RingReader(writer.name, 0)
+        reader.close()
+        writer.close()
+    assert held() == before

@@ -1,0 +1,80 @@
+"""Step plans from rank 0 to every other rank of this host: the codec over the ring, with the order checked."""
+
+from __future__ import annotations
+
+import math
+
+from tp_engine.errors import PlanError
+from tp_engine.ipc.plan_codec import decode_plan, encode_plan
+from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter, WriterAlive
+from tp_engine.plan import StepPlan
+
+
+class PlanPublisher:
+    """Rank 0's end of the channel, for ``num_readers`` other ranks; see ``RingWriter`` for the options."""
+
+    def __init__(
+        self,
+        num_readers: int,
+        *,
+        num_slots: int = 64,
+        slot_bytes: int = 65536,
+        spin_s: float | None = None,
+        alive: Alive | None = None,
+    ) -> None:
+        self._ring = RingWriter(num_readers, num_slots=num_slots, slot_bytes=slot_bytes, spin_s=spin_s, alive=alive)
+        self.name = self._ring.name
+
+    def wait_attached(self, timeout_s: float) -> None:
+        """Wait for all ranks, then remove the segment's name; ``RankError`` names the ranks that are missing."""
+        self._ring.wait_attached(timeout_s)
+        self._ring.unlink()
+
+    def publish(self, plan: StepPlan, timeout_s: float) -> None:
+        """Send ``plan``; returns when it is in the ring, usually long before a rank reads it.
+
+        ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full.
+        """
+        self._ring.write(encode_plan(plan), timeout_s)
+
+    def close(self) -> None:
+        """Unmap the ring and remove its name if that is still there."""
+        self._ring.close()
+
+
+class PlanSubscriber:
+    """Reader ``index`` (rank ``index + 1``) of the channel ``name``; plans must start at ``first_step_id``.
+
+    ``alive()``, asked every half second of a wait, is False once rank 0's process is known to be gone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        *,
+        first_step_id: int = 0,
+        spin_s: float | None = None,
+        alive: WriterAlive | None = None,
+    ) -> None:
+        self._ring = RingReader(name, index, spin_s=spin_s, alive=alive)
+        self._has_alive = alive is not None
+        self._expected_step_id = first_step_id
+
+    def receive(self, timeout_s: float = math.inf) -> StepPlan:
+        """The next plan.  An idle engine sends none for hours; without a deadline it is ``alive`` that ends the wait.
+
+        ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, and for one that
+        does not follow the last, with the expected and the received step id.
+        """
+        assert self._has_alive or timeout_s < math.inf, "a wait needs a deadline or a way to see that rank 0 is gone"
+        plan = decode_plan(self._ring.read(timeout_s))
+        if plan.step_id != self._expected_step_id:
+            fault = "repeated" if plan.step_id < self._expected_step_id else "lost"
+            raise PlanError(f"step plan {fault}: expected step {self._expected_step_id}, received step {plan.step_id}")
+        self._expected_step_id += 1
+        return plan
+
+    def close(self) -> None:
+        """Unmap the ring."""
+        self._ring.close()

@@ -1,0 +1,238 @@
+"""One writer, N readers, every reader gets every message: a bounded ring in one shared-memory segment.
+
+::
+
+    offset                                                              (N readers, K slots, all sizes in bytes)
+    0             | magic u64 | num_readers u32 | num_slots u32 | slot_bytes u32 | pad to 64 |
+    64            | attached[0] | free[0] | filled[0] | attached[1] | ... | filled[N-1] |    3 N semaphores of 64
+    64 + 192 N    | slot 0 | slot 1 | ... | slot K-1 |                                       K slots of slot_bytes
+                  each slot: | payload length u32 | 1 if the message goes on u32 | payload |
+
+A message is cut into pieces of at most ``slot_bytes - 8``; piece ``s`` (0, 1, 2, ...) lies in slot ``s mod K``, so a
+message may be larger than the whole ring.  Both sides count ``s`` privately; it is never shared.
+
+Why this is right, on x86-64 and on ARM alike.  ``free[i]`` starts at K, ``filled[i]`` at 0.
+
+* Writer, for piece ``s``:  wait ``free[i]`` for every i;  write slot ``s mod K``;  post ``filled[i]`` for every i.
+* Reader i, for piece ``s``:  wait ``filled[i]``;  copy slot ``s mod K``;  post ``free[i]``.
+
+*No overwriting.*  After its wait for piece ``s`` the writer has taken ``s + 1`` from ``free[i]``; K were there at the
+start, so reader i has posted at least ``s + 1 - K`` times: it has copied piece ``s - K``, the last one in this slot.
+*No early reading.*  After its wait for piece ``s`` reader i has taken ``s + 1`` from ``filled[i]``, which started at 0:
+the writer has finished piece ``s``, and by the first point it does not touch that slot again before reader i posts.
+*Visibility.*  Each "has" above is a post seen by a wait, and POSIX makes whatever precedes a post visible after the
+wait that it satisfies.  No plain load or store orders anything here, so no memory model matters but the semaphore's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tp_engine.errors import RankError
+from tp_engine.ipc.segment import create_segment, open_segment, unlink_segment
+from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
+
+Alive: TypeAlias = Callable[[int], bool]
+"""``alive(rank)``: False once that rank's process is known to be gone."""
+
+WriterAlive: TypeAlias = Callable[[], bool]
+"""False once rank 0's process is known to be gone."""
+
+_MAGIC = 0x31676E6972707474  # "ttpring1"
+_HEADER = struct.Struct("<QIII")
+_SLOT_HEADER = struct.Struct("<II")
+_FIRST_SEMAPHORE = 64
+_ALIVE_CHECK_S = 0.5
+
+
+class _Reader:
+    """One reader's three semaphores."""
+
+    __slots__ = ("attached", "filled", "free", "rank")
+
+    def __init__(self, memory: mmap.mmap, index: int) -> None:
+        offset = _FIRST_SEMAPHORE + 3 * SEMAPHORE_BYTES * index
+        self.rank = index + 1
+        self.attached = Semaphore(memory, offset)
+        self.free = Semaphore(memory, offset + SEMAPHORE_BYTES)
+        self.filled = Semaphore(memory, offset + 2 * SEMAPHORE_BYTES)
+
+
+def _open(name: str) -> mmap.mmap:
+    try:
+        return open_segment(name)
+    except FileNotFoundError as error:
+        raise RankError(0, f"its shared memory {name} is gone, so it has stopped or failed") from error
+
+
+def _slots_offset(num_readers: int) -> int:
+    return _FIRST_SEMAPHORE + 3 * SEMAPHORE_BYTES * num_readers
+
+
+def _wait_for(
+    rank: int, semaphore: Semaphore, what: str, *, timeout_s: float, spin_s: float, alive: Alive | None
+) -> None:
+    """Take one from ``semaphore``, which ``rank`` posts; ``RankError`` naming it at the deadline or when it is gone."""
+    if semaphore.try_wait():
+        return
+    deadline = time.monotonic() + timeout_s
+    remaining = timeout_s
+    while not semaphore.wait(min(remaining, _ALIVE_CHECK_S), spin_s):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise RankError(rank, f"{what} within {timeout_s:g} s")
+        if alive is not None and not alive(rank):
+            raise RankError(rank, f"{what}: its process is gone")
+
+
+class RingWriter:
+    """Rank 0's end.  Creates the segment; readers 0..N-1 belong to ranks 1..N.
+
+    ``spin_s`` is how long a wait spins before it blocks (None: short, and not at all where cores are fewer than ranks);
+    ``alive`` is asked every half second of a wait.  Raises ``RuntimeError`` where /dev/shm is too small.
+    """
+
+    def __init__(
+        self,
+        num_readers: int,
+        *,
+        num_slots: int = 64,
+        slot_bytes: int = 65536,
+        spin_s: float | None = None,
+        alive: Alive | None = None,
+    ) -> None:
+        assert num_readers >= 1, "a ring needs a reader"
+        assert num_slots >= 1, "a ring needs a slot"
+        assert slot_bytes > _SLOT_HEADER.size, f"a slot of {slot_bytes} bytes has no room for a payload"
+        self._first_slot = _slots_offset(num_readers)
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
+        self._alive = alive
+        self._num_pieces = 0
+        self._failure: RankError | None = None
+        self.name, self._memory = create_segment(self._first_slot + num_slots * slot_bytes)
+        self._readers = [_Reader(self._memory, index) for index in range(num_readers)]
+        self._missing = list(self._readers)
+        for reader in self._readers:
+            reader.attached.initialise(0)
+            reader.free.initialise(num_slots)
+            reader.filled.initialise(0)
+        _HEADER.pack_into(self._memory, 0, _MAGIC, num_readers, num_slots, slot_bytes)
+
+    def wait_attached(self, timeout_s: float) -> None:
+        """Wait for all readers; ``RankError`` at the deadline names the first that is missing and lists the others."""
+        deadline = time.monotonic() + timeout_s
+        while self._missing:
+            reader = self._missing[0]
+            if not reader.attached.wait(min(max(deadline - time.monotonic(), 0.0), _ALIVE_CHECK_S)):
+                self._check_missing(deadline, timeout_s)
+                continue
+            del self._missing[0]
+
+    def _check_missing(self, deadline: float, timeout_s: float) -> None:
+        self._missing = [reader for reader in self._missing if not reader.attached.try_wait()]
+        ranks = [reader.rank for reader in self._missing]
+        gone = [rank for rank in ranks if self._alive is not None and not self._alive(rank)]
+        if gone:
+            raise RankError(gone[0], f"did not attach to shared memory: its process is gone (missing ranks: {ranks})")
+        if ranks and time.monotonic() >= deadline:
+            raise RankError(
+                ranks[0], f"did not attach to shared memory within {timeout_s:g} s (missing ranks: {ranks})"
+            )
+
+    def write(self, message: bytes | memoryview, timeout_s: float) -> None:
+        """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.
+
+        ``RankError`` names the reader that does not drain its ring.  Some readers may then have part of the message,
+        so every later write raises the same error.
+        """
+        if self._failure is not None:
+            raise self._failure
+        view = memoryview(message)
+        room = self._slot_bytes - _SLOT_HEADER.size
+        try:
+            for start in range(0, max(len(view), 1), room):
+                self._write_piece(view[start : start + room], start + room < len(view), timeout_s)
+        except RankError as failure:
+            self._failure = failure
+            raise
+
+    def _write_piece(self, piece: memoryview, goes_on: bool, timeout_s: float) -> None:
+        for reader in self._readers:
+            what = "did not make room in its ring for a step plan"
+            _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
+        offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
+        _SLOT_HEADER.pack_into(self._memory, offset, len(piece), goes_on)
+        payload = offset + _SLOT_HEADER.size
+        self._memory[payload : payload + len(piece)] = piece
+        self._num_pieces += 1
+        for reader in self._readers:
+            reader.filled.post()
+
+    def unlink(self) -> None:
+        """Remove the name, once all readers have attached: then no crash of anybody can leak the segment."""
+        unlink_segment(self.name)
+
+    def close(self) -> None:
+        """Remove the name and unmap; safe to call twice, but not while another thread is in a call of this ring."""
+        self.unlink()
+        self._readers.clear()
+        self._memory.close()
+
+
+class RingReader:
+    """One reader's end: maps the segment ``name`` as reader ``index`` (of rank ``index + 1``) and says so.
+
+    ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone.
+    ``RankError`` (rank 0) if the segment does not exist.
+    """
+
+    def __init__(self, name: str, index: int, *, spin_s: float | None = None, alive: WriterAlive | None = None) -> None:
+        self._name = name
+        self._memory = _open(name)
+        magic, num_readers, self._num_slots, self._slot_bytes = _HEADER.unpack_from(self._memory, 0)
+        assert magic == _MAGIC, f"{name} is not a ring: its magic is {magic:#x}, not {_MAGIC:#x}"
+        assert 0 <= index < num_readers, f"reader {index} of a ring for {num_readers}"
+        self._first_slot = _slots_offset(num_readers)
+        self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
+        self._alive: Alive | None = None if alive is None else lambda _rank: alive()
+        self._num_pieces = 0
+        self._message = bytearray()
+        self._self = _Reader(self._memory, index)
+        self._self.attached.post()
+
+    def read(self, timeout_s: float) -> bytearray:
+        """The next message, the caller's own copy; ``timeout_s`` bounds the wait for each of its pieces
+        (infinite is allowed: then ``alive`` is what ends the wait).
+
+        ``RankError`` (rank 0) at the deadline or when the writer is gone; a later read goes on where this one stopped.
+        """
+        while self._read_piece(timeout_s):
+            pass
+        message, self._message = self._message, bytearray()
+        return message
+
+    def _read_piece(self, timeout_s: float) -> bool:
+        """Append one piece to the message; whether the message goes on."""
+        what = "sent no step plan"
+        _wait_for(0, self._self.filled, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
+        offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
+        length, goes_on = _SLOT_HEADER.unpack_from(self._memory, offset)
+        payload = offset + _SLOT_HEADER.size
+        self._message += self._memory[payload : payload + length]
+        self._num_pieces += 1
+        self._self.free.post()
+        return bool(goes_on)
+
+    def close(self) -> None:
+        """Unmap; safe to call twice, but not while another thread is in ``read``.
+
+        Removes the name too, which is still there if the writer died before all readers had attached.
+        """
+        unlink_segment(self._name)
+        self._memory.close()

@@ -1,0 +1,108 @@
+"""Process-shared POSIX semaphores that live inside a shared-memory segment.
+
+``sem_post`` and a successful wait synchronise memory between processes (POSIX.1-2017, 4.12), on every architecture:
+what a process wrote before its post is seen by the process whose wait that post satisfied.  That is the guarantee
+that plain bytes in shared memory do not give.  A waiter is blocked in the kernel and costs no CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+
+SEMAPHORE_BYTES = 64
+"""Room for one ``sem_t`` (32 bytes on 64-bit Linux), in a cache line of its own."""
+
+_SPIN_S = 20e-6
+
+# PyDLL keeps the GIL for the calls that never block (a tenth of the cost); CDLL releases it for the one that does.
+_quick = ctypes.PyDLL(None, use_errno=True)
+_blocking = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_quick.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+_quick.sem_post.argtypes = [ctypes.c_void_p]
+_quick.sem_trywait.argtypes = [ctypes.c_void_p]
+_blocking.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
+if _HAS_CLOCKWAIT := hasattr(_blocking, "sem_clockwait"):
+    _blocking.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
+
+
+def default_spin_s(num_ranks: int) -> float:
+    """How long a wait may spin before it blocks: 20 microseconds, or nothing where ranks must share the cores."""
+    return _SPIN_S if len(os.sched_getaffinity(0)) >= num_ranks else 0.0
+
+
+def _fail(call: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{call}: {os.strerror(code)}")
+
+
+class Semaphore:
+    """The semaphore at ``offset`` (a multiple of 64) of ``memory``; unusable once ``memory`` is closed."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        assert offset % SEMAPHORE_BYTES == 0, f"offset {offset} is not aligned to {SEMAPHORE_BYTES} bytes"
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
+
+    def initialise(self, value: int) -> None:
+        """Start life with ``value``; called once, by the creator, before anybody else knows of the segment."""
+        if _quick.sem_init(self._address, 1, value) != 0:
+            raise _fail("sem_init")
+
+    def post(self) -> None:
+        """Add one, and wake a waiter."""
+        if _quick.sem_post(self._address) != 0:
+            raise _fail("sem_post")
+
+    def try_wait(self) -> bool:
+        """Take one if there is one now."""
+        while _quick.sem_trywait(self._address) != 0:
+            if (code := ctypes.get_errno()) == errno.EAGAIN:
+                return False
+            if code != errno.EINTR:
+                raise _fail("sem_trywait")
+        return True
+
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
+        """Take one; False if there was none within ``timeout_s``.  Spins for ``spin_s`` at most, then blocks.
+
+        A signal does not shorten the wait, but its Python handler runs at once and may raise out of it.
+        """
+        if self.try_wait():
+            return True
+        now = time.monotonic()
+        deadline = now + timeout_s
+        spin_until = now + min(spin_s, timeout_s)
+        while time.monotonic() < spin_until:
+            if self.try_wait():
+                return True
+        return self._block(deadline)
+
+    def _block(self, deadline: float) -> bool:
+        """Block until ``deadline`` (time.monotonic() seconds); the clock of ``sem_timedwait`` is the wall's."""
+        if not _HAS_CLOCKWAIT:
+            deadline += time.time() - time.monotonic()
+        until = _Timespec(int(deadline), int(deadline % 1.0 * 1e9))
+        while self._wait_until(until) != 0:
+            if (code := ctypes.get_errno()) == errno.ETIMEDOUT:
+                return False
+            if code != errno.EINTR:
+                raise _fail("sem_clockwait" if _HAS_CLOCKWAIT else "sem_timedwait")
+        return True
+
+    def _wait_until(self, until: _Timespec) -> int:
+        if _HAS_CLOCKWAIT:
+            status = _blocking.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(until))
+        else:
+            status = _blocking.sem_timedwait(self._address, ctypes.byref(until))
+        return int(status)
