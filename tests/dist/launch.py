@@ -1,0 +1,33 @@
+"""Start a module of this repository under torchrun, with a deadline, and never leave a rank behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(num_ranks: int, target: Sequence[str], *, timeout_s: float = 170.0) -> subprocess.CompletedProcess[str]:
+    """Run ``torchrun --nproc-per-node num_ranks target...``; the whole process group is killed at the deadline."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    process = subprocess.Popen(
+        [*command, *target],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"torchrun did not end within {timeout_s:g} s:\n{output[-6000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, "")

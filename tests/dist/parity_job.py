@@ -1,0 +1,52 @@
+"""Runs engine cases one after another on the ranks that torchrun started; rank 0 writes what they generated.
+
+    torchrun --nproc-per-node N -m tests.dist.parity_job CASES.json OUT.json
+
+A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case
+first runs its prompts as one batch, then the first prompt alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tp_engine import LLM, SamplingParams, env
+from tp_engine.config import EngineConfig
+from tp_engine.engine.rank_group import serve_rank
+
+
+def run_case(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of the whole batch and of the first prompt alone; the blocks must add up afterwards."""
+    params = [SamplingParams(**{"max_tokens": n, **case["params"]}) for n in case["max_tokens"]]
+    batch = llm.generate(case["prompts"], params, use_tqdm=False)
+    alone = llm.generate(case["prompts"][:1], params[:1], use_tqdm=False)
+    llm.engine.check_integrity()
+    stats = llm.engine.stats()
+    assert stats.num_used_blocks == 0
+    return {
+        "batch": [[sample.token_ids for sample in output.outputs] for output in batch],
+        "alone": [sample.token_ids for sample in alone[0].outputs],
+        "num_preemptions": stats.num_preemptions,
+        "num_cached_tokens": sum(output.num_cached_tokens for output in batch),
+    }
+
+
+def main(cases_path: str, out_path: str) -> None:
+    """Rank 0 drives every case, the other ranks serve it; then all go on to the next."""
+    launched = env.launched_rank()
+    results = []
+    for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):
+        if launched is not None and launched.rank > 0:
+            serve_rank(EngineConfig(**case["options"]))
+            continue
+        with LLM(**case["options"]) as llm:
+            results.append(run_case(llm, case))
+    if launched is None or launched.rank == 0:
+        Path(out_path).write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
