@@ -1,0 +1,45 @@
+"""Run in a process of its own with TRITON_INTERPRET=1: the interpreted kernel against its PyTorch twin."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.store_kv_triton import store_kv_triton
+
+
+def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, merged: bool) -> None:
+    """Random distinct slots with padding among them; merged: K and V are slices of one QKV row."""
+    generator = torch.Generator().manual_seed(num_kv_heads * head_dim)
+    num_tokens, width = 7, num_kv_heads * head_dim
+    shape = (num_tokens, num_kv_heads, head_dim)
+    if merged:
+        row = torch.randn(num_tokens, 5 * width, generator=generator).to(dtype)
+        key, value = (row[:, i * width : (i + 1) * width].view(shape) for i in (3, 4))
+    else:
+        key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    slots = torch.randperm(20, generator=generator)[:num_tokens]
+    slots[[1, 5]] = -1
+    expected = torch.zeros(2, 5, 4, num_kv_heads, head_dim, dtype=cache_dtype)
+    actual = expected.clone()
+    store_kv(key, value, expected, slots)
+    store_kv_triton(key, value, actual, slots)
+    assert expected.count_nonzero() > 0
+    # The interpreter truncates where a device rounds: one unit in the last place of bfloat16.
+    rtol = 0.0 if dtype == cache_dtype else 2**-7
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
+
+
+def main() -> None:
+    dtypes = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
+    dtypes.append((torch.float32, torch.bfloat16))
+    heads = [(1, 32), (3, 80), (4, 64), (8, 128), (12, 128)]
+    for (num_kv_heads, head_dim), (dtype, cache_dtype), merged in itertools.product(heads, dtypes, (False, True)):
+        check(num_kv_heads, head_dim, dtype, cache_dtype, merged)
+    print("all cases agree")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Write new keys and values into the paged cache: plain PyTorch, the twin of ``store_kv_triton``."""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store token i's key and value at slot ``slot_mapping[i]``; a negative slot is skipped.
+
+    ``key`` and ``value`` (N, KV heads, head_dim); ``kv_cache`` (2, blocks, block_size, KV heads, head_dim), of any
+    float dtype; ``slot_mapping`` (N,) int64, without repeated slots.
+    """
+    kept = tokens_to_store(slot_mapping)
+    if kept is None:
+        scatter_kv(key, value, kv_cache, slot_mapping)
+    else:
+        scatter_kv(key[kept], value[kept], kv_cache, slot_mapping[kept])
+
+
+def tokens_to_store(slot_mapping: torch.Tensor) -> torch.Tensor | None:
+    """Indices of the tokens that are no padding, or None where all are to be stored.  Waits for the device."""
+    stored = slot_mapping >= 0
+    return None if bool(stored.all()) else stored.nonzero().squeeze(1)
+
+
+def scatter_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """``store_kv`` for slots (N,) int64 of which none is padding."""
+    width = key.shape[1] * key.shape[2]
+    for states, cache in ((key, kv_cache[0]), (value, kv_cache[1])):
+        cache.view(-1, width).index_copy_(0, slots, states.reshape(-1, width).to(cache.dtype))
