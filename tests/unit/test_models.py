@@ -1,0 +1,193 @@
+"""Models against transformers, in float32, on one rank and on several simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.simulated_ranks import run_ranks
+from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.dist.collectives import Communicator, SingleRank
+from tp_engine.layers.forward_context import forward_context
+from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.registry import MODELS, build_model
+from tp_engine.weights.loader import load_weights
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_theta": 10000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LENGTHS = (1, 37, 20)
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama"},
+    "llama-tied": {"architecture": "llama", "tie": True},
+    "llama-biases": {"architecture": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama3-rope": {"architecture": "llama", "rope_parameters": LLAMA3},
+    "linear-rope": {
+        "architecture": "llama",
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0},
+    },
+    "llama-mha": {"architecture": "llama", "num_kv_heads": 8, "head_dim": 24},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen2-tied": {"architecture": "qwen2", "tie": True},
+    "qwen2-windows": {
+        "architecture": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"architecture": "qwen3", "head_dim": 24},
+    "qwen3-biases": {"architecture": "qwen3", "attention_bias": True, "tie": True},
+    "mistral": {"architecture": "mistral", "sliding_window": None},
+    "mistral-window": {"architecture": "mistral", "sliding_window": 9, "head_dim": 12},
+}
+
+
+class NoBackend:
+    """A backend that must not be called: without a KV cache, layers attend to the step's own keys."""
+
+    name = "none"
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        raise AssertionError
+
+    def forward(self, *_: object) -> torch.Tensor:
+        raise AssertionError
+
+
+def prefill_metadata(lengths: tuple[int, ...]) -> AttentionMetadata:
+    """New requests of the given lengths, all of their tokens in one step."""
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    lens = np.asarray(lengths, dtype=np.int32)
+    return AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=torch.full((int(starts[-1]),), -1, dtype=torch.int64),
+        block_table=torch.zeros((len(lengths), 1), dtype=torch.int32),
+        seq_lens=torch.from_numpy(lens),
+        query_start=torch.from_numpy(starts),
+        host_query_lens=lens,
+        host_seq_lens=lens,
+    )
+
+
+def prompts(config: ModelConfig) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def load(config: ModelConfig, folder: Path, communicator: Communicator, **options: Any) -> CausalLM:
+    dtype = options.pop("dtype", torch.float32)
+    model = build_model(
+        config, communicator=communicator, dtype=dtype, device=CPU, backend=NoBackend(), max_model_len=128
+    )
+    load_weights(dict(model.named_parameters()), config, folder, info=communicator.info, **options)
+    return model
+
+
+def logits_of(model: CausalLM, tokens: list[list[int]]) -> torch.Tensor | None:
+    """All positions of all prompts in one step, (N, vocab)."""
+    flat = torch.tensor([token for prompt in tokens for token in prompt])
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in tokens])
+    lengths = tuple(len(prompt) for prompt in tokens)
+    with torch.inference_mode(), forward_context(prefill_metadata(lengths)):
+        return model.compute_logits(model(flat, positions))
+
+
+def oracle_logits(folder: Path, tokens: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """transformers, one prompt at a time, (N, vocab)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in tokens])
+
+
+def parallel_logits(config: ModelConfig, folder: Path, world_size: int, **options: Any) -> torch.Tensor:
+    def body(communicator: Communicator) -> torch.Tensor | None:
+        model = load(config, folder, communicator, **options)
+        model.finish_loading()
+        return logits_of(model, prompts(config))
+
+    found = run_ranks(world_size, body)
+    assert all(logits is None for logits in found[1:])
+    assert found[0] is not None
+    return found[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("finished", [False, True], ids=["plain", "packed"])
+def test_one_rank_equals_transformers(case: str, finished: bool, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: transformers in float32, full logits of prompts longer than the windows, before and after packing."""
+    config, folder = load_model_config(str(checkpoint(**CASES[case])))
+    model = load(config, folder, SingleRank())
+    if finished:
+        model.finish_loading()
+    logits = logits_of(model, prompts(config))
+    torch.testing.assert_close(logits, oracle_logits(folder, prompts(config)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_equal_transformers(case: str, world_size: int, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: transformers in float32; 8 ranks hold each of the 4 KV heads twice, and the vocabulary is padded."""
+    config, folder = load_model_config(str(checkpoint(**CASES[case])))
+    logits = parallel_logits(config, folder, world_size)
+    torch.testing.assert_close(logits, oracle_logits(folder, prompts(config)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(6, 3, 3), (6, 1, 3), (6, 2, 6), (8, 1, 8), (8, 2, 4)])
+def test_odd_head_counts(heads: int, kv_heads: int, world_size: int, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: transformers; world sizes that are no powers of two, and one KV head on up to 8 ranks."""
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8, "hidden_size": 48, "vocab_size": 101}
+    config, folder = load_model_config(str(checkpoint("qwen3", **sizes)))
+    check_tensor_parallel(config, world_size)
+    logits = parallel_logits(config, folder, world_size)
+    torch.testing.assert_close(logits, oracle_logits(folder, prompts(config)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_bfloat16_is_as_close_as_transformers(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: float32 logits; our error in bfloat16 is at most twice that of transformers in bfloat16."""
+    config, folder = load_model_config(str(checkpoint(architecture, hidden_size=128, dtype="bfloat16")))
+    tokens = prompts(config)
+    exact = oracle_logits(folder, tokens)
+    theirs = (oracle_logits(folder, tokens, torch.bfloat16).float() - exact).abs().mean()
+    model = load(config, folder, SingleRank(), dtype=torch.bfloat16)
+    model.finish_loading()
+    found = logits_of(model, tokens)
+    assert found is not None and found.dtype == torch.bfloat16
+    assert (found.float() - exact).abs().mean() <= 2 * theirs
+
+
+def test_dummy_weights_are_one_model_for_all_world_sizes(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: one rank's logits with the same seed; another seed is another model."""
+    config, folder = load_model_config(str(checkpoint("qwen3")))
+    alone = parallel_logits(config, folder, 1, load_format="dummy", seed=3)
+    other = parallel_logits(config, folder, 1, load_format="dummy", seed=4)
+    assert not torch.allclose(alone, other, atol=1e-3)
+    for world_size in (2, 8):
+        shared = parallel_logits(config, folder, world_size, load_format="dummy", seed=3)
+        torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_layers_are_listed_in_order(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the configuration's windows, layer by layer; each rank's share of the heads."""
+    config, _ = load_model_config(str(checkpoint(**CASES["qwen2-windows"])))
+    model = build_model(
+        config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backend=NoBackend(), max_model_len=16
+    )
+    assert [layer.shape.sliding_window for layer in model.attention_layers] == list(config.sliding_windows)
+    expected = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=8, scale=8**-0.5, sliding_window=None)
+    assert model.attention_layers[0].shape == expected
+    assert set(MODELS) == {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}

@@ -1,0 +1,29 @@
+"""What every layer is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tp_engine.dist.collectives import Communicator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContext:
+    """The ranks that share a layer, and where and how its weights are kept."""
+
+    communicator: Communicator
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """A weight that the loader will fill; allocated on the device, in its final type, without initialisation."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def share(self, size: int) -> int:
+        """This rank's part of a dimension that the configuration checks have found divisible."""
+        world_size = self.communicator.info.world_size
+        assert size % world_size == 0, f"{size} is not divisible by {world_size}"
+        return size // world_size

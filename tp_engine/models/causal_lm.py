@@ -1,0 +1,69 @@
+"""A language model on one rank: token ids in, hidden states out, logits on rank 0."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from tp_engine.attention.base import AttentionBackend
+from tp_engine.layers.attention import Attention
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.norm import QKNorm, RMSNorm
+from tp_engine.layers.rotary import RotaryEmbedding
+from tp_engine.model_config import ModelConfig
+from tp_engine.models.decoder import DecoderLayer, SelfAttention
+
+
+class CausalLM(nn.Module):
+    """Base of all architectures; ``self_attention`` is what a subclass declares.
+
+    Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
+    """
+
+    self_attention: ClassVar[type[SelfAttention]] = SelfAttention
+
+    def __init__(
+        self, config: ModelConfig, *, backend: AttentionBackend, max_model_len: int, context: LayerContext
+    ) -> None:
+        super().__init__()
+        sizes = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabParallelEmbedding(*sizes, context=context)
+        self.rotary = RotaryEmbedding(
+            config.rope, config.head_dim, max_model_len, dtype=context.dtype, device=context.device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, backend, context, self.self_attention) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+        tied = self.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(*sizes, context=context, tied=tied)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """One per layer, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def finish_loading(self) -> None:
+        """Prepare the layers for running, once, after all weights have their values."""
+        for module in self.modules():
+            if isinstance(module, (LocalLinear, QKNorm)):
+                module.finish_loading()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``."""
+        cos, sin = self.rotary(positions)
+        residual = self.embed_tokens(input_ids)
+        x: torch.Tensor | None = None
+        for layer in self.layers:
+            x = layer(x, residual, cos, sin)
+        assert x is not None
+        return self.norm.add_and_norm(x, residual)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """``hidden`` (n, hidden) -> (n, vocab_size) on rank 0, None elsewhere.  A collective: all ranks call it."""
+        logits: torch.Tensor | None = self.lm_head(hidden)
+        return logits

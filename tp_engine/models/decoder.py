@@ -1,0 +1,118 @@
+"""The decoder that the supported architectures share: pre-norm attention and SwiGLU blocks with rotary positions.
+
+An architecture is a ``CausalLM`` that says which attention block it is made of; sizes, biases and windows come from the
+configuration.  Nothing here knows of ranks: the layers do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tp_engine.layers.activation import silu_and_mul
+from tp_engine.layers.attention import Attention
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from tp_engine.layers.norm import QKNorm, RMSNorm
+from tp_engine.layers.rotary import apply_rotary
+from tp_engine.model_config import ModelConfig
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotation, attention, projection back; ``index`` is the layer's."""
+
+    def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            bias=config.qkv_bias,
+            context=context,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.out_bias, context=context
+        )
+        shape = AttentionShape(
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[index],
+        )
+        self.attention = Attention(shape, backend)
+        self._num_rotated = shape.num_heads + shape.num_kv_heads
+        self._num_all = shape.num_heads + 2 * shape.num_kv_heads
+
+    def normalise_heads(self, heads: torch.Tensor) -> torch.Tensor:
+        """Hook before the rotation: ``heads`` (N, heads + KV heads, head_dim) are all queries, then all keys."""
+        return heads
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        shape = self.attention.shape
+        num_tokens = x.shape[0]
+        heads = self.qkv_proj(x).view(num_tokens, self._num_all, shape.head_dim)
+        rotated = apply_rotary(self.normalise_heads(heads[:, : self._num_rotated]), cos, sin)
+        attended = self.attention(
+            rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, self._num_rotated :]
+        )
+        projected: torch.Tensor = self.o_proj(attended.reshape(num_tokens, -1))
+        return projected
+
+
+class QKNormSelfAttention(SelfAttention):
+    """Self-attention that normalises every query and key head before the rotation."""
+
+    def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
+        super().__init__(config, index, backend, context)
+        shape = self.attention.shape
+        self.qk_norm = QKNorm(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.rms_norm_eps, context=context)
+
+    def normalise_heads(self, heads: torch.Tensor) -> torch.Tensor:
+        normalised: torch.Tensor = self.qk_norm(heads)
+        return normalised
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, (inner, inner), bias=config.mlp_bias, context=context
+        )
+        self.down_proj = RowParallelLinear(inner, config.hidden_size, bias=config.mlp_bias, context=context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return projected
+
+
+class DecoderLayer(nn.Module):
+    """One layer.  The residual stream is carried along and added to in place."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        backend: AttentionBackend,
+        context: LayerContext,
+        self_attention: type[SelfAttention],
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attention(config, index, backend, context)
+        self.mlp = GatedMLP(config, context)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """``x`` is the last block's output, not yet added to ``residual``; None before the first layer."""
+        norm = self.input_layernorm
+        attended = self.self_attn(norm(residual) if x is None else norm.add_and_norm(x, residual), cos, sin)
+        output: torch.Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(attended, residual))
+        return output

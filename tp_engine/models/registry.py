@@ -1,0 +1,34 @@
+"""Architecture names of config.json and the classes that run them."""
+
+from __future__ import annotations
+
+import torch
+
+from tp_engine.attention.base import AttentionBackend
+from tp_engine.dist.collectives import Communicator
+from tp_engine.layers.context import LayerContext
+from tp_engine.model_config import ModelConfig
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.llama import LlamaForCausalLM
+from tp_engine.models.mistral import MistralForCausalLM
+from tp_engine.models.qwen2 import Qwen2ForCausalLM
+from tp_engine.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: dict[str, type[CausalLM]] = {
+    model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+}
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    communicator: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    max_model_len: int,
+) -> CausalLM:
+    """This rank's part of the model, its weights allocated on ``device`` but not yet set."""
+    context = LayerContext(communicator=communicator, dtype=dtype, device=device)
+    model = MODELS[config.architecture](config, backend=backend, max_model_len=max_model_len, context=context)
+    return model.eval()
