@@ -1,0 +1,126 @@
+"""The two kinds of attention call that a step is made of: many requests with a short query, one with a long query.
+
+Grouped-query attention never copies keys: the queries that share a KV head either become more query positions
+(``GroupCall``) or a batch axis over which the keys are repeated as a view (``ChunkCall``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.masks import StaircaseMasks
+from tp_engine.attention.paged_kv import SlotSelection, read_slots
+
+# Queries per call of a long chunk: keys after the tile's end are not read, and a mask stays small.
+TILE = 256
+# Which of the step's tokens: a range, or their indices (tokens,) int64.
+TokenSelection: TypeAlias = slice | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """One layer's ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim) and its cache."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    shape: AttentionShape
+
+
+class AttentionCall(Protocol):
+    """One piece of a step's attention, equal in all layers that share a window."""
+
+    @property
+    def tokens(self) -> TokenSelection:
+        """The tokens whose queries it answers."""
+
+    def run(self, layer: LayerInput, dtype: torch.dtype) -> torch.Tensor:
+        """Output (tokens, heads, head_dim), computed in ``dtype``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """B requests of ``query_len`` queries each, padded to the same number of keys.
+
+    ``mask`` (B, 1, query_len x group, keys), where one query alone may have 1 instead of ``group``.
+    """
+
+    tokens: TokenSelection
+    selection: SlotSelection
+    mask: torch.Tensor | None
+    num_requests: int
+    query_len: int
+
+    def run(self, layer: LayerInput, dtype: torch.dtype) -> torch.Tensor:
+        """Fold the query group into the query positions: (B, KV heads, query_len x group, head_dim)."""
+        shape, batch, length = layer.shape, self.num_requests, self.query_len
+        kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
+        group = shape.num_heads // kv_heads
+        query = layer.query
+        query = query[self.tokens] if isinstance(self.tokens, slice) else query.index_select(0, self.tokens)
+        query = query.to(dtype).view(batch, length, kv_heads, group, head_dim).transpose(1, 2)
+        keys, values = (
+            read_slots(cache, self.selection).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            for cache in layer.kv_cache.unbind(0)
+        )
+        out = F.scaled_dot_product_attention(
+            query.reshape(batch, kv_heads, length * group, head_dim), keys, values, self.mask, scale=shape.scale
+        )
+        out = out.view(batch, kv_heads, length, group, head_dim).transpose(1, 2)
+        return out.reshape(batch * length, shape.num_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCall:
+    """One request of many queries: its keys are positions ``first_key`` to ``seq_len``, at ``selection``.
+
+    Without a ``selection`` it is a fresh prompt, whose keys are this step's own: the cache is not read.
+    """
+
+    tokens: slice
+    selection: SlotSelection | None
+    first_key: int
+    seq_len: int
+    masks: StaircaseMasks
+
+    def run(self, layer: LayerInput, dtype: torch.dtype) -> torch.Tensor:
+        """Tile by tile of queries, each over the keys it can see."""
+        query = layer.query[self.tokens].to(dtype)
+        keys, values = (states.to(dtype) for states in self._read(layer))
+        out = torch.empty_like(query)
+        cached = self.seq_len - len(query)
+        for start in range(0, len(query), TILE):
+            end = min(start + TILE, len(query))
+            first = 0 if layer.shape.sliding_window is None else max(0, cached + start - layer.shape.sliding_window + 1)
+            seen = slice(first - self.first_key, cached + end - self.first_key)
+            out[start:end] = self._tile(query[start:end], keys[seen], values[seen], layer.shape)
+        return out
+
+    def _read(self, layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (keys, KV heads, head_dim) from ``first_key`` on."""
+        if self.selection is None:
+            return layer.key[self.tokens], layer.value[self.tokens]
+        return read_slots(layer.kv_cache[0], self.selection), read_slots(layer.kv_cache[1], self.selection)
+
+    def _tile(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape
+    ) -> torch.Tensor:
+        """Queries (t, heads, head_dim) that are the last positions of their ``keys`` (n, KV heads, head_dim)."""
+        num_queries, num_keys, window = len(query), len(keys), shape.sliding_window
+        group = shape.num_heads // shape.num_kv_heads
+        grouped = query.view(num_queries, shape.num_kv_heads, group, shape.head_dim).permute(2, 1, 0, 3)
+        keys, values = (states.transpose(0, 1).expand(group, -1, -1, -1) for states in (keys, values))
+        is_causal = num_queries == num_keys and (window is None or num_queries <= window)
+        mask = None
+        if not is_causal:
+            mask = self.masks.corner(num_queries, num_keys, window, query.dtype, query.device)
+            if query.device.type != "cpu":
+                mask = mask.contiguous()  # device kernels want aligned rows
+        out = F.scaled_dot_product_attention(grouped, keys, values, mask, is_causal=is_causal, scale=shape.scale)
+        return out.permute(2, 1, 0, 3).reshape(query.shape)

@@ -1,0 +1,126 @@
+"""Paged attention in plain PyTorch: the CPU path, and the oracle of the other backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.batch_plan import Group, plan_groups
+from tp_engine.attention.calls import TILE, AttentionCall, ChunkCall, GroupCall, LayerInput, TokenSelection
+from tp_engine.attention.masks import StaircaseMasks, batched_mask
+from tp_engine.attention.paged_kv import visible_keys
+from tp_engine.kernels.store_kv import scatter_kv, tokens_to_store
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """What layers must have in common to share their calls.  ``dtype`` is that of the computation."""
+
+    window: int | None
+    queries_per_kv_head: int
+    block_size: int
+    dtype: torch.dtype
+    cache_is_exact: bool
+
+
+class TorchBackend:
+    """Gathers the keys of each group of similar requests, then calls ``scaled_dot_product_attention``.
+
+    Slots and masks are worked out once per step and shared by all layers with the same window.
+    """
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._masks = StaircaseMasks(TILE)
+        self._groups: list[Group] = []
+        self._calls: dict[_LayerKind, list[AttentionCall]] = {}
+        self._kept: torch.Tensor | None = None
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Group this step's requests; see ``AttentionBackend``."""
+        self._groups = plan_groups(metadata.host_query_lens, metadata.host_seq_lens)
+        self._calls = {}
+        self._prepare_store(metadata)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        self._store(key, value, kv_cache, metadata)
+        kind = _kind_of(query, kv_cache, shape)
+        calls = self._calls.get(kind)
+        if calls is None:
+            calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
+        layer = LayerInput(query, key, value, kv_cache, shape)
+        if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
+            return calls[0].run(layer, kind.dtype).to(query.dtype)
+        out = query.new_zeros(query.shape)
+        for call in calls:
+            out[call.tokens] = call.run(layer, kind.dtype).to(query.dtype)
+        return out
+
+    def _prepare_store(self, metadata: AttentionMetadata) -> None:
+        self._kept = tokens_to_store(metadata.slot_mapping)
+
+    def _store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        if self._kept is None:
+            scatter_kv(key, value, kv_cache, metadata.slot_mapping)
+        else:
+            scatter_kv(key[self._kept], value[self._kept], kv_cache, metadata.slot_mapping[self._kept])
+
+    def _plan_call(self, group: Group, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
+        """Slots and masks of one group for one kind of layer."""
+        device = metadata.block_table.device
+        tokens, batch, query_len = _tokens_of(group, device), len(group.rows), group.query_len
+        if batch == 1 and query_len > 1:
+            assert isinstance(tokens, slice)
+            seq_len = int(group.seq_lens[0])
+            if kind.cache_is_exact and seq_len == query_len:
+                return ChunkCall(tokens, None, 0, seq_len, self._masks)
+            keys = visible_keys(group, kind.window, metadata, kind.block_size)
+            return ChunkCall(tokens, keys.selection, int(keys.first[0]), seq_len, self._masks)
+        keys = visible_keys(group, kind.window, metadata, kind.block_size)
+        mask = None
+        if keys.is_padded or query_len > 1:
+            first, seq_lens = (torch.from_numpy(column).to(device) for column in (keys.first, group.seq_lens))
+            mask = batched_mask(first, seq_lens, query_len, keys.num_keys, kind.window, kind.dtype)
+            repeats = kind.queries_per_kv_head if query_len > 1 else 1
+            mask = mask.repeat_interleave(repeats, 1).unsqueeze(1)
+        return GroupCall(tokens, keys.selection, mask, batch, query_len)
+
+
+def _kind_of(query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> _LayerKind:
+    # Half precision is emulated on CPUs, many times slower than float32.
+    is_slow = query.dtype == torch.float16 and query.device.type == "cpu"
+    return _LayerKind(
+        window=shape.sliding_window,
+        queries_per_kv_head=shape.num_heads // shape.num_kv_heads,
+        block_size=kv_cache.shape[2],
+        dtype=torch.float32 if is_slow else query.dtype,
+        cache_is_exact=kv_cache.dtype == query.dtype,
+    )
+
+
+def _tokens_of(group: Group, device: torch.device) -> TokenSelection:
+    """The step's tokens that are this group's queries, request by request."""
+    if group.is_consecutive:
+        start = int(group.starts[0])
+        return slice(start, start + len(group.rows) * group.query_len)
+    starts = torch.from_numpy(group.starts).to(device)
+    return (starts[:, None] + torch.arange(group.query_len, device=device)).flatten()
+
+
+def _covers(tokens: TokenSelection, num_tokens: int) -> bool:
+    """Whether the selection is the whole step in order."""
+    return isinstance(tokens, slice) and tokens.start == 0 and tokens.stop == num_tokens
