@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tp_engine.engine.messages import CODE_UNAVAILABLE
 from tp_engine.errors import EngineDeadError, RequestError
 
 _TYPES = {
@@ -15,6 +16,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_STATUS_OF_CODE = {"model_not_found": 404, CODE_UNAVAILABLE: 503}
 
 
 class HttpError(Exception):
@@ -35,7 +37,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
     """HTTP status and body for anything raised while a request is served; unforeseen errors show no inside."""
     if isinstance(error, RequestError):
-        status = 404 if error.code == "model_not_found" else 400
+        status = _STATUS_OF_CODE.get(error.code or "", 400)
         return status, error_body(status, str(error), param=error.param, code=error.code)
     if isinstance(error, HttpError):
         return error.status, error_body(error.status, str(error), code=error.code)

@@ -1,0 +1,78 @@
+"""The life of a launched process: read the options, run the job, report a failure once, end with a meaningful code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tp_engine import env
+from tp_engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    MemoryBudgetError,
+    PlanError,
+    RankError,
+    RequestError,
+    WeightError,
+)
+from tp_engine.log import configure_logging, get_logger
+from tp_engine.options import Options, adopt_world_size, parse_options
+
+EXIT_DONE = 0
+EXIT_MACHINE = 1
+EXIT_CONFIG = 2
+
+_EXPLAINED = (RankError, WeightError, PlanError, MemoryBudgetError, EngineDeadError, OSError)
+
+logger = get_logger(__name__)
+
+
+def run_launched(
+    prog: str,
+    description: str,
+    tables: Mapping[str, type[Any]],
+    job: Callable[[Options], int],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run ``job`` with the options and return the exit code of this process.
+
+    0: done, or stopped as asked.  2: a configuration that can not work, reported by rank 0 alone.  1: everything else;
+    failures that explain themselves in one line, unforeseen ones with their traceback.
+    """
+    rank = 0
+    try:
+        launched = env.launched_rank()
+        rank = launched.rank if launched else 0
+        configure_logging(f"rank {rank}")
+        with _silent_unless(rank == 0):
+            options = parse_options(prog, description, tables, argv)
+        adopt_world_size(options.given["engine"], launched.world_size if launched else None)
+        return _print_config(options, rank) if options.print_config else job(options)
+    except (ConfigError, RequestError) as error:
+        if rank == 0:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    except _EXPLAINED as error:
+        logger.error("%s", error)
+        return EXIT_MACHINE
+    except Exception as error:
+        logger.exception("%s: %s", type(error).__name__, error)
+        return EXIT_MACHINE
+
+
+@contextlib.contextmanager
+def _silent_unless(speaks: bool) -> Any:
+    """``--help`` is printed once per job, not once per rank."""
+    with contextlib.nullcontext() if speaks else contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def _print_config(options: Options, rank: int) -> int:
+    for table, kind in options.tables.items():
+        options.build(table, kind)
+    if rank == 0:
+        print(options.effective_toml(), end="", flush=True)
+    return EXIT_DONE

@@ -1,0 +1,106 @@
+"""Rank 0's handle on the frontend process: HTTP, tokenization and detokenization away from the engine's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tp_engine.engine.processes import describe_exit
+from tp_engine.server.config import ServerConfig
+
+_FLUSH_S = 3.0
+
+
+class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the frontend is told, as JSON on its standard input."""
+
+    server: dict[str, Any]
+    model_names: list[str]
+    address: str
+    listener_fd: int
+    parent_pid: int
+    startup_timeout_s: float
+
+    def server_config(self) -> ServerConfig:
+        """The configuration that ``start_frontend`` was given."""
+        return ServerConfig(**self.server | {"served_model_name": tuple(self.server["served_model_name"])})
+
+
+class FrontendProcess:
+    """A running frontend.  It dies with this process; ``end`` ends it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @classmethod
+    def start(
+        cls,
+        listener: socket.socket,
+        config: ServerConfig,
+        *,
+        model_names: tuple[str, ...],
+        address: str,
+        startup_timeout_s: float,
+    ) -> FrontendProcess:
+        """Start the frontend on a listening socket, of which the caller may then close its own handle."""
+        settings = FrontendSettings(
+            server=dataclasses.asdict(config),
+            model_names=list(model_names),
+            address=address,
+            listener_fd=listener.fileno(),
+            parent_pid=os.getpid(),
+            startup_timeout_s=startup_timeout_s,
+        )
+        # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tp_engine.server.main"],
+            stdin=subprocess.PIPE,
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        with process.stdin as stream, contextlib.suppress(BrokenPipeError):
+            stream.write(msgspec.json.encode(settings))
+        return cls(process)
+
+    def check(self) -> None:
+        """Raise ``ChildProcessError`` if the frontend has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise ChildProcessError(f"the HTTP process {self._process.pid} ended with {describe_exit(code)}")
+
+    def on_exit(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` from a thread when the process ends."""
+
+        def watch() -> None:
+            self._process.wait()
+            callback()
+
+        threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
+
+    def drain(self) -> None:
+        """Ask it to refuse new requests, finish the running ones, and end."""
+        self._signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Let it deliver the answers that are ready, for a few seconds at most, and see it end."""
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(_FLUSH_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)

@@ -1,0 +1,136 @@
+"""The life of a serving job, from the bound port to the last answer.
+
+::
+
+    rank 0                                     frontend process             ranks 1 to N-1
+      bind the port, start the frontend  --->    /health, /ready says 503     load
+      load the engine                            wait for the engine          run plans
+      run the service                  <----->   serve
+      first signal: drain              ----->    503 for new requests         ignore signals
+      nothing runs any more            <-----    end
+      stop plan                        ------------------------------------>  end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from tp_engine import env
+from tp_engine.config import EngineConfig
+from tp_engine.engine.engine import Engine
+from tp_engine.engine.processes import die_with_parent
+from tp_engine.engine.rank_group import serve_rank, start_engine
+from tp_engine.engine.service import EngineService
+from tp_engine.engine.service_socket import new_address, remove_address
+from tp_engine.log import get_logger
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.frontend_process import FrontendProcess
+from tp_engine.server.listener import open_listener
+from tp_engine.server.rank0_presence import announce_rank0, rank0_lives
+from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
+
+logger = get_logger(__name__)
+
+_LEAVE_S = 3.0
+_POLL_S = 0.2
+
+
+def serve(config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until told to stop; returns the exit code of this rank's process."""
+    launched = env.launched_rank()
+    if launched is not None:
+        die_with_parent(os.getppid())
+    if launched is not None and launched.rank > 0:
+        return follow(config, server_config.shutdown_timeout_s)
+    with StopSignals() as signals, contextlib.ExitStack() as stack:
+        if launched is not None:
+            stack.enter_context(announce_rank0())
+        try:
+            with signals.raising():
+                engine, frontend, address = _start(config, server_config, stack)
+        except StopRequested:
+            return 0
+        return _run(engine, frontend, address, signals, server_config.shutdown_timeout_s)
+
+
+def follow(config: EngineConfig, shutdown_timeout_s: float) -> int:
+    """Ranks other than 0: torchrun signals all ranks at once, and only rank 0 decides when it is over."""
+    with StopSignals() as signals:
+        signals.on_stop(lambda: _outlive_rank0_briefly(shutdown_timeout_s), lambda: None)
+        try:
+            serve_rank(config)
+        except Exception:
+            if not signals.received:
+                raise
+    return 0
+
+
+def model_names(config: EngineConfig, server_config: ServerConfig) -> tuple[str, ...]:
+    """The names under which clients ask for the model: as configured, else the model's own."""
+    folder = Path(config.model)
+    return server_config.served_model_name or (folder.name if folder.is_dir() else config.model,)
+
+
+def _start(
+    config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack
+) -> tuple[Engine, FrontendProcess, str]:
+    """Bind, start the frontend, load; ``stack`` ends what was started."""
+    with open_listener(server_config) as listener:
+        address = new_address()
+        stack.callback(remove_address, address)
+        frontend = FrontendProcess.start(
+            listener,
+            server_config,
+            model_names=model_names(config, server_config),
+            address=address,
+            startup_timeout_s=config.startup_timeout_s,
+        )
+        stack.callback(frontend.end)
+    engine = start_engine(config)
+    stack.callback(engine.close)
+    return engine, frontend, address
+
+
+def _run(
+    engine: Engine, frontend: FrontendProcess, address: str, signals: StopSignals, shutdown_timeout_s: float
+) -> int:
+    """Serve the frontend until a signal, its death, or the engine's."""
+    frontend.check()
+    service = EngineService(engine, address)
+
+    def drain() -> None:
+        logger.info("stopping; running requests get %g s, a second signal ends them now", shutdown_timeout_s)
+        frontend.drain()
+        service.request_drain(shutdown_timeout_s)
+        end_process_after(shutdown_timeout_s + _LEAVE_S, 1)
+
+    def stop() -> None:
+        service.request_stop()
+        end_process_after(_LEAVE_S, 0)
+
+    frontend.on_exit(service.request_stop)
+    signals.on_stop(drain, stop)
+    try:
+        service.run()
+    finally:
+        service.close()
+    if not signals.received:
+        frontend.check()
+        raise ChildProcessError("the HTTP process stopped the engine although nobody asked for it")
+    return 0
+
+
+def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
+    """Runs on the signal thread's behalf: end this process soon after rank 0, or when its time is over."""
+
+    def watch() -> None:
+        deadline_s = time.monotonic() + shutdown_timeout_s + _LEAVE_S
+        while rank0_lives() and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        end_process_after(_LEAVE_S, 1)
+
+    threading.Thread(target=watch, name="rank-0-watch", daemon=True).start()

@@ -1,0 +1,102 @@
+"""SIGTERM and SIGINT of a launched process: the first asks for an orderly stop, the second for an immediate one.
+
+Signals are noted by a thread of their own, fed by the interpreter's wake-up descriptor, because the main thread may be
+inside a collective or a kernel for as long as it likes.  Only launchers use this; a library installs no handlers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+UNINTERRUPTIBLE_S = 3.0
+
+
+class StopRequested(BaseException):
+    """Raised in the main thread by a signal that arrives while the process is still starting."""
+
+
+class StopSignals:
+    """Context manager, to be entered by the main thread.  Callbacks run on the signal thread, each at most once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_received = 0
+        self._callbacks: list[Callable[[], None]] = []
+        self._raising = False
+        self._restore: list[tuple[signal.Signals, Any]] = []
+
+    @property
+    def received(self) -> bool:
+        """Whether any stop signal has arrived."""
+        return self._num_received > 0
+
+    def __enter__(self) -> StopSignals:
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._restore = [(number, signal.signal(number, self._in_main_thread)) for number in STOP_SIGNALS]
+        self._old_descriptor = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_descriptor)
+        for number, handler in self._restore:
+            signal.signal(number, handler)
+        self._sender.close()
+        self._thread.join(timeout=1.0)
+        self._receiver.close()
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Within, the first signal raises ``StopRequested``; a main thread that never sees it ends the process."""
+        with self._lock:
+            self._callbacks = [lambda: end_process_after(UNINTERRUPTIBLE_S, 0), lambda: os._exit(0)]
+            self._raising = True
+        if self.received:
+            raise StopRequested
+        try:
+            yield
+        finally:
+            self._raising = False
+
+    def on_stop(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """What to do from now on; signals that came before are made up for at once."""
+        with self._lock:
+            self._callbacks = [first, second]
+            due = self._callbacks[: self._num_received]
+        for callback in due:
+            callback()
+
+    def _in_main_thread(self, _number: int, _frame: FrameType | None) -> None:
+        if self._raising:
+            self._raising = False
+            raise StopRequested
+
+    def _listen(self) -> None:
+        while data := self._receiver.recv(64):
+            for number in data:
+                if number in STOP_SIGNALS:
+                    self._note()
+
+    def _note(self) -> None:
+        with self._lock:
+            self._num_received += 1
+            callback = self._callbacks[self._num_received - 1] if self._num_received <= len(self._callbacks) else None
+        if callback is not None:
+            callback()
+
+
+def end_process_after(delay_s: float, code: int) -> None:
+    """End this process with ``code`` if it still exists after ``delay_s``; a stop may be stuck in a collective."""
+    timer = threading.Timer(delay_s, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
