@@ -1,0 +1,181 @@
+"""How a step is sampled: its rows in groups that take the same way, decided on the host.
+
+| rows | way |
+| --- | --- |
+| temperature 0 | GREEDY: argmax |
+| no top_k, top_p 1 | ANY: noise over the vocabulary; min_p is a threshold |
+| top_k up to MAX_CANDIDATES | RANKED: the largest top_k of the group, noise for candidates only |
+| a larger top_k | SORTED: all tokens ranked |
+| no top_k, top_p below 1 | NUCLEUS |
+
+A row's group follows from its own parameters alone.  A plan holds as long as the same rows are sampled, none of them
+was admitted anew, and the same rows are short of ``min_tokens``.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.layers.sampling_edits import TokenEdits, collect_edits
+from tp_engine.layers.sampling_penalties import PenalisedRows
+from tp_engine.layers.sampling_state import SamplingState
+from tp_engine.layers.sampling_upload import upload
+from tp_engine.plan import BoolArray, IntArray
+
+MAX_CANDIDATES = 1024
+
+IndexArray = npt.NDArray[np.int64]
+
+
+class Way(enum.IntEnum):
+    """How a row draws its token."""
+
+    GREEDY = 0
+    ANY = 1
+    RANKED = 2
+    SORTED = 3
+    NUCLEUS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """m rows of a step that draw in the same way.
+
+    ``members`` (m,) int64 are their places in the step and ``source`` (m,) int64 their places in the matrix that they
+    read: the edited logits if ``edited``, else the raw ones; None for all of its rows in order.  Parameters are (m, 1):
+    ``temperature``, ``log_min_p`` float32, ``top_p`` float64, ``top_k`` int64.
+    """
+
+    way: Way
+    edited: bool
+    members: torch.Tensor
+    source: torch.Tensor | None
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
+    largest_top_k: int
+    uses_min_p: bool
+
+    def part(self, start: int, stop: int) -> RowGroup:
+        """The rows ``start`` to ``stop`` of the group."""
+        rows = slice(start, stop)
+        return RowGroup(
+            way=self.way,
+            edited=self.edited,
+            members=self.members[rows],
+            source=None if self.source is None else self.source[rows],
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            log_min_p=self.log_min_p[rows],
+            largest_top_k=self.largest_top_k,
+            uses_min_p=self.uses_min_p,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroups:
+    """A step's plan: its groups, and the places (int64, on the device) that need edits, penalties or logprobs."""
+
+    groups: tuple[RowGroup, ...]
+    edited: torch.Tensor | None
+    edits: TokenEdits | None
+    penalised: PenalisedRows | None
+    penalised_members: torch.Tensor | None
+    scored: torch.Tensor | None
+    num_logprobs: int
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Nothing but one argmax over the raw logits."""
+        return len(self.groups) == 1 and self.groups[0].way is Way.GREEDY and not self.groups[0].edited
+
+    @property
+    def draws(self) -> bool:
+        """Whether any row needs noise."""
+        return any(group.way is not Way.GREEDY for group in self.groups)
+
+
+def plan_groups(state: SamplingState, rows: IntArray, is_short: BoolArray) -> StepGroups:
+    """Group the sampled ``rows`` (n,); ``is_short`` (n,) marks those that still lack ``min_tokens``."""
+    is_edited = state.is_edited[rows] | is_short
+    edited = np.flatnonzero(is_edited)
+    place_in_source = np.where(is_edited, np.cumsum(is_edited), np.arange(1, len(rows) + 1)) - 1
+    ways = _ways(state, rows)
+    groups = []
+    for way in Way:
+        for of_edited in (False, True):
+            members = np.flatnonzero((ways == way) & (is_edited == of_edited))
+            if len(members):
+                whole = len(members) == (len(edited) if of_edited else len(rows))
+                source = None if whole else upload(place_in_source[members], state.device)
+                groups.append(_group(state, rows, members, way, of_edited, source))
+    penalised = np.flatnonzero(state.is_penalised[rows])
+    wanted = state.num_logprobs[rows]
+    return StepGroups(
+        groups=tuple(groups),
+        edited=upload(edited, state.device) if len(edited) else None,
+        edits=_edits(state, rows[edited], is_short[edited]),
+        penalised=_penalised(state, rows[penalised], place_in_source[penalised]) if len(penalised) else None,
+        penalised_members=upload(penalised, state.device) if len(penalised) else None,
+        scored=upload(np.flatnonzero(wanted >= 0), state.device) if (wanted >= 0).any() else None,
+        num_logprobs=int(wanted.max(initial=-1)),
+    )
+
+
+def _ways(state: SamplingState, rows: IntArray) -> IntArray:
+    top_k, nucleus = state.top_k[rows], state.top_p[rows] < 1.0
+    ways = np.where(nucleus, Way.NUCLEUS, Way.ANY)
+    ways = np.where(top_k < state.vocab_size, Way.SORTED, ways)
+    ways = np.where(top_k <= min(MAX_CANDIDATES, state.vocab_size - 1), Way.RANKED, ways)
+    return np.where(state.temperature[rows] == 0.0, Way.GREEDY, ways).astype(np.int32)
+
+
+def _group(
+    state: SamplingState, rows: IntArray, members: IndexArray, way: Way, edited: bool, source: torch.Tensor | None
+) -> RowGroup:
+    own = rows[members]
+    numbers = np.stack(
+        (
+            state.temperature[own].astype(np.float64),
+            state.top_k[own].astype(np.float64),
+            state.top_p[own].astype(np.float64),
+            state.log_min_p[own].astype(np.float64),
+        )
+    )
+    temperature, top_k, top_p, log_min_p = upload(numbers[:, :, None], state.device).unbind()
+    return RowGroup(
+        way=way,
+        edited=edited,
+        members=upload(members, state.device),
+        source=source,
+        temperature=temperature.to(torch.float32),
+        top_k=top_k.to(torch.int64),
+        top_p=top_p,
+        log_min_p=log_min_p.to(torch.float32),
+        largest_top_k=int(state.top_k[own].max()),
+        uses_min_p=bool((state.log_min_p[own] > -np.inf).any()),
+    )
+
+
+def _edits(state: SamplingState, rows: IntArray, is_short: BoolArray) -> TokenEdits | None:
+    samplings = [state.token_lists.get(row) for row in rows.tolist()]
+    return collect_edits(samplings, is_short.tolist(), state.vocab_size, state.device)
+
+
+def _penalised(state: SamplingState, rows: IntArray, places: IndexArray) -> PenalisedRows:
+    numbers = np.stack((state.repetition_penalty[rows], state.frequency_penalty[rows], state.presence_penalty[rows]))
+    repetition, frequency, presence = upload(numbers[:, :, None], state.device).unbind()
+    return PenalisedRows(
+        index=upload(places, state.device),
+        rows=upload(rows.astype(np.int64), state.device),
+        repetition=repetition,
+        frequency=frequency,
+        presence=presence,
+    )

@@ -1,0 +1,71 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.layers.sampling_chunks import row_chunks
+from tp_engine.layers.sampling_filters import rank_candidates
+from tp_engine.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobTensors:
+    """``TokenLogprobs`` still on the device: ids (n, 1 + k) int32, logprobs (n, 1 + k) float32, ranks (n,) int32."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+    def to_host(self) -> TokenLogprobs:
+        """Wait for the device and copy."""
+        return TokenLogprobs(
+            token_ids=self.token_ids.cpu().numpy(),
+            logprobs=self.logprobs.cpu().numpy(),
+            ranks=self.ranks.cpu().numpy(),
+        )
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:
+    """Score ``token_ids`` (n,) and the ``k`` likeliest tokens under ``logits`` (n, vocab) of any float type.
+
+    A rank is 1 + the number of tokens with a larger logit, so equal tokens share the better rank and an argmax has
+    rank 1.  Alternatives with equal logits come in order of their ids.  ``k`` beyond the vocabulary is cut to it.
+    """
+    k = min(k, logits.shape[1])
+    parts = [
+        _chunk_logprobs(logits[start:stop].float(), token_ids[start:stop], k)
+        for start, stop in row_chunks(logits.shape[0], logits.shape[1], logits.device)
+    ]
+    if not parts:
+        parts = [_chunk_logprobs(logits.float(), token_ids, k)]
+    return LogprobTensors(
+        token_ids=torch.cat([part.token_ids for part in parts]),
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+    )
+
+
+def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:
+    chosen = logits.gather(1, token_ids[:, None].to(torch.int64))
+    ids, values = token_ids[:, None].to(torch.int32), chosen
+    if k > 0:
+        top_values, top_ids = rank_candidates(logits, k)
+        ids, values = torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1)
+    return LogprobTensors(
+        token_ids=ids,
+        logprobs=values - logits.logsumexp(-1, keepdim=True),
+        ranks=(logits > chosen).sum(-1, dtype=torch.int32) + 1,
+    )
+
+
+def spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> LogprobTensors:
+    """Put the scored rows at ``places`` (m,) int64 among ``num_rows``; the others, which nobody reads, are zero."""
+    width = scored.token_ids.shape[1]
+    return LogprobTensors(
+        token_ids=scored.token_ids.new_zeros((num_rows, width)).index_copy_(0, places, scored.token_ids),
+        logprobs=scored.logprobs.new_zeros((num_rows, width)).index_copy_(0, places, scored.logprobs),
+        ranks=scored.ranks.new_zeros(num_rows).index_copy_(0, places, scored.ranks),
+    )

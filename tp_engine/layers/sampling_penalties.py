@@ -1,0 +1,86 @@
+"""Repetition, frequency and presence penalties, from token counts that stay on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tp_engine.layers.sampling_chunks import row_chunks
+from tp_engine.layers.sampling_upload import upload
+from tp_engine.plan import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenalisedRows:
+    """The penalised rows of a step.  ``index`` (m,) int64 are their places among the edited logits, ``rows`` (m,)
+    int64 their rows of the batch; the penalties are (m, 1) float32."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+
+class PenaltyCounts:
+    """Which tokens each row has seen.  Allocated when the first penalised request arrives::
+
+    output_counts (max_num_seqs, vocab) int32     times that the row generated the token
+    in_prompt     (max_num_seqs, vocab) bool      whether its prompt contains the token
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (max_num_seqs, vocab_size)
+        self._device = device
+        self.output_counts: torch.Tensor | None = None
+        self.in_prompt: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes that the counts take once they are allocated."""
+        return self._shape[0] * self._shape[1] * (torch.int32.itemsize + torch.bool.itemsize)
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.output_counts is None or self.in_prompt is None:
+            self.output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self.in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        return self.output_counts, self.in_prompt
+
+    def admit(self, row: int, token_ids: IntArray, num_prompt_tokens: int) -> None:
+        """Count a row's prompt and the tokens that it generated before it was admitted."""
+        output_counts, in_prompt = self._tensors()
+        prompt = np.unique(token_ids[:num_prompt_tokens]).astype(np.int64)
+        in_prompt[row].zero_().index_fill_(0, upload(prompt, self._device), True)
+        generated, counts = np.unique(token_ids[num_prompt_tokens:], return_counts=True)
+        output_counts[row].zero_().index_copy_(
+            0, upload(generated.astype(np.int64), self._device), upload(counts.astype(np.int32), self._device)
+        )
+
+    def record(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Count one generated token per row: ``rows`` (m,) int64, each once, and ``token_ids`` (m,)."""
+        output_counts, _ = self._tensors()
+        flat = rows * self._shape[1] + token_ids
+        output_counts.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+
+    def apply(self, logits: torch.Tensor, penalised: PenalisedRows) -> None:
+        """Penalise rows of ``logits`` (e, vocab) float32 in place.
+
+        Repetition over prompt and output as in transformers (CTRL, Keskar et al. 2019): positive logits are divided,
+        negative ones multiplied.  Then frequency and presence over the output as in OpenAI's API.
+        """
+        for start, stop in row_chunks(len(penalised.index), logits.shape[1], logits.device):
+            self._apply(logits, penalised, slice(start, stop))
+
+    def _apply(self, logits: torch.Tensor, penalised: PenalisedRows, part: slice) -> None:
+        output_counts, in_prompt = self._tensors()
+        index, rows, repetition = penalised.index[part], penalised.rows[part], penalised.repetition[part]
+        counts = output_counts.index_select(0, rows)
+        generated = counts > 0
+        seen = in_prompt.index_select(0, rows).logical_or_(generated)
+        scores = logits.index_select(0, index)
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(seen, repeated, scores)
+        scores.sub_(counts * penalised.frequency[part]).sub_(generated * penalised.presence[part])
+        logits.index_copy_(0, index, scores)

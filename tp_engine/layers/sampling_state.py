@@ -1,0 +1,89 @@
+"""What the sampler knows of each row: parameters on the host, penalty counts on the device.
+
+Decisions about a step (who is greedy, who needs a processor) read the host arrays only, so no step waits for the
+device.  What a step needs on the device is uploaded when the set of sampled rows changes, not every step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tp_engine.layers.sampling_penalties import PenaltyCounts
+from tp_engine.plan import IntArray, RowSampling
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows
+
+
+class SamplingState:
+    """Sampling parameters of ``max_num_seqs`` rows; a released row samples greedily without processors.
+
+    ``version`` changes with every admission, so that whoever caches what follows from the parameters can tell.
+    """
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.version = 0
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)  # vocab_size: all tokens
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.log_min_p = np.full(max_num_seqs, -np.inf, dtype=np.float32)
+        self.presence_penalty = np.zeros(max_num_seqs, dtype=np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, dtype=np.float32)
+        self.repetition_penalty = np.ones(max_num_seqs, dtype=np.float32)
+        self.seed: npt.NDArray[np.uint64] = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.is_penalised = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # penalties, logit_bias or allowed_token_ids
+        self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
+        self.penalties = PenaltyCounts(max_num_seqs, vocab_size, device)
+
+    def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
+        """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""
+        self.version += 1
+        greedy = sampling.temperature < GREEDY_BELOW
+        self.temperature[row] = 0.0 if greedy else sampling.temperature
+        self.top_k[row] = min(sampling.top_k, self.vocab_size) if sampling.top_k > 0 else self.vocab_size
+        self.top_p[row] = sampling.top_p
+        self.log_min_p[row] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+        self.seed[row] = int(sampling.seed) & (2**64 - 1)
+        self.num_logprobs[row] = min(sampling.logprobs, self.vocab_size)
+        self.min_tokens[row] = sampling.min_tokens if len(sampling.stop_token_ids) else 0
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self._admit_token_lists(row, sampling)
+        self._admit_penalties(row, sampling, token_ids, num_prompt_tokens)
+        self.is_edited[row] = self.is_penalised[row] or len(sampling.bias_token_ids) or len(sampling.allowed_token_ids)
+
+    def _admit_token_lists(self, row: int, sampling: RowSampling) -> None:
+        self.token_lists.pop(row, None)
+        lists = (sampling.stop_token_ids, sampling.bias_token_ids, sampling.allowed_token_ids)
+        assert all(ids.min() >= 0 and ids.max() < self.vocab_size for ids in lists if len(ids)), "unchecked token ids"
+        if any(len(ids) for ids in lists):
+            self.token_lists[row] = sampling
+
+    def _admit_penalties(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.is_penalised[row] = (
+            sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+        )
+        if self.is_penalised[row]:
+            self.penalties.admit(row, token_ids, num_prompt_tokens)
+
+    def release(self, rows: IntArray) -> None:
+        """Forget ``rows``: until they are admitted again they are greedy and need no processor."""
+        self.version += 1
+        self.temperature[rows] = 0.0
+        self.num_logprobs[rows] = -1
+        self.min_tokens[rows] = 0
+        self.is_penalised[rows] = False
+        self.is_edited[rows] = False
+        for row in rows.tolist():
+            self.token_lists.pop(row, None)
