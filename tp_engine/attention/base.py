@@ -14,8 +14,8 @@ from tp_engine.plan import IntArray
 class AttentionMetadata:
     """One step's batch, as attention sees it.  Batch order: ``num_decodes`` requests of one token, then the prefills.
 
-    With N tokens in B requests, on the device: ``slot_mapping`` (N,) int64, -1 for padding; ``block_table`` (B, M) int32;
-    ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
+    With N tokens in B requests, on the device: ``slot_mapping`` (N,) int64, -1 for padding; ``block_table`` (B, M)
+    int32; ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
     On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32, from which backends may plan without a
     synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.
     """

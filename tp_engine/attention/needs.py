@@ -1,0 +1,18 @@
+"""What a configuration asks of an attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """Known before any device is touched.  ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache."""
+
+    device_type: str
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    block_size: int
+    head_dim: int
