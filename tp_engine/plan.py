@@ -27,6 +27,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 PAD_SLOT = -1
+FIRST_STEP_ID = 1
 NO_IDS: IntArray = np.empty(0, dtype=np.int32)
 NO_FLOATS: FloatArray = np.empty(0, dtype=np.float32)
 NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)

@@ -32,7 +32,7 @@ from tp_engine.engine.processes import ChildRanks, process_alive
 from tp_engine.errors import ConfigError, EngineDeadError
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.log import get_logger
-from tp_engine.plan import Control
+from tp_engine.plan import FIRST_STEP_ID, Control
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.worker import Worker
@@ -79,7 +79,12 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups) -> None:
         stack.callback(worker.close)
         worker.start()
         name, _, rank0_pid = groups.host.broadcast_bytes(b"").decode().partition(" ")
-        subscriber = PlanSubscriber(name, groups.info.rank - 1, alive=lambda: process_alive(int(rank0_pid)))
+        subscriber = PlanSubscriber(
+            name,
+            groups.info.rank - 1,
+            first_step_id=FIRST_STEP_ID,
+            alive=lambda: process_alive(int(rank0_pid)),
+        )
         stack.callback(subscriber.close)
         while True:
             plan = subscriber.receive()
@@ -212,6 +217,26 @@ def _build_engine(
         plan_timeout_s=config.collective_timeout_s,
         check_ranks=check_ranks,
         leave=leave_groups,
+    )
+
+
+def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
+    """What a frontend must know of this engine."""
+    config, model = effective.config, effective.model
+    return ModelInfo(
+        model=config.model,
+        tokenizer=config.tokenizer_source,
+        revision=config.revision,
+        max_model_len=effective.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        tensor_parallel_size=config.tensor_parallel_size,
+        dtype=config.dtype,
+        device=config.device,
+        max_num_seqs=config.max_num_seqs,
+        max_logprobs=config.max_logprobs,
     )
 
 

@@ -1,0 +1,195 @@
+"""The Python API on one rank: against transformers where that has an answer, else against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tp_engine import LLM, ConfigError, RequestError, SamplingParams
+
+VOCAB = 203
+PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [100, 3, 50], [7] * 17]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    options = {"max_model_len": 128, "num_gpu_blocks_override": 128, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    with LLM(str(folder), device="cpu", dtype="float32", **options) as engine:
+        yield engine
+        engine.engine.check_integrity()
+        assert engine.engine.stats().num_used_blocks == 0
+
+
+def tokens(llm: LLM, prompts: list[list[int]], **params: object) -> list[list[int]]:
+    """Token ids of the first sequence of each prompt."""
+    outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)  # type: ignore[arg-type]
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def reference_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
+    """transformers' log-softmax (len, vocab) in fp32: row i scores token i + 1."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    """Oracle: each prompt run alone, with its own parameters."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5, 1)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    for prompt, one, output in zip(PROMPTS, params, outputs, strict=True):
+        assert llm.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
+        assert output.outputs[0].finish_reason == "length" and output.finished
+        assert output.metrics is not None and output.metrics.ttft_s > 0
+
+
+def test_prompt_forms_are_equivalent(llm: LLM) -> None:
+    """Oracle: a list of lists; a flat list and a mapping mean the same prompt."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    expected = llm.generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
+    for form in (PROMPTS[0], {"prompt_token_ids": PROMPTS[0]}, [{"prompt_token_ids": PROMPTS[0]}]):
+        assert llm.generate(form, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([5, VOCAB], {}, ("203", "202")),
+        ([], {}, ("empty",)),
+        ([3] * 128, {}, ("128",)),
+        ([5], {"stop_token_ids": [VOCAB]}, ("stop_token_ids", "202")),
+        ([5], {"logit_bias": {999: 1.0}}, ("logit_bias", "999")),
+        ([5], {"logprobs": 1000}, ("logprobs", "1000")),
+        ("text", {}, ("tokenizer",)),
+    ],
+)
+def test_one_bad_prompt_raises_before_anything_runs(
+    llm: LLM, prompt: object, params: dict[str, object], words: tuple[str, ...]
+) -> None:
+    """The error names the value and the rule, and no request is left behind."""
+    before = llm.engine.stats()
+    with pytest.raises(RequestError) as error:
+        llm.generate([PROMPTS[0], prompt], SamplingParams(**params), use_tqdm=False)  # type: ignore[list-item, arg-type]
+    for word in words:
+        assert word in str(error.value)
+    assert not llm.engine.has_unfinished
+    assert llm.engine.stats().num_prefix_query_tokens == before.num_prefix_query_tokens
+
+
+def test_a_seed_gives_the_same_sample_whatever_else_is_in_the_batch(llm: LLM) -> None:
+    """Oracle: the request alone."""
+    params = {"temperature": 1.3, "top_p": 0.95, "seed": 11, "max_tokens": 12, "ignore_eos": True}
+    alone = tokens(llm, [PROMPTS[1]], **params)[0]
+    batch = [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]]
+    assert tokens(llm, batch, **params)[2] == alone
+    assert tokens(llm, [PROMPTS[1]], **{**params, "seed": 12})[0] != alone
+
+
+def test_n_samples_share_the_prompt_and_differ(llm: LLM) -> None:
+    """Sample i of a seed is the single sample of seed + i; greedy samples are all equal to the single one."""
+    params = {"temperature": 1.2, "seed": 5, "max_tokens": 10, "ignore_eos": True}
+    output = llm.generate([PROMPTS[1]], SamplingParams(n=4, **params), use_tqdm=False)[0]  # type: ignore[arg-type]
+    assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
+    single = [tokens(llm, [PROMPTS[1]], **{**params, "seed": 5 + i})[0] for i in range(4)]
+    assert [sample.token_ids for sample in output.outputs] == single
+    greedy = llm.generate([PROMPTS[3]], SamplingParams(n=3, temperature=0, max_tokens=6), use_tqdm=False)[0]
+    assert len({tuple(sample.token_ids) for sample in greedy.outputs}) == 1
+
+
+def test_logprobs_equal_transformers(llm: LLM, folder: Path) -> None:
+    """Oracle: transformers' log-softmax at every position, for the prompt and for what was generated."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    output = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0]
+    prompt, generated = PROMPTS[1], output.outputs[0].token_ids
+    expected = reference_logprobs(folder, prompt + generated)
+    logprobs, prompt_logprobs = output.outputs[0].logprobs, output.prompt_logprobs
+    assert logprobs is not None and prompt_logprobs is not None
+    assert len(logprobs) == 6 and len(prompt_logprobs) == len(prompt) and prompt_logprobs[0] is None
+    found = [entry for entry in prompt_logprobs[1:] if entry is not None] + logprobs
+    for position, (entry, token_id) in enumerate(zip(found, prompt[1:] + generated, strict=True)):
+        assert entry[token_id].logprob == pytest.approx(float(expected[position, token_id]), abs=2e-3)
+        top = expected[position].topk(2).indices.tolist()
+        assert set(top) <= set(entry)
+
+
+def test_processors_steer_the_choice(llm: LLM) -> None:
+    """A bias of 100 forces a token; allowed ids confine it; min_tokens holds a stop back."""
+    assert tokens(llm, [PROMPTS[0]], temperature=0, max_tokens=3, logit_bias={77: 100.0})[0] == [77, 77, 77]
+    allowed = tokens(llm, [PROMPTS[0]], temperature=1.5, max_tokens=20, allowed_token_ids=[8, 9], ignore_eos=True)[0]
+    assert set(allowed) <= {8, 9}
+    free = tokens(llm, [PROMPTS[0]], temperature=0, max_tokens=8, ignore_eos=True)[0]
+    stopped = llm.generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[free[2]]), use_tqdm=False
+    )[0].outputs[0]
+    first = free.index(free[2])
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (free[: first + 1], "stop", free[2])
+    held = tokens(llm, [PROMPTS[0]], temperature=0, max_tokens=8, stop_token_ids=[free[2]], min_tokens=5)[0]
+    assert len(held) >= 6 or held[-1] != free[2]
+    assert free[2] not in held[:5]
+
+
+def test_prefix_cache_and_salt(llm: LLM) -> None:
+    """The second run finds all full blocks but the last token's; another salt finds none; the tokens are the same."""
+    prompt = [(17 * i) % 200 + 3 for i in range(64)]
+    params = {"temperature": 0, "max_tokens": 5}
+    first, second, salted, salted_again = (
+        llm.generate([prompt], SamplingParams(cache_salt=salt, **params), use_tqdm=False)[0]  # type: ignore[arg-type]
+        for salt in (None, None, "tenant", "tenant")
+    )
+    assert [o.num_cached_tokens for o in (first, second, salted, salted_again)] == [0, 48, 0, 48]
+    assert len({tuple(o.outputs[0].token_ids) for o in (first, second, salted, salted_again)}) == 1
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_ends_with_length(folder: Path) -> None:
+    """Four blocks of 4 tokens: 17 tokens never fit; a sequence that fills them ends at 16 tokens plus the last one."""
+    with LLM(
+        str(folder), device="cpu", dtype="float32", block_size=4, num_gpu_blocks_override=4, max_model_len=64
+    ) as small:
+        with pytest.raises(RequestError, match="17"):
+            small.generate([[5] * 17], SamplingParams(max_tokens=1), use_tqdm=False)
+        output = small.generate(
+            [[5] * 6], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False
+        )[0]
+        assert output.outputs[0].finish_reason == "length"
+        assert 10 <= len(output.outputs[0].token_ids) <= 11
+
+
+def test_five_engines_one_after_another(folder: Path) -> None:
+    """Create and close five times in one process; each answers alike (promise 7)."""
+    answers = set()
+    for _ in range(5):
+        with LLM(str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=16, max_model_len=64) as engine:
+            answers.add(tuple(tokens(engine, [PROMPTS[0]], temperature=0, max_tokens=4)[0]))
+        engine.close()
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 5}, ("5", "1, 2, 4, 8")),
+        ({"max_model_len": 4096}, ("4096", "512")),
+        ({"blok_size": 16}, ("blok_size", "block_size")),
+        ({"block_size": 24}, ("24", "power of two")),
+        ({"dtype": "int8"}, ("int8", "float32")),
+        ({"model": "/no/such/folder"}, ("/no/such/folder",)),
+        ({"num_gpu_blocks_override": 8, "kv_cache_memory_bytes": 4096}, ("num_gpu_blocks_override",)),
+    ],
+)
+def test_configuration_errors_name_value_and_remedy(folder: Path, options: dict[str, object], words: list[str]) -> None:
+    """Refused before any device or process is touched."""
+    with pytest.raises(ConfigError) as error:
+        LLM(**{"model": str(folder), "device": "cpu", **options})  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(error.value)
