@@ -1,10 +1,10 @@
-"""Random weights that are the same model for every seed, whatever the world size and the device.
+"""Random weights: the same model for the same seed, whatever the world size and the device.
 
-A tensor is a sequence of chunks of whole rows.  Each chunk has a generator of its own, seeded by the tensor's name and
-the chunk's number, so that a rank draws no more chunks than its rows touch::
+One pool of random numbers is drawn.  A tensor is the pool repeated, from a place that its name decides; a prime number
+of them keeps rows from repeating.  So every rank can copy any part of any tensor without drawing the rest::
 
-    rows   0 ..... 99 | 100 .... 199 | 200 .... 299         rank 1 of 2 holds rows 150 .. 299:
-           chunk 0    | chunk 1      | chunk 2              it draws chunks 1 and 2
+    pool      [ 0 1 2 3 4 | 0 1 2 3 4 | ...        held twice, so that a stretch of up to one pool is one slice
+    tensor            [ 3 4 0 | 1 2 3 | ... ]      rows of 3, starting at 3
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from tp_engine.weights.shard import Shard
 
-CHUNK_ELEMENTS = 1 << 22
+POOL_SIZE = 4_194_301
 # Uniform numbers, which are quick to draw, with the standard deviation at which models are usually initialised.
 HALF_WIDTH = 0.02 * math.sqrt(3.0)
 
@@ -28,7 +28,9 @@ class DummyWeights:
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], seed: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._shapes, self._seed, self._dtype, self._device = shapes, seed, dtype, device
+        self._shapes, self._seed = shapes, seed
+        pool = torch.empty(POOL_SIZE).uniform_(-HALF_WIDTH, HALF_WIDTH, generator=torch.Generator().manual_seed(seed))
+        self._pool = torch.cat((pool, pool)).to(device=device, dtype=dtype)
 
     def __enter__(self) -> DummyWeights:
         return self
@@ -46,27 +48,21 @@ class DummyWeights:
 
     def read(self, name: str, shard: Shard) -> torch.Tensor:
         """The shard, on the device."""
-        shape = self._shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shard.size, dtype=self._dtype, device=self._device)
-        first, last = (shard.start, shard.start + shard.size) if shard.dim == 0 else (0, shape[0])
-        result = torch.empty(last - first, *_narrowed(shape[1:], shard), dtype=self._dtype, device=self._device)
-        rows_per_chunk = max(1, CHUNK_ELEMENTS // math.prod(shape[1:]))
-        for chunk in range(first // rows_per_chunk, -(-last // rows_per_chunk)):
-            begin, end = chunk * rows_per_chunk, min((chunk + 1) * rows_per_chunk, shape[0])
-            wanted = slice(max(first, begin), min(last, end))
-            values = self._draw(name, chunk, (end - begin, *shape[1:]))[wanted.start - begin : wanted.stop - begin]
-            if shard.dim == 1:
-                values = values.narrow(1, shard.start, shard.size)
-            result[wanted.start - first : wanted.stop - first] = values
-        return result
+            return self._pool.new_ones(shard.size)
+        num_rows, *rest = self._shapes[name]
+        row_size = math.prod(rest)
+        assert row_size <= POOL_SIZE, f"{name} has rows of {row_size} elements"
+        first, last = (shard.start, shard.start + shard.size) if shard.dim == 0 else (0, num_rows)
+        rows_per_stretch = POOL_SIZE // row_size
+        stretches = []
+        for row in range(first, last, rows_per_stretch):
+            count = min(rows_per_stretch, last - row)
+            begin = (self._offset(name) + row * row_size) % POOL_SIZE
+            values = self._pool[begin : begin + count * row_size].view(count, *rest)
+            stretches.append(values.narrow(1, shard.start, shard.size) if shard.dim == 1 else values)
+        return torch.cat(stretches)
 
-    def _draw(self, name: str, chunk: int, shape: tuple[int, ...]) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{self._seed}/{name}/{chunk}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.empty(shape).uniform_(-HALF_WIDTH, HALF_WIDTH, generator=generator)
-
-
-def _narrowed(shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """The dimensions after the first, as the shard has them."""
-    return (shard.size,) if shard.dim == 1 else shape
+    def _offset(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % POOL_SIZE

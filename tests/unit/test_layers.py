@@ -1,0 +1,191 @@
+"""Layers one by one, against plain PyTorch or transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from tests.simulated_ranks import run_ranks
+from tests.unit.test_models import CPU, LLAMA3, prefill_metadata
+from tp_engine.attention.base import AttentionShape
+from tp_engine.dist.collectives import Communicator, SingleRank
+from tp_engine.layers import linear_method
+from tp_engine.layers.activation import silu_and_mul
+from tp_engine.layers.attention import attend_fresh
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.forward_context import current_metadata, forward_context
+from tp_engine.layers.linear import RowParallelLinear
+from tp_engine.layers.linear_method import PackedLinear, PlainLinear, choose_linear_method
+from tp_engine.layers.norm import QKNorm, RMSNorm
+from tp_engine.layers.rotary import RotaryEmbedding, apply_rotary
+from tp_engine.rope_config import RopeConfig
+
+ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU)
+LLAMA3_CONFIG = RopeConfig(kind="llama3", factor=8.0, original_max_position=64)
+ROPES = {
+    "default": (RopeConfig(theta=500.0), {"rope_type": "default", "rope_theta": 500.0}),
+    "linear": (RopeConfig(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama3": (LLAMA3_CONFIG, LLAMA3),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("head_dim", [12, 64, 128])
+def test_rotary_equals_transformers(name: str, head_dim: int) -> None:
+    """Oracle: transformers' Llama rotation, at scattered positions up to 8191."""
+    rope, parameters = ROPES[name]
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=8192, rope_parameters=dict(parameters))
+    positions = torch.tensor([0, 1, 5, 63, 64, 1000, 8191])
+    heads = torch.randn(len(positions), 3, head_dim)
+    cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
+    expected, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)
+    rotary = RotaryEmbedding(rope, head_dim, 8192, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(apply_rotary(heads, *rotary(positions)), expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm(dtype: torch.dtype) -> None:
+    """Oracle: the formula in float64; an error of at most one rounding of the result."""
+    norm = RMSNorm(48, 1e-5, context=LayerContext(communicator=SingleRank(), dtype=dtype, device=CPU))
+    norm.weight.copy_(torch.randn(48))
+    x, residual = torch.randn(7, 48, dtype=dtype), torch.randn(7, 48, dtype=dtype)
+    total = x + residual
+
+    def formula(values: torch.Tensor) -> torch.Tensor:
+        wide = values.double()
+        return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(norm(x).double(), formula(x), **close)
+    torch.testing.assert_close(norm.add_and_norm(x, residual).double(), formula(total), **close)
+    assert torch.equal(residual, total)
+
+
+def test_qk_norm_on_a_view() -> None:
+    """Oracle: one RMSNorm for the query heads and one for the key heads."""
+    norm = QKNorm(4, 2, 8, 1e-6, context=ALONE)
+    norm.q_weight.copy_(torch.randn(8))
+    norm.k_weight.copy_(torch.randn(8))
+    heads = torch.randn(5, 8, 8)[:, :6]
+    expected = torch.cat(
+        (F.rms_norm(heads[:, :4], (8,), norm.q_weight, 1e-6), F.rms_norm(heads[:, 4:], (8,), norm.k_weight, 1e-6)), 1
+    )
+    torch.testing.assert_close(norm(heads), expected)
+    norm.finish_loading()
+    torch.testing.assert_close(norm(heads), expected)
+
+
+def test_silu_and_mul() -> None:
+    """Oracle: the formula."""
+    x = torch.randn(5, 14)
+    torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :7]) * x[:, 7:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_chosen_method_equals_the_plain_product(dtype: torch.dtype, num_rows: int, bias: bool) -> None:
+    """Oracle: the product in float64, to within the type's rounding."""
+    weight, x = torch.randn(96, 64, dtype=dtype), torch.randn(num_rows, 64, dtype=dtype)
+    offset = torch.randn(96, dtype=dtype) if bias else None
+    expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    found = choose_linear_method(weight)(x, offset)
+    assert found.dtype == dtype and found.shape == (num_rows, 96)
+    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: without oneDNN's functions, or with wrong results of theirs, the plain product is chosen."""
+    weight = torch.randn(31, 17)
+
+    class Missing(PackedLinear):
+        def __init__(self, weight: torch.Tensor) -> None:
+            raise RuntimeError("not compiled with oneDNN")
+
+    class Wrong(PackedLinear):
+        def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return F.linear(x, weight, bias) * 1.001
+
+    for broken in (Missing, Wrong):
+        monkeypatch.setattr(linear_method, "PackedLinear", broken)
+        monkeypatch.setattr(linear_method, "_trusted", {})
+        assert isinstance(choose_linear_method(weight), PlainLinear)
+    assert isinstance(choose_linear_method(weight.half()), PlainLinear)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("vocab_size", [17, 203])
+def test_vocabulary_layers(vocab_size: int, world_size: int) -> None:
+    """Oracle: the whole table; some ranks hold padding alone, and logits have no column for it."""
+    table, ids, hidden = torch.randn(vocab_size, 8), torch.randint(vocab_size, (40,)), torch.randn(5, 8)
+
+    def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = LayerContext(communicator=communicator, dtype=torch.float32, device=CPU)
+        embedding = VocabParallelEmbedding(vocab_size, 8, context=context)
+        rows = embedding.weight.shape[0]
+        padded = torch.cat((table, torch.zeros(rows * world_size - vocab_size, 8)))
+        embedding.weight.copy_(padded[communicator.info.rank * rows :][:rows])
+        head = ParallelLMHead(vocab_size, 8, context=context, tied=embedding)
+        assert head.weight is embedding.weight
+        head.finish_loading()
+        return embedding(ids), head(hidden)
+
+    results = run_ranks(world_size, body)
+    for embedded, _ in results:
+        assert torch.equal(embedded, table[ids])
+    logits = results[0][1]
+    assert logits is not None and all(other is None for _, other in results[1:])
+    torch.testing.assert_close(logits, hidden @ table.T)
+
+
+def test_row_parallel_bias_is_added_once() -> None:
+    """Oracle: the whole linear layer."""
+    weight, bias, x = torch.randn(6, 12), torch.randn(6), torch.randn(4, 12)
+
+    def body(communicator: Communicator) -> torch.Tensor:
+        context = LayerContext(communicator=communicator, dtype=torch.float32, device=CPU)
+        layer = RowParallelLinear(12, 6, bias=True, context=context)
+        part = slice(communicator.info.rank * 4, communicator.info.rank * 4 + 4)
+        assert layer.weight is not None and layer.bias is not None
+        layer.weight.copy_(weight[:, part])
+        layer.bias.copy_(bias)
+        return layer(x[:, part])
+
+    for result in run_ranks(3, body):
+        torch.testing.assert_close(result, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_fresh_attention(window: int | None) -> None:
+    """Oracle: softmax over explicit scores, token by token and head by head."""
+    lengths, shape = (
+        (3, 1, 9),
+        AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=window),
+    )
+    query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
+    found = attend_fresh(query, key, value, prefill_metadata(lengths), shape)
+    start = 0
+    for length in lengths:
+        for token in range(length):
+            first = start + max(0, token + 1 - (window or length))
+            seen = slice(first, start + token + 1)
+            for head in range(4):
+                scores = (key[seen, head // 2] @ query[start + token, head]) * 0.3
+                expected = scores.softmax(0) @ value[seen, head // 2]
+                torch.testing.assert_close(found[start + token, head], expected)
+        start += length
+
+
+def test_forward_context_ends_with_its_block() -> None:
+    """Oracle: the innermost block's metadata; none outside."""
+    outer, inner = prefill_metadata((1,)), prefill_metadata((2,))
+    with forward_context(outer):
+        with forward_context(inner):
+            assert current_metadata() is inner
+        assert current_metadata() is outer
+    with pytest.raises(AssertionError, match="outside"):
+        current_metadata()
