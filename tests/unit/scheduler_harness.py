@@ -1,0 +1,310 @@
+"""A worker without a model, which proves that a scheduler's plans are right.
+
+It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there and a hash of
+the whole sequence up to it.  After each step every row must find its own history in its slots, whatever was shared,
+copied, evicted or recomputed.  The next token is computed from what the *cache* holds, so a wrong block also gives wrong
+tokens; ``expected_tokens`` computes them from the sequence alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.plan import StepPlan, StepResult
+from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+
+VOCABULARY = 50
+EOS = 7
+_MODULUS = (1 << 61) - 1
+_FACTORS = np.array([(i * 2_654_435_761) % 1_000_003 + 1 for i in range(4096)], dtype=np.int64)
+
+
+def chain_hashes(token_ids: list[int], start: list[int]) -> list[int]:
+    """Hashes of all prefixes that end at or after position ``len(start)``, given those before."""
+    value = start[-1] if start else 1
+    found = []
+    for token_id in token_ids[len(start) :]:
+        value = (value * 1_000_003 + token_id + 1) % _MODULUS
+        found.append(value)
+    return found
+
+
+def next_token(history: npt.NDArray[np.int64], seed: int) -> int:
+    """The fake model: depends on each token, its position, and the row's seed."""
+    return int((int((history * _FACTORS[: len(history)]).sum()) + 7919 * (seed % 1009)) % VOCABULARY)
+
+
+def expected_tokens(prompt: list[int], seed: int, max_length: int, stop_ids: frozenset[int]) -> list[int]:
+    """What the fake model generates from ``prompt`` up to a stop or ``max_length`` tokens in all."""
+    tokens = list(prompt)
+    while len(tokens) < max_length:
+        tokens.append(next_token(np.array(tokens, dtype=np.int64), seed))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRow:
+    """A worker's state of one row."""
+
+    token_ids: list[int]
+    chain: list[int]
+    computed: int
+    table: list[int]
+    seed: int
+
+
+@dataclass
+class FakeWorker:
+    """Rows and KV cache of one rank."""
+
+    limits: SchedulerLimits
+    rows: dict[int, FakeRow] = field(default_factory=dict)
+    num_computed_tokens: int = 0
+    last_step_id: int = 0
+
+    def __post_init__(self) -> None:
+        num_slots = self.limits.capacity_tokens
+        self.kv_token = np.full(num_slots, -1, dtype=np.int64)
+        self.kv_chain = np.full(num_slots, -1, dtype=np.int64)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply a plan in the documented order; assert that it may be obeyed and leaves every row intact."""
+        assert plan.step_id == self.last_step_id + 1
+        self.last_step_id = plan.step_id
+        assert 0 < plan.num_tokens <= self.limits.max_num_batched_tokens
+        self._apply_rows(plan)
+        self._copy(plan)
+        scheduled = [(row, 1) for row in plan.decode_rows.tolist()]
+        for row in plan.decode_rows.tolist():
+            assert self.rows[row].computed == len(self.rows[row].token_ids) - 1, "a decode is one token from its end"
+        scheduled += zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)
+        assert len({row for row, _ in scheduled}) == len(scheduled), "a row is scheduled twice"
+        self._store(scheduled)
+        for row in self.rows.values():
+            slots = self._slots(row)
+            assert self.kv_chain[slots].tolist() == row.chain[: row.computed], "a row lost its history"
+        return StepResult(step_id=plan.step_id, token_ids=self._sample(plan))
+
+    def _apply_rows(self, plan: StepPlan) -> None:
+        for row in plan.released.tolist():
+            del self.rows[row]
+        for admission in plan.admitted:
+            assert 0 <= admission.row < self.limits.max_num_seqs and admission.row not in self.rows
+            tokens = admission.token_ids.tolist()
+            assert admission.num_computed_tokens < len(tokens)
+            self.rows[admission.row] = FakeRow(
+                tokens,
+                chain_hashes(tokens, []),
+                admission.num_computed_tokens,
+                admission.block_ids.tolist(),
+                admission.sampling.seed,
+            )
+        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
+            self.rows[row].table.append(block)
+
+    def _copy(self, plan: StepPlan) -> None:
+        size = self.limits.block_size
+        for source, target in plan.copies.tolist():
+            for cache in (self.kv_token, self.kv_chain):
+                cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
+
+    def _store(self, scheduled: list[tuple[int, int]]) -> None:
+        written: set[int] = set()
+        for number, count in scheduled:
+            row = self.rows[number]
+            start, row.computed = row.computed, row.computed + count
+            assert count > 0 and row.computed <= len(row.token_ids)
+            slots = self._slots(row)[start:]
+            assert written.isdisjoint(slots.tolist()), "two rows write one slot"
+            written.update(slots.tolist())
+            self.kv_token[slots] = row.token_ids[start : row.computed]
+            self.kv_chain[slots] = row.chain[start : row.computed]
+            self.num_computed_tokens += count
+
+    def _sample(self, plan: StepPlan) -> npt.NDArray[np.int32]:
+        for number, samples in zip(plan.prefill_rows.tolist(), plan.prefill_samples.tolist(), strict=True):
+            row = self.rows[number]
+            assert samples == (row.computed == len(row.token_ids)), "sampled exactly at the end of the known tokens"
+        sampled = [self.rows[row] for row in plan.sampled_rows.tolist()]
+        for row in sampled:
+            row.token_ids.append(next_token(self.kv_token[self._slots(row)], row.seed))
+            row.chain += chain_hashes(row.token_ids, row.chain)
+        return np.array([row.token_ids[-1] for row in sampled], dtype=np.int32)
+
+    def _slots(self, row: FakeRow) -> npt.NDArray[np.int64]:
+        positions = np.arange(row.computed)
+        table = np.array(row.table, dtype=np.int64)
+        assert len(table) == 0 or (table.min() >= 0 and table.max() < self.limits.num_blocks)
+        return table[positions // self.limits.block_size] * self.limits.block_size + positions % self.limits.block_size
+
+
+@dataclass
+class Output:
+    """What one sequence has received."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    deltas: list[SequenceDelta] = field(default_factory=list)
+
+
+class Simulation:
+    """A scheduler and its fake worker; ``check_integrity`` after each act."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.scheduler = Scheduler(limits)
+        self.worker = FakeWorker(limits)
+        self.requests: dict[str, EngineRequest] = {}
+        self.outputs: dict[tuple[str, int], Output] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(
+        self, prompt: list[int], *, request_id: str | None = None, priority: int = 0, **params: object
+    ) -> EngineRequest:
+        """Queue a request with a seed of its own, unless given."""
+        request_id = request_id or f"r{len(self.requests)}"
+        params.setdefault("seed", len(self.requests))
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=SamplingParams(**params),  # type: ignore[arg-type]
+            eos_token_ids=(EOS,),
+            priority=priority,
+        )
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.outputs.update({(request_id, index): Output() for index in range(request.params.n)})
+        self.scheduler.check_integrity()
+        return request
+
+    def abort(self, *request_ids: str) -> None:
+        """Abort and note what ends."""
+        self._take(self.scheduler.abort(request_ids))
+        self.scheduler.check_integrity()
+
+    def step(self, between: Callable[[], None] | None = None) -> StepPlan | None:
+        """One step; ``between`` runs after schedule and before update."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        assert (plan is not None) == self.scheduler.has_unfinished, "unfinished work must always have something to run"
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        result = self.worker.execute(plan)
+        if between is not None:
+            between()
+        self._take(self.scheduler.update(plan, result))
+        self.scheduler.check_integrity()
+        return plan
+
+    def run(self, max_steps: int = 100_000) -> int:
+        """Step until all is done; returns the number of steps."""
+        for number in range(max_steps):
+            if self.step() is None:
+                self.check_idle()
+                return number
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def check_idle(self) -> None:
+        """Nothing runs, nothing is held, and every finished sequence is what the fake model gives."""
+        stats = self.scheduler.stats()
+        assert stats.num_used_blocks == stats.num_running == stats.num_waiting == stats.num_live_tokens == 0
+        assert stats.num_free_blocks + stats.num_cached_blocks == self.limits.num_blocks
+        for key in self.outputs:
+            self.check_output(*key)
+
+    def check_output(self, request_id: str, index: int) -> None:
+        """Compare one sequence with the model applied to it alone."""
+        request, output = self.requests[request_id], self.outputs[request_id, index]
+        assert output.finish_reason is not None
+        expected, reason = self.expected(request, index)
+        if output.finish_reason is FinishReason.ABORT:
+            assert output.token_ids == expected[: len(output.token_ids)]
+        else:
+            assert (output.token_ids, output.finish_reason) == (expected, reason)
+
+    def expected(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
+        """Tokens and end of a sequence, from the request alone."""
+        params, prompt = request.params, request.prompt_token_ids
+        assert params.seed is not None
+        longest = self.limits.max_sequence_tokens
+        if params.max_tokens is not None:
+            longest = min(longest, len(prompt) + params.max_tokens)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        tokens = expected_tokens(prompt, params.seed + index, longest, stop_ids)
+        return tokens, FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH
+
+    def _take(self, deltas: list[SequenceDelta]) -> None:
+        for delta in deltas:
+            output = self.outputs[delta.request_id, delta.index]
+            assert output.finish_reason is None, "a record after the last one"
+            output.token_ids += delta.new_token_ids
+            output.finish_reason = delta.finish_reason
+            output.deltas.append(delta)
+
+
+class RandomLoad:
+    """A seeded stream of requests that share prefixes, fork, stop, differ in salt and priority, and get aborted."""
+
+    def __init__(self, simulation: Simulation, seed: int) -> None:
+        self.simulation = simulation
+        self.random = random.Random(seed)
+        longest = min(simulation.limits.max_model_len - 1, simulation.limits.capacity_tokens)
+        self.stems = [self._tokens(self.random.randint(1, longest)) for _ in range(4)]
+        self.longest = longest
+
+    def act(self) -> None:
+        """One random act: mostly a step, with arrivals about as fast as requests end."""
+        choice = self.random.random()
+        if choice < 0.25 and self.simulation.scheduler.num_unfinished < 12:
+            self.add()
+        elif choice < 0.29:
+            self.abort()
+        elif choice < 0.33:
+            self.simulation.step(between=self.abort)
+        elif choice < 0.335:
+            self.simulation.scheduler.reset_prefix_cache()
+        else:
+            self.simulation.step()
+
+    def add(self) -> None:
+        """A prompt that begins with a piece of a stem."""
+        rng = self.random
+        stem = rng.choice(self.stems)
+        prompt = (stem[: rng.randint(0, len(stem))] + self._tokens(rng.randint(1, 6)))[: self.longest]
+        self.simulation.add(
+            prompt,
+            priority=rng.choice((0, 0, 0, 1, -1)),
+            n=rng.choice((1, 1, 1, 2, 3)),
+            max_tokens=rng.choice((1, 2, 5, 12, 40, None)),
+            ignore_eos=rng.random() < 0.5,
+            stop_token_ids=rng.choice(((), (3,), (3, 11))),
+            cache_salt=rng.choice((None, None, None, "a", "b")),
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+        )
+
+    def abort(self) -> None:
+        """One unfinished request, and an id that nobody has."""
+        open_ids = [key[0] for key, output in self.simulation.outputs.items() if output.finish_reason is None]
+        if open_ids:
+            self.simulation.abort(self.random.choice(open_ids), "unknown")
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCABULARY) for _ in range(count)]
+
+
+def limits(**changes: object) -> SchedulerLimits:
+    """Small limits, with changes."""
+    small = SchedulerLimits(
+        num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, seed=0
+    )
+    return replace(small, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""Whole lives of random loads.  Oracle: the fake model on each sequence alone, and the fake KV cache's own content."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from tests.unit.scheduler_harness import VOCABULARY, RandomLoad, Simulation, limits
+
+from tp_engine.sched import prefix_cache
+
+SCALE = int(os.environ.get("TP_ENGINE_TEST_SCALE", "1"))
+
+SHAPES = {
+    "roomy": limits(num_blocks=64, max_num_batched_tokens=64),
+    "tight": limits(num_blocks=12, max_num_batched_tokens=16),
+    "tiny chunks": limits(num_blocks=10, max_num_batched_tokens=3, max_num_seqs=6),
+    "block of one": limits(num_blocks=20, block_size=1, max_model_len=40),
+    "two blocks": limits(num_blocks=2, block_size=4, max_model_len=64),
+    "three blocks, two rows": limits(num_blocks=3, block_size=5, max_num_seqs=2),
+    "eight blocks": limits(num_blocks=8, block_size=3, max_num_seqs=4),
+    "short model": limits(num_blocks=30, max_model_len=17),
+}
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_load(shape: str, caching: bool) -> None:
+    """Every sequence equals the model applied to it alone, with the prefix cache and without; all finish."""
+    simulation = Simulation(replace(SHAPES[shape], enable_prefix_caching=caching))
+    load = RandomLoad(simulation, seed=len(shape))
+    for _ in range(1200 * SCALE):
+        load.act()
+    simulation.run()
+    stats = simulation.scheduler.stats()
+    assert caching or stats.num_prefix_hit_tokens == 0
+    assert stats.num_preemptions or SHAPES[shape].num_blocks >= 30
+
+
+def test_loads_reach_the_hard_cases() -> None:
+    """The loads above are not idle: they hit, preempt and copy."""
+    simulation = Simulation(SHAPES["tight"])
+    load = RandomLoad(simulation, seed=1)
+    for _ in range(700):
+        load.act()
+    stats = simulation.scheduler.stats()
+    assert stats.num_prefix_hit_tokens > 200
+    assert stats.num_preemptions > 20
+    assert stats.num_recomputed_tokens > 50
+    assert sum(len(plan.copies) for plan in simulation.plans) > 10
+
+
+@pytest.mark.parametrize("bits", [0, 2])
+def test_colliding_hashes_do_no_harm(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """With a hash of 0 or 2 bits, nearly every look-up collides; the tokens are still those of the model alone."""
+    original = prefix_cache.block_hash
+    monkeypatch.setattr(prefix_cache, "block_hash", lambda parent, data: original(parent, data) % (1 << bits))
+    simulation = Simulation(SHAPES["roomy"])
+    load = RandomLoad(simulation, seed=5)
+    for _ in range(1200 * SCALE):
+        load.act()
+    simulation.run()
+    assert simulation.scheduler.stats().num_prefix_hit_tokens > 0
+
+
+def test_same_load_gives_same_plans() -> None:
+    """Two runs in one process, with different hash keys, make the same plans, field by field."""
+    runs = []
+    for _ in range(2):
+        simulation = Simulation(SHAPES["tight"])
+        load = RandomLoad(simulation, seed=9)
+        for _ in range(300):
+            load.act()
+        runs.append([repr(plan) for plan in simulation.plans])
+    assert runs[0] == runs[1]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Acts chosen, and shrunk, by hypothesis over a pool of 2 to 8 blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.simulation: Simulation | None = None
+
+    @precondition(lambda self: self.simulation is None)
+    @rule(
+        num_blocks=st.integers(2, 8),
+        block_size=st.integers(1, 4),
+        rows=st.integers(1, 4),
+        budget=st.integers(1, 12),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, rows: int, budget: int, caching: bool) -> None:
+        self.simulation = Simulation(
+            limits(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=rows,
+                max_num_batched_tokens=budget,
+                max_model_len=24,
+                enable_prefix_caching=caching,
+            )
+        )
+
+    @precondition(lambda self: self.simulation is not None)
+    @rule(
+        stem=st.integers(0, 1),
+        length=st.integers(1, 23),
+        priority=st.integers(-1, 1),
+        n=st.integers(1, 3),
+        max_tokens=st.one_of(st.none(), st.integers(1, 20)),
+        salt=st.sampled_from([None, "s"]),
+    )
+    def add(self, stem: int, length: int, priority: int, n: int, max_tokens: int | None, salt: str | None) -> None:
+        assert self.simulation is not None
+        length = min(length, self.simulation.limits.capacity_tokens)
+        rng = random.Random(stem)
+        prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
+        self.simulation.add(prompt, priority=priority, n=n, max_tokens=max_tokens, cache_salt=salt)
+
+    @precondition(lambda self: self.simulation is not None)
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        assert self.simulation is not None
+        for _ in range(count):
+            self.simulation.step()
+
+    @precondition(lambda self: self.simulation is not None and self.simulation.requests)
+    @rule(data=st.data(), between=st.booleans())
+    def abort(self, data: st.DataObject, between: bool) -> None:
+        assert self.simulation is not None
+        request_id = data.draw(st.sampled_from(sorted(self.simulation.requests)))
+        if between:
+            simulation = self.simulation
+            simulation.step(between=lambda: simulation.abort(request_id))
+        else:
+            self.simulation.abort(request_id)
+
+    def teardown(self) -> None:
+        if self.simulation is not None:
+            self.simulation.run(max_steps=20_000)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=60 * SCALE,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)

@@ -1,0 +1,74 @@
+"""A step plan in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tp_engine.plan import NO_IDS, NO_PAIRS, Admission, IntArray, StepPlan
+from tp_engine.sched.row_state import RowState
+from tp_engine.sched.sequence import Phase, Sequence
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """What has been decided so far.  ``budget`` tokens may still be scheduled.
+
+    ``short``: somebody running lacked blocks, so nobody new may enter in this step.
+    """
+
+    step_id: int
+    budget: int
+    short: bool = False
+    decode_rows: IntArray = field(default_factory=lambda: NO_IDS)
+    block_rows: IntArray = field(default_factory=lambda: NO_IDS)
+    block_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
+        """New blocks of rows that have been in the batch before."""
+        if len(self.block_rows):
+            rows = np.concatenate((self.block_rows, rows))
+            block_ids = np.concatenate((self.block_ids, block_ids))
+        self.block_rows, self.block_ids = rows, block_ids
+
+    def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        """Schedule the next ``num_tokens`` of a sequence."""
+        self.prefills.append((sequence, num_tokens))
+        self.budget -= num_tokens
+
+    def drop_preempted(self, rows: RowState) -> None:
+        """Take back what was decided for rows that have since been preempted; call before anybody enters."""
+        self.decode_rows = self.decode_rows[rows.phase[self.decode_rows] == Phase.DECODE]
+        kept = rows.phase[self.block_rows] != Phase.WAITING
+        self.block_rows, self.block_ids = self.block_rows[kept], self.block_ids[kept]
+
+    def advance(self, rows: RowState, released: list[int]) -> StepPlan | None:
+        """Count everything decided as scheduled and make the plan; None if there is nothing to run."""
+        if not (len(self.decode_rows) or self.prefills):
+            return None
+        rows.num_scheduled[self.decode_rows] += 1
+        if not self.prefills:
+            return self._plan(released, NO_IDS, NO_IDS, NO_IDS)
+        prefill_rows = np.array([sequence.row for sequence, _ in self.prefills], dtype=np.int32)
+        prefill_tokens = np.array([num_tokens for _, num_tokens in self.prefills], dtype=np.int32)
+        rows.num_scheduled[prefill_rows] += prefill_tokens
+        left = rows.num_tokens[prefill_rows] - rows.num_scheduled[prefill_rows]
+        return self._plan(released, prefill_rows, prefill_tokens, left.astype(np.int32))
+
+    def _plan(self, released: list[int], prefill_rows: IntArray, prefill_tokens: IntArray, left: IntArray) -> StepPlan:
+        return StepPlan(
+            step_id=self.step_id,
+            released=np.array(released, dtype=np.int32) if released else NO_IDS,
+            admitted=tuple(self.admitted),
+            block_rows=self.block_rows,
+            block_ids=self.block_ids,
+            copies=np.array(self.copies, dtype=np.int32) if self.copies else NO_PAIRS,
+            decode_rows=self.decode_rows,
+            prefill_rows=prefill_rows,
+            prefill_tokens=prefill_tokens,
+            prefill_samples=left == 0,
+        )

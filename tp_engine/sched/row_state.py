@@ -1,0 +1,140 @@
+"""The running batch as arrays indexed by row, so that a steady decode step is a few array operations.
+
+One row's tokens and the counters over them::
+
+    token ids    | prompt ............ | generated ............. |          (buffer goes on to max_sequence_tokens)
+                                                                 ^ num_tokens     known to the host
+                                                ^ num_scheduled                   K/V there once all plans have run
+                                     ^ num_computed                               K/V there, confirmed by update()
+    block table  | b0 | b1 | b2 | ........ | bk |
+                                                ^ num_blocks * block_size = capacity
+
+Always num_computed <= num_scheduled <= capacity, and between steps num_scheduled < num_tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
+
+_VACANT_STEP = np.iinfo(np.int64).max
+
+
+class RowState:
+    """Who sits where.  All counters are int64 (rows,); ``tokens`` and ``block_table`` are int32 (rows, width).
+
+    ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        rows = limits.max_num_seqs
+        # np.empty: memory of a row is touched when its tokens arrive.
+        self.tokens: IntArray = np.empty((rows, limits.max_sequence_tokens), dtype=np.int32)
+        self.block_table: IntArray = np.empty((rows, limits.max_blocks_per_row), dtype=np.int32)
+        self.num_tokens = np.zeros(rows, dtype=np.int64)
+        self.num_scheduled = np.zeros(rows, dtype=np.int64)
+        self.num_computed = np.zeros(rows, dtype=np.int64)
+        self.num_blocks = np.zeros(rows, dtype=np.int64)
+        self.capacity = np.zeros(rows, dtype=np.int64)
+        self.max_tokens = np.zeros(rows, dtype=np.int64)
+        self.num_logprobs = np.full(rows, -1, dtype=np.int64)
+        self.since_step = np.full(rows, _VACANT_STEP, dtype=np.int64)
+        self.phase: npt.NDArray[np.int8] = np.zeros(rows, dtype=np.int8)
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.num_running = 0
+        self._vacant = list(range(rows))
+        self._prefilling: dict[int, Sequence] = {}
+        self._decode_rows: IntArray | None = NO_IDS
+        self._decode_sequences: list[Sequence] = []
+
+    @property
+    def has_vacancy(self) -> bool:
+        return bool(self._vacant)
+
+    def occupy(self, sequence: Sequence, step_id: int, num_computed: int, max_tokens: int) -> int:
+        """Seat a waiting sequence at the lowest vacant row; its first ``num_computed`` tokens have K/V."""
+        row = heapq.heappop(self._vacant)
+        length = len(sequence.token_ids)
+        self.tokens[row, :length] = sequence.token_ids
+        self.num_tokens[row] = length
+        self.num_scheduled[row] = self.num_computed[row] = num_computed
+        self.max_tokens[row] = max_tokens
+        self.num_logprobs[row] = sequence.sampling.logprobs
+        self.since_step[row] = step_id
+        self.phase[row] = sequence.phase = Phase.PREFILL
+        self.sequences[row] = sequence
+        self._prefilling[row] = sequence
+        sequence.row = row
+        self.num_running += 1
+        return row
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """All known tokens but the newest have been computed: from now on one token per step."""
+        self.phase[sequence.row] = sequence.phase = Phase.DECODE
+        del self._prefilling[sequence.row]
+        self._decode_rows = None
+
+    def vacate(self, sequence: Sequence, phase: Phase) -> None:
+        """The sequence leaves its row, to wait again or for good; its tokens go with it."""
+        row = sequence.row
+        sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        sequence.phase = phase
+        sequence.row = NO_ROW
+        self.phase[row] = Phase.WAITING
+        self.since_step[row] = _VACANT_STEP
+        self.sequences[row] = None
+        self.num_blocks[row] = self.capacity[row] = 0
+        self.num_tokens[row] = self.num_scheduled[row] = self.num_computed[row] = 0
+        self._prefilling.pop(row, None)
+        self._decode_rows = None
+        self.num_running -= 1
+        heapq.heappush(self._vacant, row)
+
+    def decode_rows(self) -> IntArray:
+        """Rows in DECODE in rising order; the same array as long as none joins or leaves.  Not to be changed."""
+        if self._decode_rows is None:
+            self._decode_rows = np.flatnonzero(self.phase == Phase.DECODE).astype(np.int32)
+            self._decode_sequences = self._look_up(self._decode_rows)
+        return self._decode_rows
+
+    def prefilling(self) -> list[Sequence]:
+        """Sequences in PREFILL, first in order first."""
+        return sorted(self._prefilling.values(), key=lambda sequence: sequence.key)
+
+    def running(self) -> list[Sequence]:
+        """All sequences that have a row, by row."""
+        return [sequence for sequence in self.sequences if sequence is not None]
+
+    def occupants(self, rows: IntArray) -> list[Sequence]:
+        """The sequences at ``rows``, which must be occupied."""
+        return self._decode_sequences if rows is self._decode_rows else self._look_up(rows)
+
+    def num_live_tokens(self, num_used_blocks: int, block_size: int) -> int:
+        """Tokens with K/V in used blocks, those of shared blocks once: only a row's own tail is ever unfilled."""
+        return num_used_blocks * block_size - int((self.capacity - self.num_computed).sum())
+
+    def check_integrity(self, block_size: int) -> None:
+        """Assert that the arrays, the sequences and the caches of this class tell the same."""
+        occupied = self.running()
+        vacant = [row for row, sequence in enumerate(self.sequences) if sequence is None]
+        assert sorted(self._vacant) == vacant and len(occupied) == self.num_running
+        assert all(self.sequences[s.row] is s and self.phase[s.row] == s.phase for s in occupied)
+        assert all(s.phase in (Phase.PREFILL, Phase.DECODE) for s in occupied)
+        assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == Phase.WAITING)
+        assert np.all(self.num_blocks[vacant] == 0)
+        assert np.array_equal(self.capacity, self.num_blocks * block_size)
+        assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)
+        assert np.all(self.num_scheduled <= self.num_tokens)
+        assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is Phase.DECODE]
+        assert self.occupants(self.decode_rows()) == [s for s in occupied if s.phase is Phase.DECODE]
+        assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]
+
+    def _look_up(self, rows: IntArray) -> list[Sequence]:
+        found = [self.sequences[row] for row in rows.tolist()]
+        return [sequence for sequence in found if sequence is not None]

@@ -1,0 +1,235 @@
+"""The scheduler: continuous batching over a paged KV cache, on rank 0.
+
+One step::
+
+    schedule()                                               update()
+      decodes -> running prefills -> admissions                append tokens -> publish full blocks -> stops
+         |            |                 |
+         +--- one budget of tokens -----+---> StepPlan --> all ranks --> StepResult
+
+``schedule`` moves only *scheduled* counts and ``update`` only *known* ones (tokens, computed counts), so that plans may
+run ahead of results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.errors import RequestError
+from tp_engine.plan import IntArray, StepPlan, StepResult
+from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.sched.admission import Admitter
+from tp_engine.sched.batch import Batch
+from tp_engine.sched.draft import StepDraft
+from tp_engine.sched.intake import build_group
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.outcome import StepOutcome, aborted, collect_prompt_logprobs, slice_logprobs
+from tp_engine.sched.pending import PendingBlocks
+from tp_engine.sched.sequence import Phase, RequestGroup, Sequence
+from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.step_builder import StepBuilder
+from tp_engine.sched.stop_check import StopChecker, ending
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+class Scheduler:
+    """Decides what each step computes; single-threaded, deterministic."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._batch = Batch(limits)
+        self._pending = PendingBlocks(limits.block_size)
+        self._builder = StepBuilder(self._batch, self._pending)
+        self._admitter = Admitter(self._batch, self._pending)
+        self._stops = StopChecker()
+        self._groups: dict[str, RequestGroup] = {}
+        self._num_requests = 0
+        self._step_id = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request still waits or runs."""
+        return bool(self._groups)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that still wait or run."""
+        return len(self._groups)
+
+    @property
+    def next_step_id(self) -> int:
+        """The id that the next plan will carry; the first is 1."""
+        return self._step_id + 1
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.  Raises ``RequestError``, and changes nothing, for one that can never be served."""
+        if request.request_id in self._groups:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use; choose one that no unfinished request has",
+                param="request_id",
+            )
+        group = build_group(request, self._limits, self._num_requests)
+        self._num_requests += 1
+        self._groups[request.request_id] = group
+        self._stops.watch(group)
+        for sequence in group.sequences:
+            self._batch.waiting.push(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
+        """End these requests now; unknown ids are ignored.  One last record per unfinished sequence."""
+        deltas: list[SequenceDelta] = []
+        for request_id in request_ids:
+            group = self._groups.get(request_id)
+            for sequence in group.sequences if group is not None else ():
+                if sequence.phase is not Phase.FINISHED:
+                    deltas.append(aborted(sequence))
+                    self._finish(sequence)
+        return deltas
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None if there is nothing to run.  Rows left meanwhile are released by the next plan."""
+        draft = StepDraft(self.next_step_id, self._limits.max_num_batched_tokens)
+        self._builder.schedule_decodes(draft)
+        self._builder.schedule_prefills(draft)
+        if not draft.short:
+            self._admitter.admit(draft)
+        plan = draft.advance(self._batch.rows, self._batch.released)
+        if plan is not None:
+            self._step_id = plan.step_id
+            self._batch.released = []
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        """Take in a step's result; one record per sequence that got a token, in batch order."""
+        return self.apply(plan, result).deltas()
+
+    def apply(self, plan: StepPlan, result: StepResult) -> StepOutcome:
+        """``update`` without making records.  Rows whose occupant left after ``schedule`` are skipped."""
+        assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
+        rows = self._batch.rows
+        sampled, token_ids = plan.decode_rows, result.token_ids
+        positions: npt.NDArray[np.intp] | None = None
+        if len(plan.prefill_rows):
+            sampled = plan.sampled_rows
+            self._confirm_prefills(plan, result)
+        assert len(token_ids) == len(sampled), f"{len(token_ids)} tokens for {len(sampled)} sampled rows"
+        living = rows.since_step[sampled] <= plan.step_id
+        if not living.all():
+            positions = np.flatnonzero(living)
+            sampled, token_ids = sampled[positions], token_ids[positions]
+        outcome = self._append(plan, sampled, token_ids)
+        if result.logprobs is not None:
+            self._add_logprobs(outcome, sampled, positions, result)
+        for position in outcome.endings:
+            self._finish(outcome.sequences[position])
+        self._pending.settle(plan.step_id)
+        return outcome
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of queue, pool and totals."""
+        pool, counters = self._batch.blocks.pool, self._batch.counters
+        held_slots = pool.num_used * self._limits.block_size
+        num_live = self._batch.rows.num_live_tokens(pool.num_used, self._limits.block_size)
+        return SchedulerStats(
+            num_running=self._batch.rows.num_running,
+            num_waiting=len(self._batch.waiting),
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_used_blocks=pool.num_used,
+            num_live_tokens=num_live,
+            fragmentation=1 - num_live / held_slots if held_slots else 0.0,
+            num_prefix_query_tokens=counters.num_prefix_query_tokens,
+            num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes.  False, and nothing is changed, while a sequence is running."""
+        if self._batch.rows.num_running:
+            return False
+        self._batch.blocks.clear_cache()
+        return True
+
+    def check_integrity(self) -> None:
+        """Assert that all parts agree; for idle times and tests."""
+        self._batch.rows.check_integrity(self._limits.block_size)
+        self._batch.blocks.check_integrity()
+        self._batch.waiting.check_integrity()
+        num_running = num_waiting = 0
+        for group in self._groups.values():
+            phases = [sequence.phase for sequence in group.sequences]
+            assert group.num_unfinished == sum(phase is not Phase.FINISHED for phase in phases) > 0
+            assert all(sequence.phase in (Phase.PREFILL, Phase.DECODE) for sequence in group.running)
+            num_running += len(group.running)
+            num_waiting += phases.count(Phase.WAITING)
+        assert num_running == self._batch.rows.num_running
+        assert num_waiting == len(self._batch.waiting)
+
+    def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
+        """The chunks of this step are computed: publish what is full."""
+        rows = self._batch.rows
+        living = rows.since_step[plan.prefill_rows] <= plan.step_id
+        confirmed = plan.prefill_rows[living]
+        rows.num_computed[confirmed] += plan.prefill_tokens[living]
+        sequences = rows.occupants(confirmed)
+        for sequence in sequences:
+            self._batch.blocks.publish(sequence)
+        if result.prompt_logprobs:
+            collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
+
+    def _append(self, plan: StepPlan, sampled: IntArray, token_ids: IntArray) -> StepOutcome:
+        """Each sampled row has one more token; those that sampled for the first time here start to decode."""
+        rows = self._batch.rows
+        outcome = StepOutcome(rows.occupants(sampled), token_ids)
+        lengths = rows.num_tokens[sampled]
+        rows.tokens[sampled, lengths] = token_ids
+        lengths += 1
+        rows.num_tokens[sampled] = lengths
+        num_decodes = self._num_living_decodes(plan, sampled)
+        rows.num_computed[sampled[:num_decodes]] += 1
+        for position in range(num_decodes, len(sampled)):
+            sequence = outcome.sequences[position]
+            rows.start_decoding(sequence)
+            if not sequence.emitted:
+                sequence.emitted = True
+                outcome.first.append(position)
+        limits = rows.max_tokens[sampled]
+        for position in self._stops.candidates(token_ids, lengths, limits):
+            end = ending(
+                outcome.sequences[position], int(token_ids[position]), int(lengths[position]), int(limits[position])
+            )
+            if end is not None:
+                outcome.endings[position] = end
+        return outcome
+
+    def _num_living_decodes(self, plan: StepPlan, sampled: IntArray) -> int:
+        if sampled is plan.decode_rows:
+            return len(sampled)
+        return int((self._batch.rows.since_step[plan.decode_rows] <= plan.step_id).sum())
+
+    def _add_logprobs(
+        self, outcome: StepOutcome, sampled: IntArray, positions: npt.NDArray[np.intp] | None, result: StepResult
+    ) -> None:
+        assert result.logprobs is not None
+        asked = self._batch.rows.num_logprobs[sampled]
+        for position in np.flatnonzero(asked >= 0).tolist():
+            source = position if positions is None else int(positions[position])
+            outcome.logprobs[position] = slice_logprobs(result.logprobs, source, source + 1, int(asked[position]))
+
+    def _finish(self, sequence: Sequence) -> None:
+        """The sequence ends for good; with its last one the request is forgotten."""
+        if sequence.phase is Phase.WAITING:
+            sequence.phase = Phase.FINISHED
+            self._batch.waiting.forget(sequence)
+        else:
+            self._batch.leave(sequence, Phase.FINISHED)
+        group = sequence.group
+        group.num_unfinished -= 1
+        if group.num_unfinished == 0:
+            del self._groups[group.request.request_id]
+            self._stops.unwatch(group)

@@ -1,0 +1,89 @@
+"""A request inside the scheduler: a group of ``n`` sequences, each with its tokens, its place and its end.
+
+States of a sequence::
+
+      add()            admitted at a row            prompt computed, first token
+    ---------> WAITING ------------------> PREFILL ------------------------------> DECODE
+                  ^                           |                                      |
+                  |        preempted: row and blocks are given back, tokens stay     |
+                  +---------------------------+--------------------------------------+
+                  |                           |                                      |
+                  +------- abort() -----------+--- abort(), stop, length ------------+---> FINISHED
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tp_engine.plan import IntArray, RowSampling, TokenLogprobs
+from tp_engine.request import EngineRequest
+from tp_engine.sched.prefix_cache import Identity
+
+NO_ROW = -1
+
+#: Who runs first, smallest first: (priority, number of the request, index of the sequence).  Unique.
+OrderKey: TypeAlias = tuple[int, int, int]
+
+
+class Phase(enum.IntEnum):
+    """Where a sequence is; the value for rows (``RowState.phase``) that nobody occupies is WAITING."""
+
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """A request and its sequences; ``running`` are those with a row, in order of admission."""
+
+    request: EngineRequest
+    number: int
+    salt: str
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    sequences: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's ``n`` outputs.
+
+    ``token_ids`` (int32) are all tokens known while it has no row; while it has one, the row's buffer is the truth.
+    ``hashes`` name the full blocks of its first tokens; ``num_published`` of its blocks, the last with identity
+    ``parent``, have been offered to the prefix cache since it got its row (``parent`` None: no more can be).
+    ``num_lost_tokens`` were computed before a preemption and have not been computed again.
+    """
+
+    group: RequestGroup
+    index: int
+    key: OrderKey
+    sampling: RowSampling
+    token_ids: IntArray
+    num_prompt_tokens: int
+    phase: Phase = Phase.WAITING
+    row: int = NO_ROW
+    hashes: list[int] = field(default_factory=list)
+    num_published: int = 0
+    parent: Identity | None = None
+    deferred_at: int = -1
+    num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    num_cached_tokens: int = 0
+    first_scheduled_s: float = 0.0
+    emitted: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.group.request.request_id
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True until its first token: every prompt position must be computed, so no cached block may be used."""
+        return self.sampling.prompt_logprobs >= 0

@@ -1,0 +1,82 @@
+"""One step's decisions about the running rows: decodes first, then the next chunks of prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tp_engine.plan import IntArray
+from tp_engine.sched.batch import Batch
+from tp_engine.sched.draft import StepDraft
+from tp_engine.sched.pending import PendingBlocks
+from tp_engine.sched.sequence import Phase, Sequence
+
+
+class StepBuilder:
+    """Serves the running rows in order, and preempts from the other end when blocks run out.
+
+    Progress: the first of all running sequences is never preempted, because it alone always fits into the pool; every
+    other gives way to it.  So the first one finishes, and by induction all do.
+    """
+
+    def __init__(self, batch: Batch, pending: PendingBlocks) -> None:
+        self._batch = batch
+        self._rows = batch.rows
+        self._blocks = batch.blocks
+        self._pending = pending
+
+    def schedule_decodes(self, draft: StepDraft) -> None:
+        """One token for each row in DECODE, as far as the budget goes."""
+        rows = self._rows.decode_rows()
+        if len(rows) > draft.budget:
+            rows = self._first_in_order(rows, draft.budget)
+        if len(rows) == 0:
+            return
+        crossing = self._at_block_end(rows)
+        while len(crossing) > self._blocks.num_available:
+            self._batch.preempt(self._batch.victim())
+            draft.short = True
+            rows = rows[self._rows.phase[rows] == Phase.DECODE]
+            crossing = self._at_block_end(rows)
+        if len(crossing):
+            draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
+        draft.decode_rows = rows
+        draft.budget -= len(rows)
+
+    def schedule_prefills(self, draft: StepDraft) -> None:
+        """The next chunk of each row in PREFILL, first in order first, as far as budget and blocks go."""
+        for sequence in self._rows.prefilling():
+            if draft.budget == 0:
+                break
+            if sequence.phase is not Phase.PREFILL:
+                continue
+            start = int(self._rows.num_scheduled[sequence.row])
+            chunk = min(int(self._rows.num_tokens[sequence.row]) - start, draft.budget)
+            if self._grow(draft, sequence, start + chunk):
+                draft.add_prefill(sequence, chunk)
+                self._pending.add(sequence, start, start + chunk, draft.step_id)
+        if draft.short:
+            draft.drop_preempted(self._rows)
+
+    def _grow(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` tokens; False if the row has to wait for those before it in order."""
+        row = sequence.row
+        count = self._blocks.blocks_for(num_tokens) - int(self._rows.num_blocks[row])
+        while count > self._blocks.num_available:
+            draft.short = True
+            victim = self._batch.victim()
+            if victim is sequence:
+                return False
+            self._batch.preempt(victim)
+        if count > 0:
+            taken = self._blocks.grow(row, count)
+            draft.add_blocks(np.full(count, row, dtype=np.int32), np.array(taken, dtype=np.int32))
+        return True
+
+    def _at_block_end(self, rows: IntArray) -> IntArray:
+        """Those rows whose next token needs a new block."""
+        needing: IntArray = rows[self._rows.num_scheduled[rows] == self._rows.capacity[rows]]
+        return needing
+
+    def _first_in_order(self, rows: IntArray, count: int) -> IntArray:
+        chosen = sorted(self._rows.occupants(rows), key=lambda sequence: sequence.key)[:count]
+        return np.array(sorted(sequence.row for sequence in chosen), dtype=np.int32)
