@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.paged_batches import PagedBatch, make_batch
 from tp_engine.attention.base import AttentionShape
-from tp_engine.attention.batch_plan import MAX_BATCHED_QUERY, MAX_CALL_TOKENS, plan_groups
+from tp_engine.attention.batch_plan import MAX_BATCHED_QUERY, plan_groups
 from tp_engine.attention.calls import TILE
 from tp_engine.attention.torch_backend import TorchBackend
 
@@ -130,7 +130,7 @@ def test_groups_cover_the_batch(requests: list[tuple[int, int]]) -> None:
     """Oracle: every request with a query and a context is in exactly one group, of its query length, within limits."""
     query_lens = np.array([query_len for query_len, _ in requests], dtype=np.int32)
     seq_lens = np.array([query_len + extra if extra else 0 for query_len, extra in requests], dtype=np.int32)
-    groups = plan_groups(query_lens, seq_lens)
+    groups = plan_groups(query_lens, seq_lens, 2048)
     covered = sorted(row for group in groups for row in group.rows.tolist())
     assert covered == np.flatnonzero((query_lens > 0) & (seq_lens > 0)).tolist()
     starts = np.cumsum(query_lens) - query_lens
@@ -139,13 +139,13 @@ def test_groups_cover_the_batch(requests: list[tuple[int, int]]) -> None:
         assert (seq_lens[group.rows] == group.seq_lens).all()
         assert (starts[group.rows] == group.starts).all()
         assert len(group.rows) == 1 or group.query_len <= MAX_BATCHED_QUERY
-        assert len(group.rows) == 1 or len(group.rows) * int(group.seq_lens.max()) <= MAX_CALL_TOKENS
+        assert len(group.rows) == 1 or len(group.rows) * int(group.seq_lens.max()) <= 2048
 
 
 def test_similar_lengths_share_a_call_and_others_do_not() -> None:
     """Oracle: one long request must not make all the others gather its length."""
     ones = np.ones(33, dtype=np.int32)
-    similar = plan_groups(ones, np.arange(200, 233, dtype=np.int32))
-    mixed = plan_groups(ones, np.array([4000] + [100] * 32, dtype=np.int32))
+    similar = plan_groups(ones, np.arange(200, 233, dtype=np.int32), 16384)
+    mixed = plan_groups(ones, np.array([4000] + [100] * 32, dtype=np.int32), 16384)
     assert [len(group.rows) for group in similar] == [33]
     assert sorted(len(group.rows) for group in mixed) == [1, 32]

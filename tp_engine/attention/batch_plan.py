@@ -16,9 +16,9 @@ from tp_engine.plan import IntArray
 # Longest query that is batched: beyond it a call has enough work to hide its own cost.
 MAX_BATCHED_QUERY = 32
 # One more call costs about as much as gathering and attending over this many tokens (measured on CPUs).
-CALL_COST_TOKENS = 128
-# Bounds the copies of one call: rows times longest context, for more than one row.
-MAX_CALL_TOKENS = 16384
+CALL_COST_TOKENS = 256
+# Bounds the copies of one call (rows times longest context, for more than one row), on CPUs so that they stay in cache.
+MAX_CALL_TOKENS = {"cpu": 2048, "cuda": 16384}
 # Contexts of one call differ by less than this factor (until small calls are merged).
 _LENGTH_RATIO = 2.0**0.5
 
@@ -40,8 +40,11 @@ class Group:
         return span == (len(self.rows) - 1) * self.query_len
 
 
-def plan_groups(query_lens: IntArray, seq_lens: IntArray) -> list[Group]:
-    """Groups that cover every request with a query and a context; padding requests are in none.  (B,) int32 each."""
+def plan_groups(query_lens: IntArray, seq_lens: IntArray, max_call_tokens: int) -> list[Group]:
+    """Groups that cover every request with a query and a context; padding requests are in none.
+
+    ``query_lens`` and ``seq_lens`` (B,) int32; ``max_call_tokens`` as in ``MAX_CALL_TOKENS``.
+    """
     starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
     active = np.flatnonzero((seq_lens > 0) & (query_lens > 0)).astype(np.int32)
     groups: list[Group] = []
@@ -49,12 +52,12 @@ def plan_groups(query_lens: IntArray, seq_lens: IntArray) -> list[Group]:
         rows = active[query_lens[active] == query_len]
         groups.extend(
             Group(rows=members, starts=starts[members], seq_lens=seq_lens[members], query_len=query_len)
-            for members in _split(rows, seq_lens[rows], query_len)
+            for members in _split(rows, seq_lens[rows], query_len, max_call_tokens)
         )
     return groups
 
 
-def _split(rows: IntArray, seq_lens: IntArray, query_len: int) -> Iterator[IntArray]:
+def _split(rows: IntArray, seq_lens: IntArray, query_len: int, max_call_tokens: int) -> Iterator[IntArray]:
     """``rows`` of equal query length, in groups of similar context."""
     if query_len > MAX_BATCHED_QUERY:
         yield from rows[:, np.newaxis]
@@ -62,9 +65,9 @@ def _split(rows: IntArray, seq_lens: IntArray, query_len: int) -> Iterator[IntAr
     bucket = _length_buckets(seq_lens)
     for label in np.unique(bucket).tolist():
         members = bucket == label
-        size = max(1, MAX_CALL_TOKENS // int(seq_lens[members].max()))
+        rows_per_call = max(1, max_call_tokens // int(seq_lens[members].max()))
         similar = rows[members]
-        yield from (similar[i : i + size] for i in range(0, len(similar), size))
+        yield from np.array_split(similar, -(-len(similar) // rows_per_call))
 
 
 def _length_buckets(seq_lens: IntArray) -> IntArray:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.masks import StaircaseMasks
-from tp_engine.attention.paged_kv import SlotSelection, read_slots
+from tp_engine.attention.paged_kv import SlotReader, SlotSelection
 
 # Queries per call of a long chunk: keys after the tile's end are not read, and a mask stays small.
 TILE = 256
@@ -31,6 +31,11 @@ class LayerInput:
     value: torch.Tensor
     kv_cache: torch.Tensor
     shape: AttentionShape
+    reader: SlotReader
+
+    def cached(self, part: int, selection: SlotSelection) -> torch.Tensor:
+        """Keys (part 0) or values (part 1) of the cache: (keys, KV heads, head_dim)."""
+        return self.reader.read(self.kv_cache, part, selection)
 
 
 class AttentionCall(Protocol):
@@ -66,8 +71,8 @@ class GroupCall:
         query = query[self.tokens] if isinstance(self.tokens, slice) else query.index_select(0, self.tokens)
         query = query.to(dtype).view(batch, length, kv_heads, group, head_dim).transpose(1, 2)
         keys, values = (
-            read_slots(cache, self.selection).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
-            for cache in layer.kv_cache.unbind(0)
+            layer.cached(part, self.selection).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            for part in (0, 1)
         )
         out = F.scaled_dot_product_attention(
             query.reshape(batch, kv_heads, length * group, head_dim), keys, values, self.mask, scale=shape.scale
@@ -106,7 +111,7 @@ class ChunkCall:
         """Keys and values (keys, KV heads, head_dim) from ``first_key`` on."""
         if self.selection is None:
             return layer.key[self.tokens], layer.value[self.tokens]
-        return read_slots(layer.kv_cache[0], self.selection), read_slots(layer.kv_cache[1], self.selection)
+        return layer.cached(0, self.selection), layer.cached(1, self.selection)
 
     def _tile(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape

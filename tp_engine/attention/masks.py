@@ -5,25 +5,24 @@ Key position j is visible to query position i iff ``j <= i``, and ``i - window <
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from tp_engine.plan import IntArray
 
 _HIDDEN = float("-inf")
 
 
 def batched_mask(
-    first: torch.Tensor, seq_lens: torch.Tensor, query_len: int, num_keys: int, window: int | None, dtype: torch.dtype
+    own_key: IntArray, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Mask (B, query_len, num_keys): request b's queries are its last positions, its keys start at ``first[b]``.
-
-    ``first`` and ``seq_lens`` (B,) integers.  Keys beyond a request's end are hidden.
-    """
-    device = first.device
-    key = (first[:, None] + torch.arange(num_keys, device=device))[:, None, :]
-    query = (seq_lens[:, None] - query_len + torch.arange(query_len, device=device))[:, :, None]
-    visible = key <= query
+    """Mask (B, queries, num_keys).  ``own_key`` (B, queries): which of its request's keys is at a query's position."""
+    last = torch.from_numpy(own_key).to(device)[:, :, None]
+    key = torch.arange(num_keys, dtype=torch.int32, device=device)
+    visible = key <= last
     if window is not None:
-        visible &= key > query - window
-    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, _HIDDEN)
+        visible &= key > last - window
+    return torch.where(visible, torch.zeros((), dtype=dtype, device=device), _HIDDEN)
 
 
 class StaircaseMasks:
@@ -53,5 +52,5 @@ class StaircaseMasks:
     def _build(self, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The table for up to twice ``num_keys`` keys, so that a growing context seldom needs a new one."""
         capacity = 2 * num_keys
-        ends = torch.tensor([capacity], device=device)
-        return batched_mask(torch.zeros_like(ends), ends, self._max_queries, capacity, window, dtype)[0]
+        own_key = np.arange(capacity - self._max_queries, capacity, dtype=np.int32)
+        return batched_mask(own_key[np.newaxis], capacity, window, dtype, device)[0]

@@ -18,15 +18,16 @@ SlotSelection: TypeAlias = slice | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """The keys that a group's queries can see: request b's ``num_keys`` positions from ``first[b]`` (B,) on.
+    """The keys that a group's calls read: of each request ``num_keys`` positions from ``first[b]`` (B,) on.
 
-    Positions beyond a request's end (if it ``is_padded``) repeat its first visible key: never another request's
-    memory, whose NaN would pass through a mask.
+    These may begin before the first visible key (at its block's start), and may go on behind the request's end.  There
+    they repeat the first one: another request's memory may hold NaN, which passes through a mask.  Unless ``is_exact``,
+    a mask must hide both.
     """
 
     first: IntArray
     num_keys: int
-    is_padded: bool
+    is_exact: bool
     selection: SlotSelection
 
 
@@ -35,25 +36,34 @@ def visible_keys(group: Group, window: int | None, metadata: AttentionMetadata, 
     first = np.zeros_like(group.seq_lens)
     if window is not None:
         np.maximum(group.seq_lens - group.query_len - window + 1, 0, out=first)
-    counts = group.seq_lens - first
-    num_keys, is_padded = int(counts.max()), bool(counts.min() < counts.max())
-    selection: SlotSelection | None = None
     if len(group.rows) == 1 and metadata.block_table.device.type == "cpu":
-        row = metadata.block_table[int(group.rows[0])]
-        selection = _consecutive_slots(row, int(first[0]), num_keys, block_size)
-    if selection is None:
-        selection = _slots(group, first, num_keys, metadata.block_table, block_size)
-    return VisibleKeys(first, num_keys, is_padded, selection)
+        row, num_keys = metadata.block_table[int(group.rows[0])], int(group.seq_lens[0] - first[0])
+        run = _consecutive_slots(row, int(first[0]), num_keys, block_size)
+        if run is not None:
+            return VisibleKeys(first, num_keys, True, run)
+    aligned = first // block_size * block_size
+    counts = group.seq_lens - aligned
+    num_keys = int(counts.max())
+    is_exact = bool((counts == num_keys).all() and (aligned == first).all())
+    return VisibleKeys(aligned, num_keys, is_exact, _slots(group, aligned, counts, metadata.block_table, block_size))
 
 
-def _slots(group: Group, first: IntArray, num_keys: int, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Slots (B * num_keys,) int32 of the positions from ``first`` (B,) on."""
-    device = block_table.device
-    rows, start, end = (torch.from_numpy(column).to(device) for column in (group.rows, first, group.seq_lens))
-    positions = start[:, None] + torch.arange(num_keys, dtype=torch.int32, device=device)
-    positions = torch.where(positions < end[:, None], positions, start[:, None])
-    blocks = block_table.index_select(0, rows).gather(1, (positions // block_size).long())
-    return (blocks * block_size + positions % block_size).flatten()
+def _slots(group: Group, first: IntArray, counts: IntArray, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Slots (B x longest count,) int32 of ``counts[b]`` positions from ``first[b]`` on, which begin blocks."""
+    device, num_keys = block_table.device, int(counts.max())
+    num_blocks = -(-num_keys // block_size)
+    tables = block_table.index_select(0, torch.from_numpy(group.rows).to(device))
+    if first.any():
+        columns = first[:, np.newaxis].astype(np.int64) // block_size + np.arange(num_blocks)
+        columns = np.minimum(columns, tables.shape[1] - 1)  # beyond a request's end
+        tables = tables.gather(1, torch.from_numpy(columns).to(device))
+    starts = tables[:, :num_blocks, None] * block_size
+    slots = (starts + torch.arange(block_size, dtype=torch.int32, device=device)).flatten(1)[:, :num_keys]
+    if (counts < num_keys).any():
+        count = torch.from_numpy(counts).to(device)[:, None]
+        own = torch.arange(num_keys, dtype=torch.int32, device=device) < count
+        slots = torch.where(own, slots, slots[:, :1])
+    return slots.flatten()
 
 
 def _consecutive_slots(block_table_row: torch.Tensor, first: int, num_keys: int, block_size: int) -> slice | None:
@@ -66,9 +76,30 @@ def _consecutive_slots(block_table_row: torch.Tensor, first: int, num_keys: int,
     return slice(start, start + num_keys)
 
 
-def read_slots(cache: torch.Tensor, selection: SlotSelection) -> torch.Tensor:
-    """Rows (keys, KV heads, head_dim) of ``cache`` (blocks, block_size, KV heads, head_dim)."""
-    _, _, num_kv_heads, head_dim = cache.shape
-    slots = cache.view(-1, num_kv_heads * head_dim)
-    rows = slots[selection] if isinstance(selection, slice) else slots.index_select(0, selection)
-    return rows.view(-1, num_kv_heads, head_dim)
+class SlotReader:
+    """Copies cached keys and values to a place of its own, reused by every call: new memory would cost page faults.
+
+    What ``read`` returns is overwritten by the next ``read`` of the same ``part``.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def read(self, kv_cache: torch.Tensor, part: int, selection: SlotSelection) -> torch.Tensor:
+        """Keys (part 0) or values (part 1) at ``selection``: (keys, KV heads, head_dim), perhaps a view."""
+        _, _, _, num_kv_heads, head_dim = kv_cache.shape
+        slots = kv_cache[part].view(-1, num_kv_heads * head_dim)
+        if isinstance(selection, slice):
+            return slots[selection].view(-1, num_kv_heads, head_dim)
+        rows = self._buffer(part, len(selection) * slots.shape[1], slots).view(len(selection), -1)
+        torch.index_select(slots, 0, selection, out=rows)
+        return rows.view(-1, num_kv_heads, head_dim)
+
+    def _buffer(self, part: int, size: int, like: torch.Tensor) -> torch.Tensor:
+        """The first ``size`` elements of the part's buffer, which grows as needed."""
+        key = (part, like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < size:
+            with torch.inference_mode(False):  # else it could only be written in inference mode
+                buffer = self._buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return buffer[:size]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.batch_plan import Group, plan_groups
+from tp_engine.attention.batch_plan import MAX_CALL_TOKENS, Group, plan_groups
 from tp_engine.attention.calls import TILE, AttentionCall, ChunkCall, GroupCall, LayerInput, TokenSelection
 from tp_engine.attention.masks import StaircaseMasks, batched_mask
-from tp_engine.attention.paged_kv import visible_keys
+from tp_engine.attention.paged_kv import SlotReader, visible_keys
 from tp_engine.kernels.store_kv import scatter_kv, tokens_to_store
 
 
@@ -35,13 +36,15 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._masks = StaircaseMasks(TILE)
+        self._reader = SlotReader()
         self._groups: list[Group] = []
         self._calls: dict[_LayerKind, list[AttentionCall]] = {}
         self._kept: torch.Tensor | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Group this step's requests; see ``AttentionBackend``."""
-        self._groups = plan_groups(metadata.host_query_lens, metadata.host_seq_lens)
+        limit = MAX_CALL_TOKENS[metadata.block_table.device.type]
+        self._groups = plan_groups(metadata.host_query_lens, metadata.host_seq_lens, limit)
         self._calls = {}
         self._prepare_store(metadata)
 
@@ -60,7 +63,7 @@ class TorchBackend:
         calls = self._calls.get(kind)
         if calls is None:
             calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
-        layer = LayerInput(query, key, value, kv_cache, shape)
+        layer = LayerInput(query, key, value, kv_cache, shape, self._reader)
         if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
         out = query.new_zeros(query.shape)
@@ -92,11 +95,11 @@ class TorchBackend:
             return ChunkCall(tokens, keys.selection, int(keys.first[0]), seq_len, self._masks)
         keys = visible_keys(group, kind.window, metadata, kind.block_size)
         mask = None
-        if keys.is_padded or query_len > 1:
-            first, seq_lens = (torch.from_numpy(column).to(device) for column in (keys.first, group.seq_lens))
-            mask = batched_mask(first, seq_lens, query_len, keys.num_keys, kind.window, kind.dtype)
-            repeats = kind.queries_per_kv_head if query_len > 1 else 1
-            mask = mask.repeat_interleave(repeats, 1).unsqueeze(1)
+        if not keys.is_exact or query_len > 1:
+            own_key = (group.seq_lens - query_len - keys.first)[:, np.newaxis] + np.arange(query_len, dtype=np.int32)
+            if query_len > 1:
+                own_key = np.repeat(own_key, kind.queries_per_kv_head, axis=1)
+            mask = batched_mask(own_key, keys.num_keys, kind.window, kind.dtype, device).unsqueeze(1)
         return GroupCall(tokens, keys.selection, mask, batch, query_len)
 
 
@@ -117,8 +120,8 @@ def _tokens_of(group: Group, device: torch.device) -> TokenSelection:
     if group.is_consecutive:
         start = int(group.starts[0])
         return slice(start, start + len(group.rows) * group.query_len)
-    starts = torch.from_numpy(group.starts).to(device)
-    return (starts[:, None] + torch.arange(group.query_len, device=device)).flatten()
+    tokens = group.starts[:, np.newaxis] + np.arange(group.query_len, dtype=np.int64)
+    return torch.from_numpy(tokens.ravel()).to(device)
 
 
 def _covers(tokens: TokenSelection, num_tokens: int) -> bool:
