@@ -14,7 +14,7 @@ from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.triton_support import has_triton
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
-CASES = Path(__file__).with_name("kernel_cases_store_kv.py")
+ROOT = Path(__file__).parents[2]
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -41,11 +41,16 @@ def test_twin_with_padding_only() -> None:
 
 
 @needs_triton
-def test_interpreted_kernel_equals_twin() -> None:
-    """Oracle: the PyTorch twin, bit by bit.  Triton reads TRITON_INTERPRET at import, hence the process."""
+@pytest.mark.parametrize("cases", ["kernel_cases_store_kv", "kernel_cases_triton_backend"])
+def test_interpreted_kernel(cases: str) -> None:
+    """Oracle: the PyTorch twin, bit by bit, and for the whole backend loops over tokens.
+
+    A process of its own, as Triton reads TRITON_INTERPRET when it is imported.
+    """
     result = subprocess.run(
-        [sys.executable, str(CASES)],
-        env=env.child_environment(TRITON_INTERPRET="1", PYTHONPATH=str(CASES.parents[2])),
+        [sys.executable, "-m", f"tests.unit.{cases}"],
+        cwd=ROOT,
+        env=env.child_environment(TRITON_INTERPRET="1"),
         capture_output=True,
         text=True,
         timeout=120,

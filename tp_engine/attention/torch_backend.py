@@ -13,6 +13,7 @@ from tp_engine.attention.calls import TILE, AttentionCall, ChunkCall, GroupCall,
 from tp_engine.attention.masks import StaircaseMasks, batched_mask
 from tp_engine.attention.paged_kv import SlotReader, visible_keys
 from tp_engine.kernels.store_kv import scatter_kv, tokens_to_store
+from tp_engine.plan import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class TorchBackend:
         keys = visible_keys(group, kind.window, metadata, kind.block_size)
         mask = None
         if not keys.is_exact or query_len > 1:
-            own_key = (group.seq_lens - query_len - keys.first)[:, np.newaxis] + np.arange(query_len, dtype=np.int32)
+            start: IntArray = group.seq_lens - query_len - keys.first
+            own_key: IntArray = start[:, np.newaxis] + np.arange(query_len, dtype=np.int32)
             if query_len > 1:
                 own_key = np.repeat(own_key, kind.queries_per_kv_head, axis=1)
             mask = batched_mask(own_key, keys.num_keys, kind.window, kind.dtype, device).unsqueeze(1)

@@ -1,0 +1,85 @@
+"""Every attention backend on a GPU against loops in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.paged_batches import PagedBatch, make_batch
+from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.registry import check_backend, select_backend
+from tp_engine.errors import ConfigError
+from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.triton_support import has_triton
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+REQUESTS = [(1, 40), (1, 300), (1, 1), (1, 0), (5, 5), (7, 30), (7, 300), (300, 300), (40, 290)]
+
+
+def run(name: str, batch: PagedBatch) -> torch.Tensor:
+    """Output (N, heads, head_dim), or skip where the backend can not be used here."""
+    cache, dtype = batch.kv_cache, batch.query.dtype
+    facts = {"device_type": "cuda", "dtype": dtype, "block_size": cache.shape[2], "head_dim": cache.shape[4]}
+    try:
+        check_backend(name, **facts)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    backend = select_backend(name, **facts)
+    backend.prepare(batch.metadata)
+    return backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("name", ["torch", "triton", "flash_attn"])
+def test_backend(name: str, block_size: int, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    """Oracle: loops in float32; the error is at most twice that of the torch backend in the same precision."""
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5, sliding_window=window)
+    outputs = {}
+    for backend in ("torch", name):
+        batch = make_batch(REQUESTS, shape, block_size=block_size, dtype=dtype, device="cuda", padding_tokens=2)
+        outputs[backend] = run(backend, batch).float().cpu()
+    expected = batch.expected()
+    plain_error = (outputs["torch"] - expected).abs().max().item()
+    assert plain_error < (1e-4 if dtype == torch.float32 else 3e-2)
+    assert (outputs[name] - expected).abs().max().item() <= 2 * plain_error + 1e-6
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_store_kernel_in_a_cuda_graph(dtype: torch.dtype) -> None:
+    """Oracle: the PyTorch twin; the graph is replayed with other slots."""
+    from tp_engine.kernels.store_kv_triton import store_kv_triton
+
+    key, value = torch.randn(2, 6, 3, 80, device="cuda").to(dtype)
+    slots = torch.full((6,), -1, device="cuda")
+    actual = torch.zeros(2, 4, 16, 3, 80, dtype=dtype, device="cuda")
+    expected = actual.clone()
+    store_kv_triton(key, value, actual, slots)  # compile before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store_kv_triton(key, value, actual, slots)
+    for replay in ([3, -1, 60, 17, -1, 0], [5, 6, 7, -1, 9, 63]):
+        slots.copy_(torch.tensor(replay))
+        graph.replay()
+        store_kv(key, value, expected, slots)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+def test_store_kernel_beyond_32_bits() -> None:
+    """Oracle: the PyTorch twin, at a slot whose element offset does not fit in 32 bits."""
+    from tp_engine.kernels.store_kv_triton import store_kv_triton
+
+    num_blocks = 2**31 // (16 * 8 * 128) + 2
+    if torch.cuda.mem_get_info()[0] < 3 * 2 * num_blocks * 16 * 8 * 128:
+        pytest.skip("too little free memory")
+    cache = torch.zeros(2, num_blocks, 16, 8, 128, dtype=torch.uint8, device="cuda")
+    key, value = torch.randint(1, 200, (2, 1, 8, 128), dtype=torch.uint8, device="cuda")
+    slot = num_blocks * 16 - 1
+    store_kv_triton(key, value, cache, torch.tensor([slot], device="cuda"))
+    torch.testing.assert_close(cache[0].view(-1, 8, 128)[slot], key[0], rtol=0, atol=0)
+    torch.testing.assert_close(cache[1].view(-1, 8, 128)[slot], value[0], rtol=0, atol=0)
