@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.sched.stats import SchedulerStats
 
 # What an EngineRequest is refused with while the engine drains; a server answers it with HTTP 503.
 CODE_UNAVAILABLE = "service_unavailable"
@@ -98,9 +99,9 @@ class Rejected(_Message, frozen=True, kw_only=True):
 
 
 class Stats(_Message, frozen=True, kw_only=True):
-    """The engine's counters and gauges by name."""
+    """The answer to ``GetStats``."""
 
-    values: dict[str, float]
+    stats: SchedulerStats
 
 
 class Draining(_Message, frozen=True, kw_only=True):

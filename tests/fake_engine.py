@@ -1,0 +1,235 @@
+"""An engine without a model: it gives known tokens, one per sequence and step, behind the interface of ``Engine``.
+
+``FakeEngine`` may be driven directly, or served by ``fake_service`` in a thread; to be killed, a process serves it:
+``python -m tests.fake_engine ADDRESS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.service import EngineLike, EngineService
+from tp_engine.engine.service_socket import new_address
+from tp_engine.errors import RequestError
+from tp_engine.plan import TokenLogprobs
+from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.sched.stats import SchedulerStats
+
+THREAD_DEADLINE_S = 20.0
+Reply = Callable[[EngineRequest], Sequence[int]]
+
+MODEL_INFO = ModelInfo(
+    model="fake",
+    tokenizer="fake",
+    max_model_len=1024,
+    vocab_size=1000,
+    eos_token_ids=(1,),
+    block_size=16,
+    num_blocks=256,
+    tensor_parallel_size=1,
+    dtype="float32",
+    device="cpu",
+    max_num_seqs=64,
+    max_logprobs=20,
+)
+
+
+def echo(request: EngineRequest) -> list[int]:
+    """The prompt again, then the end."""
+    return [*request.prompt_token_ids, *request.eos_token_ids[:1]]
+
+
+def arith(request: EngineRequest) -> list[int]:
+    """The prompt's last token plus 1, 2, 3, ... without an end (modulo 1000)."""
+    last = request.prompt_token_ids[-1]
+    return [(last + 1 + i) % 1000 for i in range(request.params.max_tokens or 0)]
+
+
+def says(token_ids: Sequence[int]) -> Reply:
+    """Always these tokens, then the end."""
+    return lambda request: [*token_ids, *request.eos_token_ids[:1]]
+
+
+@dataclass
+class _Sequence:
+    request: EngineRequest
+    index: int
+    reply: Sequence[int]
+    num_given: int = 0
+    first_scheduled_s: float = 0.0
+
+    def next_delta(self, now_s: float) -> SequenceDelta:
+        request, is_first = self.request, self.num_given == 0
+        self.first_scheduled_s = self.first_scheduled_s or now_s
+        token_id = self.reply[self.num_given]
+        self.num_given += 1
+        params = request.params
+        wants_prompt = is_first and params.prompt_logprobs is not None
+        finish_reason, stop_reason = self._finish(token_id)
+        return SequenceDelta(
+            request_id=request.request_id,
+            index=self.index,
+            new_token_ids=[token_id],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            logprobs=None if params.logprobs is None else fake_logprobs([token_id], params.logprobs),
+            prompt_logprobs=[fake_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs or 0)]
+            if wants_prompt
+            else [],
+            first_scheduled_s=self.first_scheduled_s,
+        )
+
+    def _finish(self, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params, allowed = self.request.params, self.num_given > self.request.params.min_tokens
+        if allowed and not params.ignore_eos and token_id in self.request.eos_token_ids:
+            return FinishReason.STOP, None
+        if allowed and token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if self.num_given == params.max_tokens or self.num_given == len(self.reply):
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+def fake_logprobs(token_ids: Sequence[int], num_alternatives: int) -> TokenLogprobs:
+    """The chosen token has -0.5 and rank 1; alternatives are it and the following ids, each 0.5 less likely."""
+    chosen = np.asarray(token_ids, dtype=np.int32).reshape(-1, 1)
+    steps = np.arange(num_alternatives, dtype=np.int32)
+    return TokenLogprobs(
+        token_ids=np.concatenate((chosen, chosen + steps), axis=1, dtype=np.int32),
+        logprobs=np.tile(np.concatenate(([-0.5], -0.5 - 0.5 * steps)).astype(np.float32), (len(chosen), 1)),
+        ranks=np.ones(len(chosen), dtype=np.int32),
+    )
+
+
+@dataclass
+class FakeEngine:
+    """``max_running`` sequences get a token in each step of ``step_delay_s``; step number ``fail_at_step`` raises."""
+
+    reply: Reply = echo
+    step_delay_s: float = 0.0
+    max_running: int = 64
+    fail_at_step: int | None = None
+    model_info: ModelInfo = MODEL_INFO
+    num_steps: int = 0
+    aborted: list[str] = field(default_factory=list)
+    added: list[EngineRequest] = field(default_factory=list)
+    _sequences: list[_Sequence] = field(default_factory=list)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    def add_request(self, request: EngineRequest) -> None:
+        if any(sequence.request.request_id == request.request_id for sequence in self._sequences):
+            raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
+        self.added.append(request)
+        reply = self.reply(request)
+        self._sequences += [_Sequence(request, index, reply) for index in range(request.params.n)]
+
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
+        ids = set(request_ids)
+        ended = [sequence for sequence in self._sequences if sequence.request.request_id in ids]
+        self._sequences = [sequence for sequence in self._sequences if sequence not in ended]
+        self.aborted += sorted({sequence.request.request_id for sequence in ended})
+        return [
+            SequenceDelta(
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                new_token_ids=[],
+                finish_reason=FinishReason.ABORT,
+            )
+            for sequence in ended
+        ]
+
+    def step(self) -> list[SequenceDelta]:
+        self.num_steps += 1
+        if self.num_steps == self.fail_at_step:
+            raise RuntimeError("rank 1: this step was told to fail")
+        time.sleep(self.step_delay_s)
+        now_s = time.monotonic()
+        deltas = [sequence.next_delta(now_s) for sequence in self._sequences[: self.max_running]]
+        ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
+        self._sequences = [s for s in self._sequences if (s.request.request_id, s.index) not in ended]
+        return deltas
+
+    def stats(self) -> SchedulerStats:
+        num_running = min(len(self._sequences), self.max_running)
+        return SchedulerStats(
+            num_running=num_running,
+            num_waiting=len(self._sequences) - num_running,
+            num_free_blocks=self.model_info.num_blocks - num_running,
+            num_cached_blocks=0,
+            num_used_blocks=num_running,
+            num_live_tokens=num_running,
+            fragmentation=0.0,
+            num_prefix_query_tokens=0,
+            num_prefix_hit_tokens=0,
+            num_preemptions=0,
+            num_recomputed_tokens=0,
+        )
+
+    def check_health(self) -> None:
+        """Always well."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class ServiceThread:
+    """An ``EngineService`` in a thread; ``error`` is what ended it, None for a stop that was asked for."""
+
+    def __init__(self, engine: EngineLike, **options: Any) -> None:
+        self.engine = engine
+        self.address = new_address()
+        self.service = EngineService(engine, self.address, **options)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fake service", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the loop; an assertion fails if it does not come."""
+        self._thread.join(THREAD_DEADLINE_S)
+        assert not self._thread.is_alive(), f"the service still runs after {THREAD_DEADLINE_S} s"
+
+    def _run(self) -> None:
+        try:
+            self.service.run()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.service.close()
+
+
+@contextlib.contextmanager
+def fake_service(engine: EngineLike | None = None, **options: Any) -> Iterator[ServiceThread]:
+    """A served engine: connect to ``.address``; stopped and joined at the end."""
+    thread = ServiceThread(FakeEngine() if engine is None else engine, **options)
+    try:
+        yield thread
+    finally:
+        thread.service.request_stop()
+        thread.join()
+
+
+def main(address: str, step_delay_s: float = 0.01, **model_info: str) -> None:
+    """Serve a ``FakeEngine`` at ``address`` until told to stop."""
+    info = msgspec.structs.replace(MODEL_INFO, **model_info)
+    service = EngineService(FakeEngine(arith, step_delay_s=step_delay_s, model_info=info), address)
+    try:
+        service.run()
+    finally:
+        service.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

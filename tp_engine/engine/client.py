@@ -1,0 +1,180 @@
+"""The frontend's asyncio end of the local socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+import zmq
+import zmq.asyncio
+
+from tp_engine.engine import messages
+from tp_engine.engine.messages import ModelInfo, ToEngine
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.sched.stats import SchedulerStats
+
+_LINGER_MS = 1000
+
+
+class EngineEvents(Protocol):
+    """What the client reports to its owner, always from the event loop's thread."""
+
+    def on_deltas(self, deltas: Sequence[SequenceDelta]) -> None:
+        """One step's deltas."""
+
+    def on_rejected(self, request_id: str, error: RequestError) -> None:
+        """The engine refused a request."""
+
+    def on_ended(self, error: EngineDeadError) -> None:
+        """No delta will come any more.  Called once."""
+
+
+class EngineClient:
+    """One connection to an ``EngineService``; make it with ``connect``, inside a running event loop.
+
+    ``error`` is None while the engine lives and says afterwards how it ended; ``stopped`` is True if that was asked
+    for.
+    """
+
+    model_info: ModelInfo
+
+    def __init__(self, address: str, events: EngineEvents) -> None:
+        self.error: EngineDeadError | None = None
+        self.stopped = False
+        self.draining = False
+        self._events = events
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ModelInfo] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._stats: list[asyncio.Future[SchedulerStats]] = []
+        self._listener = loop.create_task(self._listen())
+        self._watcher = loop.create_task(self._watch())
+
+    @classmethod
+    async def connect(cls, address: str, events: EngineEvents, *, timeout_s: float) -> Self:
+        """Connect and wait for the engine's ``Ready``; ``EngineDeadError`` if it does not come in time."""
+        client = cls(address, events)
+        try:
+            client._send(messages.Hello())
+            client.model_info = await asyncio.wait_for(client._ready, timeout_s)
+        except TimeoutError as error:
+            await client.close()
+            raise EngineDeadError(f"waited {timeout_s:g} s for rank 0 to answer at {address}") from error
+        except BaseException:
+            await client.close()
+            raise
+        client._socket.linger = _LINGER_MS
+        return client
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Send a request; ``EngineDeadError`` if the engine has ended."""
+        if self.error is not None:
+            raise self.error
+        self._send(messages.AddRequest(request=request))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; nothing happens for unknown ids or if the engine has ended."""
+        self._send(messages.AbortRequests(request_ids=list(request_ids)))
+
+    async def stats(self, *, timeout_s: float) -> SchedulerStats:
+        """How the engine stands; it answers between two steps."""
+        if self.error is not None:
+            raise self.error
+        answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+        self._stats.append(answer)
+        self._send(messages.GetStats())
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"waited {timeout_s:g} s for rank 0's statistics") from error
+
+    def drain(self, timeout_s: float) -> None:
+        """Ask the engine to refuse new requests, finish the running ones, and stop."""
+        self._send(messages.Drain(timeout_s=timeout_s))
+
+    def stop(self) -> None:
+        """Ask the engine to abort everything and stop."""
+        self._send(messages.Stop())
+
+    async def wait_ended(self, *, timeout_s: float | None = None) -> bool:
+        """Wait until the engine has ended; False if it still runs after ``timeout_s``."""
+        done, _ = await asyncio.wait([self._ended], timeout=timeout_s)
+        return bool(done)
+
+    async def close(self) -> None:
+        """Disconnect.  The engine takes that for the death of this process unless it was told to stop before."""
+        for task in (self._listener, self._watcher):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._end("the connection to rank 0 was closed", stopped=self.stopped)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)
+
+    def _send(self, message: ToEngine) -> None:
+        if self.error is None:
+            self._socket.send(messages.encode(message))
+
+    async def _listen(self) -> None:
+        # Polling before receiving, because cancelling a poll loses no message.
+        while True:
+            await self._socket.poll()
+            await self._receive_all()
+
+    async def _receive_all(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._dispatch(await self._socket.recv(zmq.NOBLOCK))
+
+    async def _watch(self) -> None:
+        """What rank 0 had sent before it died is still delivered, its reason above all."""
+        await self._monitor.poll()
+        self._listener.cancel()
+        await self._receive_all()
+        self._end("rank 0 went away", stopped=False)
+
+    def _dispatch(self, data: bytes) -> None:
+        match messages.decode_to_frontend(data):
+            case messages.Deltas(deltas=deltas):
+                self._events.on_deltas(deltas)
+            case messages.Rejected(request_id=request_id, message=text, param=param, code=code):
+                self._events.on_rejected(request_id, RequestError(text, param=param, code=code))
+            case messages.Stats(stats=stats):
+                self._answer_stats(stats)
+            case messages.Ready(model_info=model_info):
+                if not self._ready.done():
+                    self._ready.set_result(model_info)
+            case messages.Draining():
+                self.draining = True
+            case messages.Stopped():
+                self._end("the engine has stopped", stopped=True)
+            case messages.EngineDead(reason=reason):
+                self._end(f"the engine stopped after an error: {reason}", stopped=False)
+
+    def _answer_stats(self, stats: SchedulerStats) -> None:
+        answer = self._stats.pop(0)
+        if not answer.done():
+            answer.set_result(stats)
+
+    def _end(self, reason: str, *, stopped: bool) -> None:
+        if self.error is not None:
+            return
+        self.error, self.stopped = EngineDeadError(reason), stopped
+        waiters: list[asyncio.Future[Any]] = [self._ready, *self._stats]
+        for waiting in waiters:
+            if not waiting.done():
+                waiting.set_exception(self.error)
+                waiting.exception()  # marks it as seen: nobody may be waiting
+        self._ended.set_result(None)
+        self._events.on_ended(self.error)

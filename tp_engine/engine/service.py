@@ -1,0 +1,188 @@
+"""Rank 0's loop behind the frontend process: take messages, run a step, send what it added.
+
+::
+
+    serving --Drain, request_drain--> draining --nothing runs, or the deadline--> stopped
+       |                                 |
+       +--------Stop, request_stop-------+------> stopped (running requests are aborted)
+       |                                 |
+       +--engine fails--> EngineDead is sent, the error is raised
+       +--frontend gone-> its requests are aborted, RuntimeError
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tp_engine.engine import messages
+from tp_engine.engine.messages import CODE_UNAVAILABLE, ModelInfo
+from tp_engine.engine.service_socket import ServiceSocket
+from tp_engine.errors import RequestError
+from tp_engine.log import get_logger
+from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.sched.stats import SchedulerStats
+
+logger = get_logger(__name__)
+
+_IDLE_SLICE_S = 1.0
+
+
+class EngineLike(Protocol):
+    """What the service drives: ``Engine``, or a stand-in."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+    @property
+    def has_unfinished(self) -> bool: ...
+    def add_request(self, request: EngineRequest) -> None: ...
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]: ...
+    def step(self) -> list[SequenceDelta]: ...
+    def stats(self) -> SchedulerStats: ...
+    def check_health(self) -> None: ...
+
+
+class EngineService:
+    """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.
+
+    ``request_drain`` and ``request_stop`` may be called from any thread and from a signal handler.  The frontend must
+    connect within ``connect_timeout_s``.  The engine stays the caller's to close.
+    """
+
+    def __init__(self, engine: EngineLike, address: str, *, connect_timeout_s: float = 120.0) -> None:
+        self._engine = engine
+        self._socket = ServiceSocket(address)
+        self._connect_timeout_s = connect_timeout_s
+        self._connected = False
+        self._drain_timeout_s: float | None = None
+        self._stop_requested = False
+        self._drain_deadline_s: float | None = None
+        self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
+
+    def request_drain(self, timeout_s: float) -> None:
+        """Refuse new requests, finish the running ones within ``timeout_s``, then stop."""
+        self._drain_timeout_s = timeout_s
+        self._socket.wake()
+
+    def request_stop(self) -> None:
+        """Abort everything and stop."""
+        self._stop_requested = True
+        self._socket.wake()
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises what the engine raised, after telling the frontend; RuntimeError if the frontend did not come, or went
+        away without having asked for a stop.
+        """
+        connect_deadline_s = time.monotonic() + self._connect_timeout_s
+        while not self._is_over():
+            self._turn()
+            if self._socket.peer_gone:
+                self._abort_all()
+                if self._leaving:
+                    return
+                raise RuntimeError("the frontend process went away; its requests were aborted")
+            if not self._connected and time.monotonic() > connect_deadline_s:
+                raise RuntimeError(f"waited {self._connect_timeout_s:g} s for the frontend process to connect")
+        self._abort_all()
+        self._socket.send(messages.Stopped())
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    @property
+    def _leaving(self) -> bool:
+        return self._stop_requested or self._drain_timeout_s is not None
+
+    def _is_over(self) -> bool:
+        if self._stop_requested:
+            return True
+        if self._drain_deadline_s is None:
+            return False
+        return not self._engine.has_unfinished or time.monotonic() >= self._drain_deadline_s
+
+    def _turn(self) -> None:
+        """One round: all messages that are here, then one step."""
+        try:
+            for data in self._socket.receive(0.0 if self._engine.has_unfinished else _IDLE_SLICE_S):
+                self._handle(data)
+            self._begin_drain()
+            if self._engine.has_unfinished:
+                self._publish(self._engine.step())
+            else:
+                self._engine.check_health()
+        except Exception as error:
+            self._socket.send(messages.EngineDead(reason=f"{type(error).__name__}: {error}"))
+            raise
+
+    def _begin_drain(self) -> None:
+        if self._drain_timeout_s is not None and self._drain_deadline_s is None:
+            self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
+            logger.info("draining: %d requests may finish within %g s", len(self._unfinished), self._drain_timeout_s)
+            self._socket.send(messages.Draining())
+
+    def _handle(self, data: bytes) -> None:
+        try:
+            message = messages.decode_to_engine(data)
+        except msgspec.ValidationError as error:
+            self._reject_malformed(data, error)
+            return
+        match message:
+            case messages.AddRequest(request=request):
+                self._add(request)
+            case messages.AbortRequests(request_ids=request_ids):
+                self._publish(self._engine.abort(request_ids))
+            case messages.GetStats():
+                self._socket.send(messages.Stats(stats=self._engine.stats()))
+            case messages.Hello():
+                self._connected = True
+                self._socket.hide()
+                self._socket.send(messages.Ready(model_info=self._engine.model_info))
+            case messages.Drain(timeout_s=timeout_s):
+                self._drain_timeout_s = timeout_s
+            case messages.Stop():
+                self._stop_requested = True
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            if self._leaving:
+                raise RequestError("the engine is shutting down; send the request elsewhere", code=CODE_UNAVAILABLE)
+            self._engine.add_request(request)
+        except RequestError as error:
+            self._reject(request.request_id, error)
+        else:
+            self._unfinished[request.request_id] = request.params.n
+
+    def _reject(self, request_id: str, error: RequestError) -> None:
+        self._socket.send(
+            messages.Rejected(request_id=request_id, message=str(error), param=error.param, code=error.code)
+        )
+
+    def _reject_malformed(self, data: bytes, error: msgspec.ValidationError) -> None:
+        """A request with a value of the wrong type is the user's fault, anything else that is malformed is ours."""
+        match msgspec.msgpack.decode(data):
+            case ["AddRequest", {"request_id": str(request_id)}]:
+                self._reject(request_id, RequestError(f"the request is malformed: {error}"))
+            case _:
+                raise error
+
+    def _publish(self, deltas: Sequence[SequenceDelta]) -> None:
+        if not deltas:
+            return
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._note_finished(delta.request_id)
+        self._socket.send(messages.Deltas(deltas=list(deltas)))
+
+    def _note_finished(self, request_id: str) -> None:
+        num_running = self._unfinished.pop(request_id, 1) - 1
+        if num_running:
+            self._unfinished[request_id] = num_running
+
+    def _abort_all(self) -> None:
+        self._publish(self._engine.abort(list(self._unfinished)))
