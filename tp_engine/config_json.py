@@ -15,9 +15,14 @@ T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 IRRELEVANT_KEYS = frozenset(
     {
         # bookkeeping
+        "_attn_implementation_autoset",
         "_commit_hash",
         "_name_or_path",
+        "is_llama_config",
+        "max_sequence_length",
         "model_type",
+        "tokenizer_class",
+        "transformers.js_config",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",

@@ -11,6 +11,7 @@ from tp_engine.errors import ConfigError
 
 CONFIG_FILE = "config.json"
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+OTHER_FORMATS = ["consolidated*", "original/*"]
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -37,7 +38,9 @@ def _download(name: str, revision: str | None) -> Path:
             "package: install it, or give a local folder"
         ) from error
     try:
-        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES))
+        folder = Path(
+            hub.snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FORMATS)
+        )
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""
         raise ConfigError(

@@ -146,6 +146,33 @@ def test_options_that_ask_for_nothing_pass() -> None:
     assert ModelConfig.from_dict(llama(**extra)) == ModelConfig.from_dict(llama())
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"rope_scaling": LLAMA3_ROPE, "mlp_bias": False, "attention_bias": False, "pretraining_tp": 1},
+        {"rope_scaling": None, "max_sequence_length": 2048, "pad_token_id": 0, "bos_token_id": 1, "use_cache": True},
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "use_sliding_window": False,
+            "sliding_window": 131072,
+            "max_window_layers": 28,
+            "use_mrope": False,
+        },
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 4096,
+            "_name_or_path": "x",
+            "torch_dtype": "float16",
+        },
+    ],
+    ids=["llama-3.1", "llama-2", "smollm2", "qwen2.5", "mistral"],
+)
+def test_published_configurations_are_accepted(extra: dict[str, Any]) -> None:
+    """Oracle: keys and values as the publishers wrote them; these models do run."""
+    assert ModelConfig.from_dict(llama(**extra)).head_dim == 128
+
+
 def test_biases_by_architecture() -> None:
     """Oracle: the modules of transformers' Llama, Qwen2 and Qwen3."""
     both = ModelConfig.from_dict(llama(attention_bias=True, mlp_bias=True))

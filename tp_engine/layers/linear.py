@@ -35,10 +35,11 @@ class LocalLinear(nn.Module):
         self._method: LinearMethod = PlainLinear(self.weight)
 
     def finish_loading(self) -> None:
-        """Prepare the loaded weight for fast products; its plain form is given up unless the method keeps it."""
+        """Prepare the loaded weight for fast products; its plain form is given up where they no longer need it."""
         assert self.weight is not None, "finish_loading was called twice"
         self._method = choose_linear_method(self.weight)
-        self.weight = None
+        if not self._method.needs_weight:
+            self.weight = None
 
 
 class ColumnParallelLinear(LocalLinear):

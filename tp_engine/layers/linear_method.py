@@ -19,7 +19,9 @@ SMALL_WEIGHT_ELEMENTS = 1 << 19
 
 
 class LinearMethod(Protocol):
-    """A weight of shape (out, in), ready to be applied."""
+    """A weight of shape (out, in), ready to be applied.  ``needs_weight``: whether it still reads the original."""
+
+    needs_weight: bool
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in) -> (N, out), in the type of ``x``."""
@@ -27,6 +29,8 @@ class LinearMethod(Protocol):
 
 class PlainLinear:
     """``F.linear``."""
+
+    needs_weight = True
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -40,8 +44,8 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-        keep = weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHT_ELEMENTS
-        self._plain = weight if keep else None
+        self.needs_weight = weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHT_ELEMENTS
+        self._plain = weight if self.needs_weight else None
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._plain is not None and x.shape[0] == 1:
