@@ -18,6 +18,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+# These run on every rank of a torchrun job: scripts/test_multi_gpu.
+collect_ignore = [] if "RANK" in os.environ else ["multi_gpu"]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def session_leaves_nothing() -> Iterator[None]:

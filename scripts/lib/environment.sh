@@ -1,0 +1,120 @@
+# Shell functions shared by the scripts beside this folder.  Source it; it changes to the repository root.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+cd "$ROOT"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+say() { echo "[tp_engine] $*" >&2; }
+
+# Sets PYTHON to an interpreter that has the project's dependencies and those of the named extras: the active
+# environment if it has them, else .venv, which is made and filled where needed.
+set_up() { # extra ...
+    local active
+    active="$(active_python)"
+    if [[ -n "$active" ]] && "$active" scripts/lib/usable.py "$@" >/dev/null 2>&1; then
+        PYTHON="$active"
+        return
+    fi
+    [[ -z "${VIRTUAL_ENV:-}" ]] || say "the active environment $VIRTUAL_ENV lacks packages; using .venv instead"
+    mkdir -p .venv
+    exec 9>.venv/.lock
+    ! command -v flock >/dev/null || flock 9
+    install_into .venv "$@"
+    exec 9>&-
+    PYTHON="$ROOT/.venv/bin/python"
+}
+
+# The interpreter that a user of this shell means by "python", if any.
+active_python() {
+    if [[ -n "${VIRTUAL_ENV:-}" && -x "$VIRTUAL_ENV/bin/python" ]]; then
+        echo "$VIRTUAL_ENV/bin/python"
+    else
+        command -v python || command -v python3 || true
+    fi
+}
+
+# Makes a virtual environment with the pinned versions; does nothing if it already has them.
+install_into() { # folder extra ...
+    local folder="$1" extras stamp pins
+    shift
+    extras="$(IFS=,; echo "$*")"
+    stamp="$folder/.installed-${extras//,/-}"
+    pins="$(cat pyproject.toml constraints.txt | cksum)"
+    if [[ -x "$folder/bin/python" && "$(cat "$stamp" 2>/dev/null)" == "$pins" ]]; then
+        return
+    fi
+    say "setting up $folder (once; a few minutes)"
+    "$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$(base_python)" -m venv "$folder"
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint constraints.txt --editable ".${extras:+[$extras]}" </dev/null
+    echo "$pins" >"$stamp"
+}
+
+# A Python of at least 3.11 to make virtual environments with.
+base_python() {
+    local candidate
+    for candidate in python3 python3.12 python3.11 python3.13 python; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    say "Python 3.11 or newer with its venv module (Debian: python3-venv) is needed; install it and run this again"
+    return 1
+}
+
+# Takes a leading "--nproc-per-node N": sets NUM_RANKS (the default without it) and ARGUMENTS (the others).
+take_num_ranks() { # argument ...
+    case "${1:-}" in
+        --nproc-per-node=*)
+            NUM_RANKS="${1#*=}"
+            shift
+            ;;
+        --nproc-per-node)
+            NUM_RANKS="${2:?--nproc-per-node needs a number}"
+            shift 2
+            ;;
+        *) NUM_RANKS="$(default_num_ranks)" ;;
+    esac
+    if [[ ! "$NUM_RANKS" =~ ^[1-9][0-9]*$ ]]; then
+        say "the number of ranks is '$NUM_RANKS'; it must be a whole number of at least 1"
+        exit 2
+    fi
+    ARGUMENTS=("$@")
+}
+
+# How many GPUs this process may use; 0 without any.
+num_gpus() {
+    if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
+    elif command -v nvidia-smi >/dev/null; then
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    else
+        echo 0
+    fi
+}
+
+# Ranks where the user names no number: TP_SIZE, else a rank per GPU (a power of two, as attention heads are), else 2.
+default_num_ranks() {
+    local gpus ranks=1
+    if [[ -n "${TP_SIZE:-}" ]]; then
+        echo "$TP_SIZE"
+        return
+    fi
+    gpus="$(num_gpus)"
+    if ((gpus == 0)); then
+        echo 2
+        return
+    fi
+    while ((ranks * 2 <= gpus)); do ranks=$((ranks * 2)); done
+    echo "$ranks"
+}
+
+# Replaces this shell by torchrun with a rendezvous of its own, so that two jobs on one host never meet.
+exec_torchrun() { # num_ranks argument ...
+    local num_ranks="$1" threads
+    shift
+    threads=$(($(getconf _NPROCESSORS_ONLN) / num_ranks))
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+    exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" "$@"
+}
