@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 _CPU_ELEMENTS = 1 << 17
-_DEVICE_ELEMENTS = 1 << 25
+_DEVICE_ELEMENTS = 1 << 23
 
 
 def row_chunks(num_rows: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,77 @@
+"""The KV cache tensor: shape, views, binding, lazily used pages, failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache, resident_bytes
+
+CPU = torch.device("cpu")
+
+
+class Layer:
+    """An attention layer that only remembers its cache."""
+
+    kv_cache: torch.Tensor
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self.kv_cache = kv_cache
+
+
+def small_shape(dtype: torch.dtype = torch.bfloat16) -> KvCacheShape:
+    """Three layers."""
+    return KvCacheShape(num_layers=3, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
+    """Oracle: the documented shape; block_bytes is what the tensor takes per block."""
+    cache = allocate_kv_cache(small_shape(dtype), 5, CPU)
+    assert cache.shape == (2, 3, 5, 16, 2, 64)
+    assert (cache.dtype, cache.device, cache.is_contiguous()) == (dtype, CPU, True)
+    assert cache.numel() * cache.itemsize == 5 * small_shape(dtype).block_bytes
+    assert small_shape(dtype).bytes_per_token * 16 == small_shape(dtype).block_bytes
+    assert not cache.any()
+
+
+def test_layers_are_bound_by_index_to_views() -> None:
+    """Oracle: what layer i writes appears at [:, i] and nowhere else."""
+    cache, layers = allocate_kv_cache(small_shape(), 5, CPU), [Layer() for _ in range(3)]
+    bind_kv_cache(cache, layers)
+    for index, layer in enumerate(layers):
+        assert layer.kv_cache.shape == (2, 5, 16, 2, 64)
+        layer.kv_cache.fill_(index + 1)
+    assert [int(cache[:, index].min()) for index in range(3)] == [1, 2, 3]
+    assert [int(cache[:, index].max()) for index in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_another_number_of_layers_is_our_fault(count: int) -> None:
+    """The count is checked."""
+    with pytest.raises(AssertionError, match=f"{count} attention layers for a cache of 3"):
+        bind_kv_cache(allocate_kv_cache(small_shape(), 1, CPU), [Layer() for _ in range(count)])
+
+
+def test_pages_are_taken_when_blocks_are_used() -> None:
+    """A cache of 1.5 GiB occupies nothing at first, then the page of each layer's first block."""
+    cache = allocate_kv_cache(small_shape(), 65_536, CPU)
+    assert resident_bytes(cache) == 0
+    cache[:, :, 0] = 1.0
+    assert 6 * 4096 <= resident_bytes(cache) <= 6 * (2 << 20)
+
+
+def test_works_under_inference_mode() -> None:
+    """Written inside inference mode, read outside."""
+    cache = allocate_kv_cache(small_shape(), 2, CPU)
+    with torch.inference_mode():
+        cache[:, 0] = 3.0
+    assert int(cache.sum()) == 2 * 2 * 16 * 2 * 64 * 3
+
+
+@pytest.mark.parametrize("num_blocks", [10**12, 10**18])
+def test_too_large_a_cache_is_a_budget_error(num_blocks: int) -> None:
+    """Not the allocator's own error; the numbers and the remedy are in it."""
+    with pytest.raises(MemoryBudgetError, match=rf"for {num_blocks} KV blocks on cpu.*lower gpu_memory_utilization"):
+        allocate_kv_cache(small_shape(), num_blocks, CPU)

@@ -1,0 +1,209 @@
+"""The ledger, its golden numbers, overrides, refusals and the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.memory_cases import FakeDevice, on_ranks
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.units import GIB, MIB, format_gib
+from tp_engine.worker.device import MemorySnapshot
+from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.worker.memory import MemoryProfiler, choose_blocks, log_memory, settle_blocks
+from tp_engine.worker.memory_ledger import (
+    MemoryLedger,
+    compute_ledger,
+    kv_block_bytes,
+    requested_bytes,
+    single_snapshot_available,
+)
+from tp_engine.worker.memory_report import kv_cache_lines, ledger_json, ledger_table
+
+SHAPE = KvCacheShape(num_layers=4, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+LEDGER = MemoryLedger(
+    total=80 * GIB, requested=72 * GIB, weights=60 * GIB, activations=3 * GIB, non_torch=2 * GIB, cuda_graphs=GIB
+)
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "num_bytes"),
+    [
+        ((80, 16, 8, 64, 2), 2_621_440),
+        ((28, 256, 8, 128, 2), 29_360_128),
+        ((80, 16, 1, 128, 2), 655_360),
+    ],
+)
+def test_block_bytes(dimensions: tuple[int, int, int, int, int], num_bytes: int) -> None:
+    """GOLDEN A4: the allocation guide's 80-layer model, Qwen3-0.6B (28 MiB), a real 70B at TP 8."""
+    layers, block_size, heads, head_dim, itemsize = dimensions
+    got = kv_block_bytes(
+        num_layers=layers, block_size=block_size, local_num_kv_heads=heads, head_dim=head_dim, itemsize=itemsize
+    )
+    assert got == num_bytes
+
+
+def test_block_bytes_with_scales() -> None:
+    """A quantised cache pays for its scales."""
+    plain = kv_block_bytes(num_layers=1, block_size=16, local_num_kv_heads=1, head_dim=64, itemsize=1)
+    scaled = kv_block_bytes(num_layers=1, block_size=16, local_num_kv_heads=1, head_dim=64, itemsize=1, scale_bytes=128)
+    assert scaled == plain + 128
+
+
+def test_single_snapshot_formula() -> None:
+    """GOLDEN A5: 17 G and 621 blocks of 28 MiB come out with binary G (with 10**9 it would be 579 blocks)."""
+    available = single_snapshot_available(
+        total=int(23.48 * GIB), utilization=0.9, used=int(3.69 * GIB), peak=int(1.58 * GIB), current=int(1.14 * GIB)
+    )
+    assert round(available / GIB, 1) == 17.0
+    assert available // (28 * MIB) == 621
+
+
+def test_size_of_the_guides_cache() -> None:
+    """GOLDEN A6: (2, 80, 10800, 16, 8, 64) fp16 is 28,311,552,000 bytes, 26.37 GiB, 172,800 tokens."""
+    shape = KvCacheShape(num_layers=80, block_size=16, local_num_kv_heads=8, head_dim=64, dtype=torch.float16)
+    assert shape.with_blocks(10_800) == (2, 80, 10_800, 16, 8, 64)
+    assert 10_800 * shape.block_bytes == 28_311_552_000
+    assert format_gib(28_311_552_000) == "26.37 GiB"
+
+
+def test_lines_on_the_cache() -> None:
+    """GOLDEN A7: the three lines that users look for."""
+    assert kv_cache_lines(num_blocks=2_526, block_size=16, bytes_per_token=131_072, max_model_len=4_096) == (
+        "Available KV cache memory: 4.93 GiB",
+        "GPU KV cache size: 40,416 tokens",
+        "Maximum concurrency for 4,096 tokens per request: 9.87x",
+    )
+
+
+def profile(device: FakeDevice, *, utilization: float = 0.9, meanwhile: int = 0) -> MemoryLedger:
+    """16 GiB of weights, 3 GiB of activations, 1 GiB of non-torch; the co-tenant changes by ``meanwhile`` per phase."""
+    profiler = MemoryProfiler(device, utilization=utilization)
+    device.allocate(20 * GIB)  # a checkpoint needs more while it loads than when it is loaded
+    device.allocate(-4 * GIB)
+    device.co_tenant += meanwhile
+    profiler.weights_loaded()
+    device.allocate(3 * GIB)
+    device.allocate(-3 * GIB)
+    device.cached = 3 * GIB
+    device.non_torch += GIB
+    device.co_tenant += meanwhile
+    return profiler.finish(cuda_graph_bytes=GIB // 4)
+
+
+def test_ledger_of_a_start() -> None:
+    """Oracle: what the fake process allocated in each phase."""
+    ledger = profile(FakeDevice())
+    assert ledger == MemoryLedger(
+        total=80 * GIB,
+        requested=72 * GIB,
+        weights=16 * GIB,
+        activations=3 * GIB,
+        non_torch=GIB,
+        cuda_graphs=GIB // 4,
+    )
+    assert ledger.available == 72 * GIB - 20 * GIB - GIB // 4
+
+
+@pytest.mark.parametrize("meanwhile", [-2 * GIB, 2 * GIB])
+def test_a_co_tenant_is_not_charged(meanwhile: int) -> None:
+    """Promise 13: another process grows or shrinks while we profile; oracle: the ledger without it."""
+    device = FakeDevice()
+    device.co_tenant = 5 * GIB
+    assert profile(device, meanwhile=meanwhile) == profile(FakeDevice())
+
+
+def test_requesting_more_than_is_free() -> None:
+    """The error names request, total, what is free, and a utilization that fits."""
+    device = FakeDevice()
+    device.co_tenant = 20 * GIB
+    with pytest.raises(MemoryBudgetError, match=r"72\.00 GiB of the device's 80\.00 GiB.*59\.50 GiB.*at most 0\.74"):
+        MemoryProfiler(device, utilization=0.9)
+    assert MemoryProfiler(device, utilization=0.74)
+
+
+def test_a_shared_host_gives_the_share_of_what_is_free() -> None:
+    """Host memory is never free to 90 %, so a CPU rank takes 90 % of the free part."""
+    snapshot = MemorySnapshot(total=100, free=50, torch_allocated=0, torch_reserved=0, torch_peak=0, non_torch=0)
+    assert requested_bytes(snapshot, 0.9, is_shared=True) == 45
+    assert requested_bytes(snapshot, 0.4, is_shared=True) == 40
+
+
+def test_terms_that_shrink_are_no_gain() -> None:
+    """A buffer freed between snapshots does not enlarge the cache."""
+    big = MemorySnapshot(total=100, free=50, torch_allocated=20, torch_reserved=20, torch_peak=20, non_torch=9)
+    small = MemorySnapshot(total=100, free=70, torch_allocated=10, torch_reserved=10, torch_peak=15, non_torch=1)
+    ledger = compute_ledger(big, small, small, requested=90)
+    assert (ledger.weights, ledger.activations, ledger.non_torch, ledger.available) == (0, 5, 0, 85)
+
+
+def test_choose_blocks() -> None:
+    """Blocks, bytes, or what the ledger leaves, rounded down."""
+    assert choose_blocks(LEDGER, SHAPE) == 6 * GIB // SHAPE.block_bytes
+    assert choose_blocks(LEDGER, SHAPE, num_blocks_override=3) == 3
+    assert choose_blocks(LEDGER, SHAPE, cache_bytes_override=SHAPE.block_bytes * 5 - 1) == 4
+    with pytest.raises(MemoryBudgetError, match="kv_cache_memory_bytes is 1; one block takes 32768"):
+        choose_blocks(LEDGER, SHAPE, cache_bytes_override=1)
+
+
+def test_nothing_left() -> None:
+    """A negative remainder names every term and the remedies."""
+    poor = MemoryLedger(
+        total=8 * GIB, requested=7 * GIB, weights=6 * GIB, activations=GIB, non_torch=GIB, cuda_graphs=0
+    )
+    with pytest.raises(MemoryBudgetError, match=r"7\.00 GiB requested, weights take 6\.00 GiB.*raise gpu_memory_util"):
+        choose_blocks(poor, SHAPE)
+
+
+def settle(blocks: list[int], **options: Any) -> list[Any]:
+    """``settle_blocks`` on one rank per number."""
+    defaults: dict[str, Any] = {"max_model_len": 160, "is_override": False}
+    return on_ranks(
+        len(blocks), lambda group: settle_blocks(lambda: blocks[group.info.rank], group, SHAPE, **defaults | options)
+    )
+
+
+def test_settle_takes_the_smallest() -> None:
+    """Every rank gets the minimum."""
+    assert settle([40, 12, 90]) == [12, 12, 12]
+
+
+def test_less_than_one_longest_request_is_refused_on_all_ranks() -> None:
+    """10 blocks hold max_model_len 160; 9 do not, with numbers and remedy."""
+    assert settle([10, 11]) == [10, 10]
+    results = settle([50, 9])
+    assert all(isinstance(result, MemoryBudgetError) for result in results)
+    assert "max_model_len 160 needs 10 KV blocks" in str(results[0])
+    assert "lower max_model_len to at most 144" in str(results[0])
+    assert str(results[0]) == str(results[1])
+
+
+def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
+    """Two blocks on purpose: allowed, with a warning that says what will be refused."""
+    with caplog.at_level(logging.WARNING, logger="tp_engine"):
+        assert settle([2, 2], is_override=True) == [2, 2]
+    assert [record.getMessage() for record in caplog.records] == [
+        "num_gpu_blocks_override 2 holds 32 tokens: longer requests are refused although max_model_len is 160"
+    ]
+
+
+def test_report(caplog: pytest.LogCaptureFixture) -> None:
+    """A table per rank, a JSON line per rank whose terms add up, and the three lines once."""
+    assert "weights" in ledger_table(LEDGER, rank=1)
+    assert "60.00 GiB" in ledger_table(LEDGER, rank=1)
+    line = ledger_json(LEDGER, rank=1, num_blocks=7, kv_cache_bytes=7 * SHAPE.block_bytes)
+    report = json.loads(line)
+    spent = sum(report[name] for name in ("weights", "activations", "non_torch", "cuda_graphs", "kv_cache_available"))
+    assert "\n" not in line
+    assert (report["rank"], report["num_kv_blocks"], spent) == (1, 7, report["requested"])
+    with caplog.at_level(logging.INFO, logger="tp_engine"):
+        for rank in range(2):
+            log_memory(LEDGER, SHAPE, rank=rank, num_blocks=100, max_model_len=160)
+    text = caplog.text
+    assert text.count("Memory of rank") == text.count("memory: {") == 2
+    assert text.count("GPU KV cache size: 1,600 tokens") == 1
+    assert text.count("Maximum concurrency for 160 tokens per request: 10.00x") == 1

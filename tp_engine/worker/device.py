@@ -1,0 +1,131 @@
+"""The device interface: what the engine asks of a GPU or of a CPU beyond running tensor operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tp_engine.worker.host_memory import host_memory, process_memory, reset_peak
+from tp_engine.worker.nvml import process_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """Device memory at one moment, in bytes.
+
+    ``torch_allocated``, ``torch_reserved`` and ``torch_peak`` (of allocated, since ``reset_peak``) are this process's;
+    so is ``non_torch``: context, NCCL buffers, kernels.  ``free`` is what is left by all processes together.
+    """
+
+    total: int
+    free: int
+    torch_allocated: int
+    torch_reserved: int
+    torch_peak: int
+    non_torch: int
+
+
+class Device(Protocol):
+    """One rank's device."""
+
+    type: str
+    torch_device: torch.device
+
+    def snapshot(self) -> MemorySnapshot:
+        """Memory now, after all launched work."""
+
+    def reset_peak(self) -> None:
+        """Let ``torch_peak`` begin anew."""
+
+    def synchronize(self) -> None:
+        """Wait for all launched work."""
+
+    def empty_cache(self) -> None:
+        """Give memory that torch holds but does not use back to the device."""
+
+    def set_current(self) -> None:
+        """Make this the device of the calling thread."""
+
+
+class CudaDevice:
+    """The GPU ``local_rank`` of this host.
+
+    ``non_torch`` counts this process alone where the driver tells how much each process uses.  Where it does not (in
+    some containers), it counts all that torch does not hold on the GPU, and a change by another process while this one
+    profiles is taken for ours; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.
+    """
+
+    type = "cuda"
+
+    def __init__(self, local_rank: int) -> None:
+        self.torch_device = torch.device("cuda", local_rank)
+
+    def snapshot(self) -> MemorySnapshot:
+        self.synchronize()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        own = process_bytes(str(torch.cuda.get_device_properties(self.torch_device).uuid))
+        return MemorySnapshot(
+            total=total,
+            free=free,
+            torch_allocated=torch.cuda.memory_allocated(self.torch_device),
+            torch_reserved=reserved,
+            torch_peak=torch.cuda.max_memory_allocated(self.torch_device),
+            non_torch=(total - free if own is None else own) - reserved,
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def set_current(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+
+class CpuDevice:
+    """This rank's equal share of the host's memory, or of its container's.
+
+    Torch does not count its allocations on CPU, so the process's resident memory stands for ``torch_allocated`` and
+    ``torch_reserved``, its high-water mark for ``torch_peak``, and ``non_torch`` is 0: everything is in the former.
+    """
+
+    type = "cpu"
+
+    def __init__(self, local_world_size: int) -> None:
+        self.torch_device = torch.device("cpu")
+        self._local_world_size = local_world_size
+
+    def snapshot(self) -> MemorySnapshot:
+        host, process = host_memory(), process_memory()
+        return MemorySnapshot(
+            total=host.total // self._local_world_size,
+            free=host.free // self._local_world_size,
+            torch_allocated=process.resident,
+            torch_reserved=process.resident,
+            torch_peak=process.peak,
+            non_torch=0,
+        )
+
+    def reset_peak(self) -> None:
+        reset_peak()
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def empty_cache(self) -> None:
+        """Torch holds no cache on CPU."""
+
+    def set_current(self) -> None:
+        """There is only one."""
+
+
+def make_device(device_type: str, *, local_rank: int, local_world_size: int) -> Device:
+    """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``."""
+    return CudaDevice(local_rank) if device_type == "cuda" else CpuDevice(local_world_size)

@@ -1,0 +1,95 @@
+"""The KV cache tensor of one rank.
+
+::
+
+    kv_cache (2, layers, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
+    kv_cache[:, i] is layer i's (2, blocks, block_size, local KV heads, head_dim), a view
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.units import format_gib
+from tp_engine.worker.memory_ledger import kv_block_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCacheShape:
+    """All of the cache's dimensions but the number of blocks."""
+
+    num_layers: int
+    block_size: int
+    local_num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on one rank."""
+        return kv_block_bytes(
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            local_num_kv_heads=self.local_num_kv_heads,
+            head_dim=self.head_dim,
+            itemsize=self.dtype.itemsize,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token on one rank."""
+        return self.block_bytes // self.block_size
+
+    def with_blocks(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """The tensor's full shape."""
+        return (2, self.num_layers, num_blocks, self.block_size, self.local_num_kv_heads, self.head_dim)
+
+
+class KvCacheLayer(Protocol):
+    """An attention layer, as far as its cache is concerned."""
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Take (2, blocks, block_size, local KV heads, head_dim)."""
+
+
+def allocate_kv_cache(shape: KvCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """A zeroed cache of ``num_blocks`` on ``device``; raises ``MemoryBudgetError`` if it can not be had.
+
+    On CPU it is mapped, not written: the kernel brings a page, zeroed, when a block is first used.
+    """
+    sizes = shape.with_blocks(num_blocks)
+    try:
+        if device.type == "cpu":
+            pages = mmap.mmap(-1, num_blocks * shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=shape.dtype).view(sizes)
+        return torch.zeros(sizes, dtype=shape.dtype, device=device)
+    except (RuntimeError, OSError, OverflowError) as error:
+        raise MemoryBudgetError(
+            f"can not allocate {format_gib(num_blocks * shape.block_bytes)} for {num_blocks} KV blocks on {device} "
+            f"({error}); lower gpu_memory_utilization, num_gpu_blocks_override or kv_cache_memory_bytes"
+        ) from error
+
+
+def bind_kv_cache(kv_cache: torch.Tensor, layers: Sequence[KvCacheLayer]) -> None:
+    """Give layer i its view ``kv_cache[:, i]``; the number of attention layers must be that of the cache."""
+    assert len(layers) == kv_cache.shape[1], f"{len(layers)} attention layers for a cache of {kv_cache.shape[1]}"
+    for index, layer in enumerate(layers):
+        layer.bind_kv_cache(kv_cache[:, index])
+
+
+def resident_bytes(kv_cache: torch.Tensor) -> int:
+    """Bytes of a CPU cache that have been used so far and therefore occupy memory."""
+    num_bytes = kv_cache.numel() * kv_cache.itemsize
+    num_pages = -(-num_bytes // mmap.PAGESIZE)
+    in_core = (ctypes.c_ubyte * num_pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(kv_cache.data_ptr()), ctypes.c_size_t(num_bytes), in_core) != 0:
+        raise OSError(ctypes.get_errno(), "mincore failed")
+    return int(torch.frombuffer(in_core, dtype=torch.uint8).bitwise_and_(1).sum()) * mmap.PAGESIZE

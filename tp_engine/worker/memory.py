@@ -1,0 +1,147 @@
+"""Start-up's account of device memory, in order: snapshots, ledger, agreement, report; then growth while it runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.log import get_logger
+from tp_engine.worker.device import Device, MemorySnapshot
+from tp_engine.worker.kv_cache import KvCacheShape, resident_bytes
+from tp_engine.worker.memory_agreement import HostGroup, agree_on_blocks
+from tp_engine.worker.memory_ledger import (
+    MemoryLedger,
+    blocks_that_fit,
+    check_longest_request,
+    compute_ledger,
+    requested_bytes,
+)
+from tp_engine.worker.memory_report import kv_cache_lines, ledger_json, ledger_table
+
+logger = get_logger(__name__)
+
+
+class MemoryProfiler:
+    """Takes the three snapshots: B0 when made, B1 at ``weights_loaded``, A at ``finish``."""
+
+    def __init__(self, device: Device, *, utilization: float) -> None:
+        """Raises ``MemoryBudgetError`` if the device has not free what ``utilization`` asks for."""
+        self._device = device
+        self._before = self._settled_snapshot()
+        self._loaded: MemorySnapshot | None = None
+        self._requested = requested_bytes(self._before, utilization, is_shared=device.type == "cpu")
+
+    def weights_loaded(self) -> None:
+        """The weights are in place; the largest step comes next."""
+        self._loaded = self._settled_snapshot()
+        self._device.reset_peak()
+
+    def finish(self, *, cuda_graph_bytes: int = 0) -> MemoryLedger:
+        """The largest step has run; ``cuda_graph_bytes`` are set aside for graphs captured later."""
+        assert self._loaded is not None, "weights_loaded() comes before finish()"
+        self._device.synchronize()
+        after = self._device.snapshot()
+        return compute_ledger(
+            self._before, self._loaded, after, requested=self._requested, cuda_graphs=cuda_graph_bytes
+        )
+
+    def _settled_snapshot(self) -> MemorySnapshot:
+        gc.collect()
+        self._device.synchronize()
+        self._device.empty_cache()
+        return self._device.snapshot()
+
+
+def choose_blocks(
+    ledger: MemoryLedger,
+    shape: KvCacheShape,
+    *,
+    num_blocks_override: int | None = None,
+    cache_bytes_override: int | None = None,
+) -> int:
+    """This rank's number of KV blocks: the override in blocks, that in bytes, or what the ledger leaves."""
+    if num_blocks_override is not None:
+        wanted = num_blocks_override * shape.block_bytes
+        if wanted > ledger.available:
+            logger.warning("num_gpu_blocks_override takes %d bytes; profiling found %d", wanted, ledger.available)
+        return num_blocks_override
+    if cache_bytes_override is None:
+        return blocks_that_fit(ledger, shape.block_bytes)
+    if cache_bytes_override < shape.block_bytes:
+        raise MemoryBudgetError(
+            f"kv_cache_memory_bytes is {cache_bytes_override}; one block takes {shape.block_bytes} bytes: raise it"
+        )
+    return cache_bytes_override // shape.block_bytes
+
+
+def settle_blocks(
+    choose: Callable[[], int],
+    group: HostGroup,
+    shape: KvCacheShape,
+    *,
+    max_model_len: int,
+    is_override: bool,
+) -> int:
+    """The number of KV blocks of every rank.  ``choose`` finds this rank's own; its failure is every rank's.
+
+    A number of blocks given by the user may be too small for ``max_model_len``: the scheduler then refuses longer
+    requests.  Otherwise that raises ``MemoryBudgetError``.
+    """
+    local: int | Exception
+    try:
+        local = choose()
+    except Exception as error:
+        local = error
+    num_blocks = agree_on_blocks(local, group).num_blocks
+    if not is_override:
+        check_longest_request(
+            num_blocks=num_blocks,
+            block_size=shape.block_size,
+            block_bytes=shape.block_bytes,
+            max_model_len=max_model_len,
+        )
+    elif num_blocks * shape.block_size < max_model_len and group.info.is_first:
+        logger.warning(
+            "num_gpu_blocks_override %d holds %d tokens: longer requests are refused although max_model_len is %d",
+            num_blocks,
+            num_blocks * shape.block_size,
+            max_model_len,
+        )
+    return num_blocks
+
+
+def log_memory(ledger: MemoryLedger, shape: KvCacheShape, *, rank: int, num_blocks: int, max_model_len: int) -> None:
+    """The report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
+    logger.info("%s", ledger_table(ledger, rank=rank))
+    report = ledger_json(ledger, rank=rank, num_blocks=num_blocks, kv_cache_bytes=num_blocks * shape.block_bytes)
+    logger.info("memory: %s", report)
+    if rank == 0:
+        lines = kv_cache_lines(
+            num_blocks=num_blocks,
+            block_size=shape.block_size,
+            bytes_per_token=shape.bytes_per_token,
+            max_model_len=max_model_len,
+        )
+        for line in lines:
+            logger.info("%s", line)
+
+
+class MemoryMonitor:
+    """Growth of this process's memory since it was made, which is when the rank is ready: after the warm-up."""
+
+    def __init__(self, device: Device, kv_cache: torch.Tensor) -> None:
+        self._device = device
+        self._kv_cache = kv_cache
+        self._ready_bytes = self._own_bytes()
+
+    def growth(self) -> int:
+        """Bytes more than when the rank became ready.  Pages of a CPU cache that come into use are not growth."""
+        return self._own_bytes() - self._ready_bytes
+
+    def _own_bytes(self) -> int:
+        snapshot = self._device.snapshot()
+        in_cache = resident_bytes(self._kv_cache) if self._device.type == "cpu" else 0
+        return snapshot.torch_reserved + snapshot.non_torch - in_cache

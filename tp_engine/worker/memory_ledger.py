@@ -1,0 +1,113 @@
+"""The KV cache's share of a device: pure arithmetic over three snapshots.
+
+::
+
+    B0  nothing loaded     B1  weights loaded     A  the largest step has run
+
+    requested   = total * gpu_memory_utilization
+    weights     = torch allocated in B1 - in B0
+    activations = torch peak in A - torch allocated in B1
+    non-torch   = non-torch in A - in B0
+    KV cache    = requested - weights - activations - non-torch - CUDA graphs
+
+Every term is this process's own; what other processes hold or do meanwhile is in none of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.units import ceil_div, format_gib
+from tp_engine.worker.device import MemorySnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLedger:
+    """Where one rank's share of its device goes, in bytes.  ``available`` for the KV cache may be negative."""
+
+    total: int
+    requested: int
+    weights: int
+    activations: int
+    non_torch: int
+    cuda_graphs: int
+
+    @property
+    def available(self) -> int:
+        """What is left for the KV cache."""
+        return self.requested - self.weights - self.activations - self.non_torch - self.cuda_graphs
+
+
+def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
+    """The bytes that this engine may use of the device, as found in B0.
+
+    Raises ``MemoryBudgetError`` where they are not free.  A host's memory (``is_shared``) is everybody's and rarely
+    free to 90 %: there the engine takes the same share of what is free instead.
+    """
+    requested = int(before.total * utilization)
+    if requested <= before.free:
+        return requested
+    if is_shared:
+        return int(before.free * utilization)
+    highest = int(before.free / before.total * 100) / 100
+    raise MemoryBudgetError(
+        f"gpu_memory_utilization {utilization:g} asks for {format_gib(requested)} of the device's "
+        f"{format_gib(before.total)}, but only {format_gib(before.free)} are free; lower it to at most {highest:g}, or "
+        "end the processes that use the device"
+    )
+
+
+def compute_ledger(
+    before: MemorySnapshot, loaded: MemorySnapshot, after: MemorySnapshot, *, requested: int, cuda_graphs: int = 0
+) -> MemoryLedger:
+    """The ledger of the snapshots B0, B1 and A.  A term that went down is taken as zero, not as a gain."""
+    return MemoryLedger(
+        total=before.total,
+        requested=requested,
+        weights=max(loaded.torch_allocated - before.torch_allocated, 0),
+        activations=max(after.torch_peak - loaded.torch_allocated, 0),
+        non_torch=max(after.non_torch - before.non_torch, 0),
+        cuda_graphs=cuda_graphs,
+    )
+
+
+def single_snapshot_available(*, total: int, utilization: float, used: int, peak: int, current: int) -> int:
+    """The cross-check: nano-vllm's one-snapshot formula, ``total * utilization - used - peak + current`` bytes.
+
+    ``used`` is the whole device's, so it charges other processes to us; ``peak`` and ``current`` are torch's.
+    """
+    return int(total * utilization) - used - peak + current
+
+
+def kv_block_bytes(
+    *, num_layers: int, block_size: int, local_num_kv_heads: int, head_dim: int, itemsize: int, scale_bytes: int = 0
+) -> int:
+    """Bytes of one block on one rank: keys and values of all layers, plus ``scale_bytes`` of a quantised cache."""
+    return 2 * num_layers * block_size * local_num_kv_heads * head_dim * itemsize + scale_bytes
+
+
+def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
+    """Blocks that the ledger leaves room for; raises ``MemoryBudgetError`` if there is not even one."""
+    if ledger.available >= block_bytes:
+        return ledger.available // block_bytes
+    raise MemoryBudgetError(
+        f"no memory is left for the KV cache: of the {format_gib(ledger.requested)} requested, weights take "
+        f"{format_gib(ledger.weights)}, activations {format_gib(ledger.activations)}, non-torch memory "
+        f"{format_gib(ledger.non_torch)} and CUDA graphs {format_gib(ledger.cuda_graphs)}, leaving {ledger.available} "
+        f"bytes where one block takes {block_bytes}; raise gpu_memory_utilization, lower max_num_batched_tokens, or "
+        "raise tensor_parallel_size"
+    )
+
+
+def check_longest_request(*, num_blocks: int, block_size: int, block_bytes: int, max_model_len: int) -> None:
+    """Raise ``MemoryBudgetError`` unless one request of ``max_model_len`` tokens fits in ``num_blocks``."""
+    needed = ceil_div(max_model_len, block_size)
+    if needed <= num_blocks:
+        return
+    raise MemoryBudgetError(
+        f"one request of max_model_len {max_model_len} needs {needed} KV blocks ({format_gib(needed * block_bytes)} a "
+        f"rank), but only {num_blocks} ({format_gib(num_blocks * block_bytes)}) fit; lower max_model_len to at most "
+        f"{num_blocks * block_size}, raise gpu_memory_utilization or kv_cache_memory_bytes, or raise "
+        "tensor_parallel_size"
+    )
