@@ -97,10 +97,9 @@ class TorchBackend:
         keys = visible_keys(group, kind.window, metadata, kind.block_size)
         mask = None
         if not keys.is_exact or query_len > 1:
-            start: IntArray = group.seq_lens - query_len - keys.first
-            own_key: IntArray = start[:, np.newaxis] + np.arange(query_len, dtype=np.int32)
-            if query_len > 1:
-                own_key = np.repeat(own_key, kind.queries_per_kv_head, axis=1)
+            repeats = kind.queries_per_kv_head if query_len > 1 else 1
+            offsets = np.arange(query_len * repeats, dtype=np.int32) // repeats
+            own_key: IntArray = (group.seq_lens - query_len - keys.first)[:, np.newaxis] + offsets
             mask = batched_mask(own_key, keys.num_keys, kind.window, kind.dtype, device).unsqueeze(1)
         return GroupCall(tokens, keys.selection, mask, batch, query_len)
 
