@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Rank 0's own time per step, without a model: schedule and update at steady decode, and a step that admits prompts.
 
-Chunked prefill, prefix cache, priorities and stop checks are on.  ``update`` is measured whole and, as ``apply``, without
-the records that it makes for the engine's caller.  Ends with one JSON line; all times are microseconds.
+Chunked prefill, prefix cache, priorities and stop checks are on.  ``update`` is measured whole and, as ``apply``,
+without the records that it makes for the engine's caller.  Ends with one JSON line; all times are microseconds.
 """
 
 from __future__ import annotations

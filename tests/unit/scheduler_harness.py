@@ -1,9 +1,9 @@
 """A worker without a model, which proves that a scheduler's plans are right.
 
-It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there and a hash of
-the whole sequence up to it.  After each step every row must find its own history in its slots, whatever was shared,
-copied, evicted or recomputed.  The next token is computed from what the *cache* holds, so a wrong block also gives wrong
-tokens; ``expected_tokens`` computes them from the sequence alone.
+It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there and a hash
+of the whole sequence up to it.  After each step every row must find its own history in its slots, whatever was shared,
+copied, evicted or recomputed.  The next token is computed from what the *cache* holds, so a wrong block also gives
+wrong tokens; ``expected_tokens`` computes them from the sequence alone.
 """
 
 from __future__ import annotations

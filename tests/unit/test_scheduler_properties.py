@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from tests.unit.scheduler_harness import VOCABULARY, RandomLoad, Simulation, limits
 
+from tests.unit.scheduler_harness import VOCABULARY, RandomLoad, Simulation, limits
 from tp_engine.sched import prefix_cache
 
 SCALE = int(os.environ.get("TP_ENGINE_TEST_SCALE", "1"))

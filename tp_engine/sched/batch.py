@@ -58,7 +58,7 @@ class Batch:
         sequence.prompt_logprobs.clear()
         self.counters.num_preemptions += 1
         self.waiting.push(sequence)
-        _logger.warning(
+        _logger.info(
             "request %s, sequence %d: preempted for want of KV blocks; %d tokens to compute again unless still cached",
             sequence.request_id,
             sequence.index,

@@ -1,0 +1,152 @@
+"""Block tables, sharing and publishing.  Oracle: tables and slots worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.scheduler_harness import limits
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.batch import Batch
+from tp_engine.sched.intake import build_group
+from tp_engine.sched.sequence import Phase, Sequence
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """16 blocks of 4 tokens, 8 rows."""
+    return Batch(limits())
+
+
+def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str | None = None) -> list[Sequence]:
+    """The waiting sequences of a request."""
+    params = SamplingParams(n=n, cache_salt=salt)
+    request = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params)
+    return build_group(request, batch.limits, number).sequences
+
+
+def seat(batch: Batch, sequence: Sequence) -> list[int]:
+    """Enter with all hits and room for all tokens; returns the hits."""
+    hits = batch.blocks.find_hits(sequence)
+    batch.enter(sequence, 1, hits, len(hits) * 4, len(sequence.token_ids))
+    batch.blocks.start_chain(sequence, len(hits))
+    batch.blocks.check_integrity()
+    return hits
+
+
+def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
+    """The sequence's first ``num_tokens`` are computed, and published."""
+    batch.rows.num_computed[sequence.row] = batch.rows.num_scheduled[sequence.row] = num_tokens
+    batch.blocks.publish(sequence)
+    batch.blocks.check_integrity()
+
+
+def test_golden_tables(batch: Batch) -> None:
+    """By hand: 10 tokens take blocks 0-2, the next row 3; growth takes 4 and 5 in the order of the rows given."""
+    (first,), (second,) = make(batch, list(range(10))), make(batch, [9, 9], number=1)
+    seat(batch, first), seat(batch, second)
+    assert batch.blocks.table(0).tolist() == [0, 1, 2] and batch.blocks.table(1).tolist() == [3]
+    assert batch.blocks.grow_rows(np.array([1, 0], dtype=np.int32)).tolist() == [4, 5]
+    assert batch.blocks.table(0).tolist() == [0, 1, 2, 5] and batch.blocks.table(1).tolist() == [3, 4]
+    assert batch.rows.capacity[:2].tolist() == [16, 8]
+
+
+def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
+    """By hand: with 7 of 10 tokens computed one block of 4 is cached, with 10 two; none before."""
+    (first,) = make(batch, list(range(10)))
+    seat(batch, first)
+    (other,) = make(batch, list(range(12)), number=1)
+    assert batch.blocks.find_hits(other) == []
+    compute(batch, first, 7)
+    assert batch.blocks.find_hits(other) == [0]
+    compute(batch, first, 10)
+    assert batch.blocks.find_hits(other) == [0, 1]
+
+
+def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
+    """A row that leaves between schedule and update offers what is confirmed, not what was scheduled."""
+    (first,) = make(batch, list(range(10)))
+    seat(batch, first)
+    compute(batch, first, 4)
+    batch.rows.num_scheduled[first.row] = 10
+    batch.leave(first, Phase.FINISHED)
+    (other,) = make(batch, list(range(12)), number=1)
+    assert batch.blocks.find_hits(other) == [0]
+
+
+def test_hits_leave_one_token(batch: Batch) -> None:
+    """By hand: of a fully cached prompt of 8 tokens one block is used, of 9 tokens both."""
+    (first,) = make(batch, list(range(12)))
+    seat(batch, first)
+    compute(batch, first, 12)
+    assert batch.blocks.find_hits(make(batch, list(range(8)), number=1)[0]) == [0]
+    assert batch.blocks.find_hits(make(batch, list(range(9)), number=2)[0]) == [0, 1]
+
+
+def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
+    """By hand: tables go back tail first, so the head of the oldest survives longest; a hit takes it from the queue."""
+    (first,) = make(batch, list(range(12)))
+    seat(batch, first)
+    compute(batch, first, 12)
+    batch.leave(first, Phase.FINISHED)
+    pool = batch.blocks.pool
+    assert list(pool.free_order()) == [*range(3, 16), 2, 1, 0]
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (13, 3, 0)
+    (again,) = make(batch, list(range(12)), number=1)
+    assert batch.blocks.find_hits(again) == [0, 1]
+    assert batch.blocks.num_idle([0, 1]) == 2
+    assert seat(batch, again) == [0, 1]
+    assert batch.blocks.table(0).tolist() == [0, 1, 3]
+    assert list(pool.free_order()) == [*range(4, 16), 2]
+    (big,) = make(batch, [7] * 52, number=2)
+    seat(batch, big)
+    assert pool.num_available == 0 and len(batch.blocks.cache) == 2
+    (third,) = make(batch, list(range(12)), number=3)
+    assert batch.blocks.find_hits(third) == [0, 1], "used blocks stay in the cache"
+
+
+def test_shared_blocks_count_their_holders(batch: Batch) -> None:
+    """By hand: two holders of blocks 0 and 1; they are given back only by the second that leaves."""
+    (first,), (second,) = make(batch, list(range(10))), make(batch, list(range(11)), number=1)
+    seat(batch, first)
+    compute(batch, first, 10)
+    assert seat(batch, second) == [0, 1]
+    assert [batch.blocks.pool.ref_count(block) for block in range(4)] == [2, 2, 1, 1]
+    batch.leave(first, Phase.FINISHED)
+    assert [batch.blocks.pool.ref_count(block) for block in range(4)] == [1, 1, 0, 1]
+    batch.leave(second, Phase.FINISHED)
+    assert batch.blocks.pool.num_used == 0
+
+
+def test_equal_content_computed_twice_is_cached_once(batch: Batch) -> None:
+    """Two rows that computed the same prompt: the first one's blocks are canonical, the other's become plain free."""
+    (first,), (second,) = make(batch, list(range(10))), make(batch, list(range(10)), number=1)
+    seat(batch, first), seat(batch, second)
+    compute(batch, first, 10)
+    compute(batch, second, 10)
+    batch.leave(second, Phase.FINISHED)
+    batch.leave(first, Phase.FINISHED)
+    assert batch.blocks.pool.num_cached == 2
+    assert sorted(batch.blocks.cache.cached_blocks()) == [0, 1]
+
+
+def test_salts_do_not_share(batch: Batch) -> None:
+    """Equal prompts of different tenants hold different blocks."""
+    (first,) = make(batch, list(range(10)), salt="a")
+    seat(batch, first)
+    compute(batch, first, 10)
+    assert batch.blocks.find_hits(make(batch, list(range(10)), number=1, salt="b")[0]) == []
+    assert batch.blocks.find_hits(make(batch, list(range(10)), number=2)[0]) == []
+    assert batch.blocks.find_hits(make(batch, list(range(10)), number=3, salt="a")[0]) == [0, 1]
+
+
+def test_victim_is_the_last_in_order(batch: Batch) -> None:
+    """By definition: lowest priority first, then latest arrival, then highest index."""
+    groups = [make(batch, [1], number=0), make(batch, [2], number=1, n=2)]
+    for sequence in groups[0] + groups[1]:
+        seat(batch, sequence)
+    assert batch.victim() is groups[1][1]
+    batch.preempt(groups[1][1])
+    assert batch.victim() is groups[1][0]
+    assert batch.released == [2] and len(batch.waiting) == 1

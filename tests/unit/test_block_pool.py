@@ -1,0 +1,118 @@
+"""The free queue, block by block.  Oracle: orders worked out by hand from the rule in the pool's own text."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from tp_engine.sched.block_pool import BlockPool
+
+
+def order(pool: BlockPool) -> list[int]:
+    """The queue, after a check of the pool."""
+    pool.check_integrity()
+    return list(pool.free_order())
+
+
+def test_golden_order_without_hashes() -> None:
+    """By hand: blocks are taken in rising order; a table given back is taken again first, in its own order."""
+    pool = BlockPool(6)
+    assert order(pool) == [0, 1, 2, 3, 4, 5]
+    assert pool.take(4) == ([0, 1, 2, 3], [])
+    pool.release([1, 3])
+    assert order(pool) == [1, 3, 4, 5]
+    pool.release([2, 0])
+    assert order(pool) == [2, 0, 1, 3, 4, 5]
+
+
+def test_golden_eviction_takes_tails_before_heads() -> None:
+    """By hand: free blocks go first, then the older table's tail, its head, and only then the younger table's."""
+    pool = BlockPool(6)
+    first, _ = pool.take(3)
+    second, _ = pool.take(2)
+    for block in [0, 1, 3, 4]:
+        pool.mark_hashed(block)
+    pool.release(first)
+    assert order(pool) == [2, 5, 1, 0]
+    pool.release(second)
+    assert order(pool) == [2, 5, 1, 0, 4, 3]
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 4, 0)
+    assert pool.take(4) == ([2, 5, 1, 0], [1, 0])
+    assert order(pool) == [4, 3]
+    assert not pool.is_hashed(0) and pool.is_hashed(4)
+
+
+def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
+    """By hand: a shared cached block is unlinked where it is, and comes back as the most recently used."""
+    pool = BlockPool(4)
+    pool.take(3)
+    for block in range(3):
+        pool.mark_hashed(block)
+    pool.release([0, 1, 2])
+    assert order(pool) == [3, 2, 1, 0]
+    pool.share([1])
+    assert order(pool) == [3, 2, 0]
+    pool.share([1])
+    pool.release([1])
+    assert order(pool) == [3, 2, 0] and pool.ref_count(1) == 1
+    pool.release([1])
+    assert order(pool) == [3, 2, 0, 1]
+
+
+def test_hashes_forgotten_keep_the_order() -> None:
+    """By hand: cached blocks become free where they stand."""
+    pool = BlockPool(3)
+    pool.take(2)
+    pool.mark_hashed(0)
+    pool.release([0, 1])
+    pool.forget_hashes()
+    assert order(pool) == [1, 2, 0] and pool.num_free == 3
+    assert pool.take(3) == ([1, 2, 0], [])
+
+
+def test_misuse_is_our_fault() -> None:
+    """Asserts: taking too many, releasing what nobody holds, sharing a block without content."""
+    pool = BlockPool(2)
+    with pytest.raises(AssertionError, match="3 blocks wanted, 2 available"):
+        pool.take(3)
+    with pytest.raises(AssertionError, match="nobody holds"):
+        pool.release([0])
+    with pytest.raises(AssertionError, match="nothing to share"):
+        pool.share([1])
+
+
+def test_random_acts_match_a_plain_model() -> None:
+    """Oracle: an ordered dictionary as the queue and plain lists of holders, over 3000 random acts."""
+    rng = random.Random(3)
+    pool, queue = BlockPool(12), OrderedDict.fromkeys(range(12))
+    tables: list[list[int]] = []
+    hashed: set[int] = set()
+    for _ in range(3000):
+        act = rng.choice(("take", "hash", "share", "release", "release"))
+        if act == "take" and queue:
+            wanted = list(queue)[: rng.randint(1, len(queue))]
+            assert pool.take(len(wanted)) == (wanted, [block for block in wanted if block in hashed])
+            tables.append(wanted)
+            for block in wanted:
+                del queue[block]
+                hashed.discard(block)
+        elif act == "hash" and tables:
+            block = rng.choice(rng.choice(tables))
+            pool.mark_hashed(block)
+            hashed.add(block)
+        elif act == "share" and hashed:
+            shared = sorted(hashed)[: rng.randint(1, 3)]
+            pool.share(shared)
+            tables.append(shared)
+            for block in shared:
+                queue.pop(block, None)
+        elif act == "release" and tables:
+            table = tables.pop(rng.randrange(len(tables)))
+            pool.release(table)
+            for block in reversed(table):
+                if not any(block in other for other in tables):
+                    queue[block] = None
+                    queue.move_to_end(block, last=block in hashed)
+        assert order(pool) == list(queue)

@@ -1,0 +1,161 @@
+"""Hits are exact.  Oracle: the definition of a hit, token ids and the whole chain before them equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tp_engine.plan import NO_IDS, RowSampling
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched import prefix_cache
+from tp_engine.sched.pending import PendingBlocks
+from tp_engine.sched.prefix_cache import Identity, PrefixCache
+from tp_engine.sched.sequence import RequestGroup, Sequence
+
+SIZE = 4
+
+
+def tokens(*ids: int) -> bytes:
+    """The int32 bytes of token ids."""
+    return np.array(ids, dtype=np.int32).tobytes()
+
+
+def publish(cache: PrefixCache, blocks: list[int], data: bytes, salt: str = "") -> list[Identity | None]:
+    """Insert a sequence's blocks; returns their identities."""
+    hashes: list[int] = []
+    cache.extend_hashes(hashes, salt, data)
+    parent: Identity | None = salt
+    found: list[Identity | None] = []
+    for index, block in enumerate(blocks):
+        assert parent is not None
+        parent = cache.insert(block, hashes[index], parent, data[index * SIZE * 4 : (index + 1) * SIZE * 4])
+        found.append(parent)
+    cache.check_integrity()
+    return found
+
+
+def match(cache: PrefixCache, data: bytes, salt: str = "", max_blocks: int = 99) -> list[int]:
+    """The cached blocks of a sequence."""
+    hashes: list[int] = []
+    cache.extend_hashes(hashes, salt, data)
+    return cache.match(hashes, salt, data, max_blocks)
+
+
+@pytest.fixture
+def cache() -> PrefixCache:
+    """Eight blocks of four tokens."""
+    return PrefixCache(8, SIZE * 4, key=b"k")
+
+
+EIGHT = tokens(1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_only_full_equal_blocks_match(cache: PrefixCache) -> None:
+    """By definition: the run ends at the first difference, at the bound, and before a part of a block."""
+    publish(cache, [5, 2], EIGHT)
+    assert match(cache, EIGHT) == [5, 2]
+    assert match(cache, EIGHT, max_blocks=1) == [5]
+    assert match(cache, tokens(1, 2, 3, 4, 5, 6, 7)) == [5]
+    assert match(cache, tokens(1, 2, 3, 4, 5, 6, 7, 9)) == [5]
+    assert match(cache, tokens(0, 2, 3, 4, 5, 6, 7, 8)) == []
+    assert match(cache, tokens(5, 6, 7, 8)) == []
+
+
+def test_salts_separate(cache: PrefixCache) -> None:
+    """Blocks of a different salt never match; those of the same salt do."""
+    publish(cache, [0, 1], EIGHT, salt="a")
+    assert match(cache, EIGHT) == [] and match(cache, EIGHT, salt="b") == []
+    assert match(cache, EIGHT, salt="a") == [0, 1]
+
+
+def test_hashes_differ_between_processes() -> None:
+    """Two caches with keys of their own name the same tokens differently; one cache always alike."""
+    names = []
+    for _ in range(2):
+        cache, hashes = PrefixCache(1, SIZE * 4), []
+        cache.extend_hashes(hashes, "", EIGHT)
+        again: list[int] = []
+        cache.extend_hashes(again, "", EIGHT)
+        assert hashes == again
+        names.append(hashes)
+    assert names[0] != names[1]
+
+
+def test_hashes_grow_with_the_sequence(cache: PrefixCache) -> None:
+    """Extending block by block gives the same chain as all at once."""
+    whole: list[int] = []
+    cache.extend_hashes(whole, "s", EIGHT)
+    grown: list[int] = []
+    for end in range(9):
+        cache.extend_hashes(grown, "s", EIGHT[: end * 4])
+    assert grown == whole and len(whole) == 2
+
+
+def test_first_block_stays_canonical(cache: PrefixCache) -> None:
+    """Content that is cached keeps its block, and a chain through the copy goes on from it."""
+    first = publish(cache, [0], EIGHT[:16])
+    assert publish(cache, [3, 4], EIGHT)[0] == first[0]
+    assert not cache.is_cached(3)
+    assert match(cache, EIGHT) == [0, 4]
+
+
+def test_evicted_block_ends_the_chain_for_good(cache: PrefixCache) -> None:
+    """After eviction of a parent its child is unreachable, even when the parent's content comes back elsewhere."""
+    publish(cache, [0, 1], EIGHT)
+    cache.evict([0])
+    cache.check_integrity()
+    assert match(cache, EIGHT) == []
+    publish(cache, [6], EIGHT[:16])
+    assert match(cache, EIGHT) == [6]
+
+
+@pytest.mark.parametrize("salt", ["", "other"])
+def test_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch, cache: PrefixCache, salt: str) -> None:
+    """With a constant hash, other tokens, an equal block after another parent, and another salt still miss."""
+    monkeypatch.setattr(prefix_cache, "block_hash", lambda parent, data: 42)
+    assert publish(cache, [0], EIGHT[:16]) == [1]
+    assert match(cache, tokens(9, 9, 9, 9), salt) == []
+    assert match(cache, EIGHT[:16], "another salt") == []
+    assert publish(cache, [1], tokens(9, 9, 9, 9), salt) == [None]
+    assert match(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4)) == [0]
+
+
+def test_clear_forgets_all(cache: PrefixCache) -> None:
+    """Nothing matches and nothing is cached afterwards."""
+    publish(cache, [0, 1], EIGHT)
+    cache.clear()
+    cache.check_integrity()
+    assert len(cache) == 0 and match(cache, EIGHT) == []
+
+
+def make_sequence(num_tokens: int) -> Sequence:
+    """A waiting sequence whose blocks are named 100, 101, ..."""
+    request = EngineRequest(request_id="r", prompt_token_ids=[0] * num_tokens, params=SamplingParams())
+    group = RequestGroup(request, 0, "", frozenset(), frozenset())
+    ids = np.concatenate((NO_IDS, np.zeros(num_tokens, dtype=np.int32)))
+    sequence = Sequence(group, 0, (0, 0, 0), RowSampling(), ids, num_tokens)
+    sequence.hashes = list(range(100, 100 + num_tokens // SIZE))
+    sequence.parent = ""
+    return sequence
+
+
+def test_deferral_needs_progress() -> None:
+    """By definition: worth waiting for the block behind the hits, at most once per number of hits, until settled."""
+    pending, leader, follower = PendingBlocks(SIZE), make_sequence(12), make_sequence(9)
+    pending.add(leader, 0, 8, step_id=1)
+    assert pending.worth_waiting(follower, 0)
+    assert not pending.worth_waiting(follower, 0), "no progress since"
+    assert pending.worth_waiting(follower, 1)
+    assert not pending.worth_waiting(follower, 2), "its last token is to be computed anyway"
+    pending.settle(1)
+    assert not pending.worth_waiting(make_sequence(9), 0)
+
+
+def test_pending_outlives_earlier_results() -> None:
+    """Plans may run ahead: the result of step 1 does not settle what step 2 computes."""
+    pending = PendingBlocks(SIZE)
+    pending.add(make_sequence(12), 0, 4, step_id=1)
+    pending.add(make_sequence(12), 4, 8, step_id=2)
+    pending.settle(1)
+    assert not pending.worth_waiting(make_sequence(9), 0) and pending.worth_waiting(make_sequence(9), 1)

@@ -1,0 +1,173 @@
+"""Shared prefixes and forks.  Oracle: counts of computed tokens and tables worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.scheduler_harness import RandomLoad, Simulation, limits
+from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.sampling_params import SamplingParams
+
+ROOMY = limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=512)
+ENDLESS = {"ignore_eos": True}
+
+
+def test_shared_prefix_is_computed_once() -> None:
+    """By hand: 32 prompts of 256 equal and 8 own tokens cost 256 + 32 * 8, and one more step."""
+    simulation = Simulation(ROOMY)
+    stem = [number % 50 for number in range(256)]
+    for number in range(32):
+        simulation.add([*stem, number, *range(7)], max_tokens=1)
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 256 + 32 * 8
+    assert len(simulation.plans) == 2
+    assert simulation.scheduler.stats().num_prefix_hit_tokens == 31 * 256
+
+
+def test_prefix_in_chunks_is_computed_once() -> None:
+    """By hand: the followers wait while the leader's chunks complete their prefix, four steps of 64 tokens."""
+    simulation = Simulation(limits(num_blocks=600, max_num_batched_tokens=64, max_model_len=512))
+    stem = [number % 50 for number in range(252)]
+    for number in range(4):
+        simulation.add([*stem, number, 1, 2, 3], max_tokens=1)
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 252 + 4 * 4
+
+
+def test_others_pass_those_that_wait_for_a_prefix() -> None:
+    """By hand: the second waits for the first's blocks, the third enters at once, the second one step later."""
+    simulation = Simulation(ROOMY)
+    for prompt in ([1] * 9, [1] * 10, [2] * 9):
+        simulation.add(prompt, max_tokens=5, **ENDLESS)
+    first, second = simulation.step(), simulation.step()
+    assert first is not None and [a.sampling.seed for a in first.admitted] == [0, 2]
+    assert second is not None and [a.sampling.seed for a in second.admitted] == [1]
+    assert second.admitted[0].num_computed_tokens == 8
+
+
+def test_leader_that_leaves_frees_its_followers() -> None:
+    """The promise: no deadlock when the request that computes the prefix is aborted before its result."""
+    simulation = Simulation(ROOMY)
+    simulation.add([1] * 9, max_tokens=2)
+    simulation.add([1] * 10, max_tokens=2)
+    simulation.step(between=lambda: simulation.abort("r0"))
+    plan = simulation.step()
+    assert plan is not None and plan.admitted[0].num_computed_tokens == 0
+    simulation.run()
+
+
+def test_second_turn_hits_what_the_first_generated() -> None:
+    """By hand: a prompt of 10 and 7 generated tokens have 16 computed; the next turn finds 4 blocks."""
+    simulation = Simulation(ROOMY)
+    simulation.add(list(range(10)), max_tokens=7, **ENDLESS)
+    simulation.run()
+    answer = simulation.outputs["r0", 0].token_ids
+    simulation.add([*range(10), *answer, 1, 2, 3], max_tokens=2)
+    simulation.run()
+    assert simulation.outputs["r1", 0].deltas[0].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(("salts", "hits"), [(("a", "b"), 0), ((None, "b"), 0), (("a", "a"), 8), ((None, None), 8)])
+def test_salts_separate_tenants(salts: tuple[str | None, str | None], hits: int) -> None:
+    """The promise: equal prompts share under one salt only."""
+    simulation = Simulation(ROOMY)
+    for salt in salts:
+        simulation.add([1] * 10, max_tokens=1, cache_salt=salt)
+    simulation.run()
+    assert simulation.scheduler.stats().num_prefix_hit_tokens == hits
+
+
+def test_reset_forgets_only_when_nothing_runs() -> None:
+    """By definition: refused while a sequence holds blocks; afterwards nothing is hit."""
+    simulation = Simulation(ROOMY)
+    simulation.add([1] * 10, max_tokens=3, **ENDLESS)
+    simulation.step()
+    assert not simulation.scheduler.reset_prefix_cache()
+    simulation.run()
+    assert simulation.scheduler.stats().num_cached_blocks == 3
+    assert simulation.scheduler.reset_prefix_cache()
+    assert simulation.scheduler.stats().num_cached_blocks == 0
+    simulation.add([1] * 10, max_tokens=3, **ENDLESS)
+    simulation.run()
+    assert simulation.scheduler.stats().num_prefix_hit_tokens == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_golden_fork_copies_the_last_partial_block(caching: bool) -> None:
+    """By hand, prompt of 7, blocks of 4: siblings share block 0, copy block 1, and compute position 6 only."""
+    simulation = Simulation(limits(enable_prefix_caching=caching))
+    simulation.add(list(range(7)), n=3, max_tokens=4, seed=5, **ENDLESS)
+    first, second = simulation.step(), simulation.step()
+    assert first is not None and len(first.admitted) == 1
+    assert second is not None and [a.sampling.seed for a in second.admitted] == [6, 7]
+    assert [a.block_ids.tolist() for a in second.admitted] == [[0, 2], [0, 3]]
+    assert [a.num_computed_tokens for a in second.admitted] == [6, 6]
+    assert second.copies.tolist() == [[1, 2], [1, 3]]
+    assert second.prefill_tokens.tolist() == [1, 1] and second.decode_rows.tolist() == [0]
+    assert simulation.scheduler._batch.blocks.pool.ref_count(0) == 3
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 7 + 2 + 3 * 3
+
+
+def test_golden_fork_at_a_block_end_copies_nothing() -> None:
+    """By hand, prompt of 9: position 8 opens a block, so siblings share two blocks and take a new one."""
+    simulation = Simulation(limits())
+    simulation.add(list(range(9)), n=2, max_tokens=4, **ENDLESS)
+    simulation.step()
+    plan = simulation.step()
+    assert plan is not None and plan.admitted[0].block_ids.tolist() == [0, 1, 3]
+    assert len(plan.copies) == 0
+    simulation.run()
+
+
+def test_siblings_without_a_donor_enter_like_others() -> None:
+    """By hand, one row: each sibling comes when the one before has gone, and hits the prompt's full block."""
+    simulation = Simulation(limits(max_num_seqs=1))
+    simulation.add(list(range(7)), n=3, max_tokens=2, **ENDLESS)
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == (7 + 1) + 2 * (3 + 1)
+    assert sum(len(plan.copies) for plan in simulation.plans) == 0
+
+
+def test_many_siblings_over_a_chunked_prompt() -> None:
+    """By hand: the prompt of 40 is computed once in chunks of 8, then 15 siblings compute one token; all decode 2."""
+    simulation = Simulation(limits(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=8, max_model_len=64))
+    simulation.add(list(range(40)), n=16, max_tokens=3, **ENDLESS)
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 40 + 15 + 16 * 2
+
+
+def test_seeds_of_requests_without_one_are_reproducible() -> None:
+    """By definition: equal in two runs, different between requests and engine seeds, siblings one apart."""
+
+    def seeds(engine_seed: int) -> list[int]:
+        simulation = Simulation(limits(seed=engine_seed))
+        params = SamplingParams(n=2, max_tokens=1)
+        for name in ("a", "b"):
+            simulation.scheduler.add(EngineRequest(request_id=name, prompt_token_ids=[1, 2, 3], params=params))
+        found = []
+        while (plan := simulation.scheduler.schedule()) is not None:
+            found += [admission.sampling.seed for admission in plan.admitted]
+            simulation.scheduler.update(plan, simulation.worker.execute(plan))
+        return found
+
+    first = seeds(0)
+    assert first == seeds(0) != seeds(1)
+    assert len(set(first)) == 4
+    assert sorted(first)[1] - sorted(first)[0] == 1
+
+
+def test_no_request_starves_behind_a_stream_that_shares() -> None:
+    """The promise: a request of the same stem as an endless stream of later ones is still served in bounded time."""
+    simulation = Simulation(limits(num_blocks=10, max_num_seqs=3, max_num_batched_tokens=8))
+    load = RandomLoad(simulation, seed=4)
+    for _ in range(40):
+        load.act()
+    watched = simulation.add([*load.stems[0], 1][:30], max_tokens=4).request_id
+    for _ in range(400):
+        if simulation.outputs[watched, 0].finish_reason is not None:
+            break
+        simulation.add([*load.stems[0], 2][:30], max_tokens=4)
+        simulation.step()
+    assert simulation.outputs[watched, 0].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    simulation.run()
