@@ -1,0 +1,103 @@
+"""Exit codes and messages of launched processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError, MemoryBudgetError, RankError
+from tp_engine.options import Options
+from tp_engine.options_launch import run_launched
+
+TABLES = {"engine": EngineConfig}
+
+
+@pytest.fixture(autouse=True)
+def quiet_logging() -> Iterator[None]:
+    """Undo what a launched process does to the library's logger."""
+    logger = logging.getLogger("tp_engine")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """This process as a rank of a torchrun job of two."""
+    names = {"RANK": request.param, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+    return int(request.param)
+
+
+def run(*argv: str, error: Exception | None = None) -> int:
+    def job(options: Options) -> int:
+        options.build("engine", EngineConfig)
+        if error is not None:
+            raise error
+        return 0
+
+    return run_launched("serve.py", "Serve.", TABLES, job, argv)
+
+
+def test_world_size_becomes_tensor_parallel_size(rank: int) -> None:
+    """Oracle: torchrun's world size."""
+    sizes = []
+
+    def job(options: Options) -> int:
+        sizes.append(options.build("engine", EngineConfig).tensor_parallel_size)
+        return 0
+
+    assert run_launched("serve.py", "", TABLES, job, []) == 0
+    assert sizes == [2]
+
+
+@pytest.mark.parametrize(
+    "argv", [["--blok-size", "3"], ["--block-size", "3"], ["--tensor-parallel-size", "4"], ["--config", "/none"]]
+)
+def test_configuration_errors_are_reported_once(rank: int, argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: exit code 2 on every rank, one message from rank 0 and no traceback."""
+    assert run(*argv) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert err.count("serve.py: error:") == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "traceback"),
+    [
+        (ConfigError("the model has 3 heads"), 2, False),
+        (RankError(1, "died"), 1, False),
+        (MemoryBudgetError("too little"), 1, False),
+        (OSError("127.0.0.1:8000 is in use"), 1, False),
+        (TypeError("a bug"), 1, True),
+        (RuntimeError("from a kernel"), 1, True),
+    ],
+)
+def test_failures_of_the_job(error: Exception, code: int, traceback: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the code table; failures that explain themselves take one line."""
+    assert run(error=error) == code
+    err = capfd.readouterr().err
+    assert str(error) in err
+    assert ("Traceback" in err) == traceback
+    assert traceback or err.count("\n") == 1
+
+
+def test_help_and_configuration_are_printed_once(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: rank 0's output, nobody else's."""
+    with pytest.raises(SystemExit) as ended:
+        run("--help")
+    assert ended.value.code == 0
+    assert ("--block-size" in capfd.readouterr().out) == (rank == 0)
+    assert run("--print-config", "--block-size", "64") == 0
+    out = capfd.readouterr().out
+    assert ("block_size = 64" in out and "tensor_parallel_size = 2" in out) == (rank == 0)
+
+
+def test_several_ranks_need_torchrun(capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the command to use."""
+    assert run("--tensor-parallel-size", "4") == 2
+    assert "torchrun --nproc-per-node 4 launch/serve.py" in capfd.readouterr().err
