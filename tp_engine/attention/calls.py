@@ -22,7 +22,7 @@ TILE = 256
 TokenSelection: TypeAlias = slice | torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerInput:
     """One layer's ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim) and its cache."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from tp_engine.kernels.store_kv import scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerKind:
+class _LayerKind(NamedTuple):
     """What layers must have in common to share their calls.  ``dtype`` is that of the computation."""
 
     window: int | None
