@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.memory_cases import FakeDevice
 from tp_engine.units import MIB
-from tp_engine.worker.device import CpuDevice, make_device
+from tp_engine.worker import device, nvml
+from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
 from tp_engine.worker.host_memory import HostMemory, host_memory, process_memory, reset_peak
 from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache
 from tp_engine.worker.memory import MemoryMonitor
-from tp_engine.worker.nvml import process_bytes
 
 GB = 1 << 30
 
@@ -103,17 +106,76 @@ def test_make_device() -> None:
 
 def test_a_driver_that_says_nothing() -> None:
     """Without the library, or for a GPU that it does not know, there is no figure."""
-    assert process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
+    assert nvml.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
+
+
+class FakeDriver:
+    """NVML with one GPU, on which this process and another one run."""
+
+    def __init__(self, processes: list[tuple[int, int]]) -> None:
+        self._processes = processes
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:  # noqa: N802
+        return 0 if name == b"GPU-1234" else 6
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, found: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._processes)
+        for place, (pid, used) in enumerate(self._processes):
+            found[place].pid, found[place].used_bytes = pid, used
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        ([(1, 5 * GB), (os.getpid(), 3 * GB)], 3 * GB),
+        ([(1, 5 * GB)], None),
+        ([], None),
+        ([(os.getpid(), 2**64 - 1)], None),
+    ],
+    ids=["both", "only the other", "none", "not available"],
+)
+def test_own_bytes_from_the_driver(
+    monkeypatch: pytest.MonkeyPatch, processes: list[tuple[int, int]], expected: int | None
+) -> None:
+    """Oracle: the fake driver's list; a driver that does not list us, or has no figure, gives None."""
+    monkeypatch.setattr(nvml, "_library", lambda: FakeDriver(processes))
+    assert nvml.process_bytes("1234") == nvml.process_bytes("GPU-1234") == expected
+    assert nvml.process_bytes("5678") is None
+
+
+@pytest.mark.parametrize(("own", "non_torch"), [(12 * GB, 2 * GB), (None, 20 * GB)])
+def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, non_torch: int) -> None:
+    """Non-torch memory is this process's own where the driver tells, else all that torch does not hold."""
+    figures = {
+        "synchronize": None,
+        "mem_get_info": (50 * GB, 80 * GB),
+        "memory_reserved": 10 * GB,
+        "memory_allocated": 8 * GB,
+        "max_memory_allocated": 9 * GB,
+        "get_device_properties": SimpleNamespace(uuid="1234"),
+    }
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(device, "process_bytes", lambda uuid: own)
+    assert CudaDevice(0).snapshot() == MemorySnapshot(
+        total=80 * GB,
+        free=50 * GB,
+        torch_allocated=8 * GB,
+        torch_reserved=10 * GB,
+        torch_peak=9 * GB,
+        non_torch=non_torch,
+    )
 
 
 def test_monitor_counts_what_the_process_gained() -> None:
     """Oracle: the fake process's allocations; the co-tenant's do not count."""
-    device = FakeDevice()
-    monitor = MemoryMonitor(device, torch.empty(0))
-    device.co_tenant += GB
+    fake = FakeDevice()
+    monitor = MemoryMonitor(fake, torch.empty(0))
+    fake.co_tenant += GB
     assert monitor.growth() == 0
-    device.allocate(5)
-    device.non_torch += 2
+    fake.allocate(5)
+    fake.non_torch += 2
     assert monitor.growth() == 7
 
 

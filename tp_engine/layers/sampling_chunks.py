@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-_CPU_ELEMENTS = 1 << 17
+_CPU_ELEMENTS = 1 << 16
 _DEVICE_ELEMENTS = 1 << 23
 
 

@@ -82,5 +82,6 @@ class PenaltyCounts:
         scores = logits.index_select(0, index)
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(seen, repeated, scores)
-        scores.sub_(counts * penalised.frequency[part]).sub_(generated * penalised.presence[part])
+        scores.sub_(counts.to(torch.float32).mul_(penalised.frequency[part]))
+        scores.sub_(generated.to(torch.float32).mul_(penalised.presence[part]))
         logits.index_copy_(0, index, scores)
