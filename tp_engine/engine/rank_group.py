@@ -29,7 +29,7 @@ from tp_engine.dist.rank import RankInfo
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.processes import ChildRanks, process_alive
-from tp_engine.errors import ConfigError, EngineDeadError
+from tp_engine.errors import ConfigError
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.log import get_logger
 from tp_engine.plan import FIRST_STEP_ID, Control
@@ -102,8 +102,8 @@ def _sized_by_launcher(config: EngineConfig, launched: env.LaunchedRank) -> Engi
         )
     if launched.local_world_size != launched.world_size:
         raise ConfigError(
-            f"torchrun started {launched.world_size} ranks of which {launched.local_world_size} are on this host; all ranks "
-            "of one engine must share a host: use one node"
+            f"torchrun started {launched.world_size} ranks of which {launched.local_world_size} are on this host; all "
+            "ranks of one engine must share a host: use one node"
         )
     return dataclasses.replace(config, tensor_parallel_size=launched.world_size)
 

@@ -11,7 +11,7 @@ import torch
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config
+from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +57,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
         dtype=dtype,
         kv_cache_dtype=_resolve_kv_cache_dtype(config, dtype),
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
-        max_model_len=_resolve_max_model_len(config, model),
+        max_model_len=resolve_max_model_len(model, config.max_model_len),
         attention_backend=check_backend(
             config.attention_backend,
             device_type=device,
@@ -87,14 +87,3 @@ def _resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
             f"supported: leave kv_cache_dtype at auto"
         )
     return dtype
-
-
-def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    if config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len} but the model's positions end at {model.max_position} "
-            f"(max_position_embeddings); lower max_model_len"
-        )
-    return config.max_model_len

@@ -28,8 +28,8 @@ from tp_engine.worker.mirrored import MirroredTable, to_device
 class StepInputs:
     """Inputs of one forward pass over N tokens of B requests.
 
-    ``input_ids`` and ``positions`` (N,) int64 on the device; ``logit_index`` (n,) int64 on the device: the last token of
-    each sampled request.  On the host: ``sampled_rows`` and ``sampled_positions`` (n,), the place of each new token.
+    ``input_ids`` and ``positions`` (N,) int64 on the device; ``logit_index`` (n,) int64 on the device: the last token
+    of each sampled request.  On the host: ``sampled_rows`` and ``sampled_positions`` (n,), the place of each new token.
     """
 
     input_ids: torch.Tensor
@@ -149,5 +149,3 @@ class InputBatch:
             rows, positions = rows[inside], positions[inside]
         where = (to_device(rows.astype(np.int64), self._device), to_device(positions.astype(np.int64), self._device))
         self.token_ids.index_put_(where, sampled.to(torch.int32))
-
-

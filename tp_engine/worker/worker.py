@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
-
 import torch
 
 from tp_engine.attention.registry import select_backend
@@ -13,43 +9,99 @@ from tp_engine.dist.groups import RankGroups
 from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
+from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.registry import build_model
 from tp_engine.plan import StepPlan
 from tp_engine.weights.loader import load_weights
+from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
+from tp_engine.worker.largest_step import run_largest_step
+from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
+from tp_engine.worker.memory_ledger import MemoryLedger
 from tp_engine.worker.model_runner import ModelRunner, PendingStep
+from tp_engine.worker.phases import Phases
 
 logger = get_logger(__name__)
 
 
 class Worker:
-    """This rank's device: weights, KV cache, persistent batch."""
+    """This rank's device: weights, KV cache, persistent batch.
+
+    The order of the start is that of the ledger: snapshot, weights, snapshot, largest step, snapshot, agreement on the
+    number of blocks, allocation.
+    """
 
     def __init__(self, effective: EffectiveConfig, groups: RankGroups) -> None:
         self._effective = effective
         self._groups = groups
-        self._device = torch.device("cpu")
-        self._runner: ModelRunner | None = None
-
-    def start(self) -> int:
-        effective, config = self._effective, self._effective.config
-        backend = select_backend(
+        self._phases = Phases(groups.host)
+        config, model = effective.config, effective.model
+        self._backend = select_backend(
             config.attention_backend,
             device_type=config.device,
             dtype=effective.dtype,
             block_size=config.block_size,
-            head_dim=effective.model.head_dim,
+            head_dim=model.head_dim,
         )
+        self._kv_shape = KvCacheShape(
+            num_layers=model.num_layers,
+            block_size=config.block_size,
+            local_num_kv_heads=local_num_kv_heads(model, config.tensor_parallel_size),
+            head_dim=model.head_dim,
+            dtype=effective.dtype,
+        )
+        self._runner: ModelRunner | None = None
+        self.monitor: MemoryMonitor | None = None
+
+    def start(self) -> int:
+        """Load, profile, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
+        effective, info = self._effective, self._groups.info
+        device = self._phases.run_together("opening the device", self._open_device)
+        profiler = self._phases.run_together("first snapshot", lambda: self._make_profiler(device))
+        model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
+        profiler.weights_loaded()
+        ledger = self._phases.run("profiling memory", lambda: self._profile(model, device, profiler))
+        num_blocks = self._settle(ledger)
+        self._runner = self._phases.run_together(
+            "allocating the KV cache", lambda: self._make_runner(model, device, num_blocks)
+        )
+        log_memory(ledger, self._kv_shape, rank=info.rank, num_blocks=num_blocks, max_model_len=effective.max_model_len)
+        return num_blocks
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Launch one step."""
+        assert self._runner is not None, "start() comes first"
+        return self._runner.run(plan)
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self._runner = None
+        self.monitor = None
+
+    def _open_device(self) -> Device:
+        info = self._groups.info
+        device = make_device(
+            self._effective.config.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+        )
+        device.set_current()
+        return device
+
+    def _make_profiler(self, device: Device) -> MemoryProfiler:
+        return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)
+
+    def _load(self, device: torch.device) -> CausalLM:
+        effective, config = self._effective, self._effective.config
         model = build_model(
             effective.model,
             communicator=self._groups.communicator,
             dtype=effective.dtype,
-            device=self._device,
-            backend=backend,
+            device=device,
+            backend=self._backend,
             max_model_len=effective.max_model_len,
         )
-        load_weights(
+        report = load_weights(
             dict(model.named_parameters()),
             effective.model,
             effective.model_path,
@@ -58,44 +110,50 @@ class Worker:
             seed=config.seed,
         )
         model.finish_loading()
-        num_blocks = config.num_gpu_blocks_override or 512
-        kv_cache = torch.zeros(
-            2,
-            effective.model.num_layers,
-            num_blocks,
-            config.block_size,
-            local_num_kv_heads(effective.model, config.tensor_parallel_size),
-            effective.model.head_dim,
-            dtype=effective.dtype,
+        rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
+        logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
+        return model
+
+    def _profile(self, model: CausalLM, device: Device, profiler: MemoryProfiler) -> MemoryLedger:
+        run_largest_step(model, self._effective, device.torch_device, samples=self._groups.info.is_first)
+        return profiler.finish()
+
+    def _settle(self, ledger: MemoryLedger) -> int:
+        config = self._effective.config
+        return settle_blocks(
+            lambda: choose_blocks(
+                ledger,
+                self._kv_shape,
+                num_blocks_override=config.num_gpu_blocks_override,
+                cache_bytes_override=config.kv_cache_memory_bytes,
+            ),
+            self._groups.host,
+            self._kv_shape,
+            max_model_len=self._effective.max_model_len,
+            is_override=config.num_gpu_blocks_override is not None,
         )
-        for i, layer in enumerate(model.attention_layers):
-            layer.bind_kv_cache(kv_cache[:, i])
+
+    def _make_runner(self, model: CausalLM, device: Device, num_blocks: int) -> ModelRunner:
+        config, torch_device = self._effective.config, device.torch_device
+        kv_cache = allocate_kv_cache(self._kv_shape, num_blocks, torch_device)
+        bind_kv_cache(kv_cache, model.attention_layers)
         batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
-            max_model_len=effective.max_model_len,
+            max_model_len=self._effective.max_model_len,
             block_size=config.block_size,
-            device=self._device,
+            device=torch_device,
         )
-        sampling = (
-            SamplingState(
-                max_num_seqs=config.max_num_seqs, vocab_size=effective.model.vocab_size, device=self._device
+        sampling = None
+        if self._groups.info.is_first:
+            sampling = SamplingState(
+                max_num_seqs=config.max_num_seqs, vocab_size=self._effective.model.vocab_size, device=torch_device
             )
-            if self._groups.info.is_first
-            else None
-        )
-        self._runner = ModelRunner(
+        self.monitor = MemoryMonitor(device, kv_cache)
+        return ModelRunner(
             model=model,
-            backend=backend,
+            backend=self._backend,
             batch=batch,
             kv_cache=kv_cache,
             communicator=self._groups.communicator,
             sampling=sampling,
         )
-        return num_blocks
-
-    def execute(self, plan: StepPlan) -> PendingStep:
-        assert self._runner is not None
-        return self._runner.run(plan)
-
-    def close(self) -> None:
-        self._runner = None

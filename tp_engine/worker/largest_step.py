@@ -1,0 +1,60 @@
+"""The largest step that the limits allow, run once to find the peak of memory, before there is a KV cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionMetadata
+from tp_engine.layers.forward_context import forward_context
+from tp_engine.layers.sampler import Sampler
+from tp_engine.layers.sampling_state import SamplingState
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import IntArray, RowSampling
+from tp_engine.worker.effective_config import EffectiveConfig
+
+
+@torch.inference_mode()
+def run_largest_step(model: CausalLM, effective: EffectiveConfig, device: torch.device, *, samples: bool) -> None:
+    """``max_num_batched_tokens`` tokens of new prompts; ``max_num_seqs`` rows sampled, with log-probabilities.
+
+    Every rank calls it, because the model's layers are collectives; ``samples`` on rank 0.
+    """
+    config = effective.config
+    num_tokens = config.max_num_batched_tokens
+    input_ids = torch.arange(num_tokens, device=device) % effective.model.vocab_size
+    metadata = _fresh_prompts(num_tokens, effective.max_model_len, device)
+    positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
+    with forward_context(metadata):
+        hidden = model(input_ids, positions)
+    logits = model.compute_logits(hidden[: config.max_num_seqs])
+    if samples:
+        assert logits is not None
+        _sample_all(logits, config.max_logprobs)
+
+
+def _fresh_prompts(num_tokens: int, max_model_len: int, device: torch.device) -> AttentionMetadata:
+    """Prompts as long as they may be, until all tokens are spent."""
+    lengths: IntArray = np.full(-(-num_tokens // max_model_len), max_model_len, dtype=np.int32)
+    lengths[-1] -= lengths.sum() - num_tokens
+    starts = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
+    return AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        block_table=torch.zeros((len(lengths), 1), dtype=torch.int32, device=device),
+        seq_lens=torch.from_numpy(lengths).to(device),
+        query_start=torch.from_numpy(starts).to(device),
+        host_query_lens=lengths,
+        host_seq_lens=lengths,
+    )
+
+
+def _sample_all(logits: torch.Tensor, num_logprobs: int) -> None:
+    """Sample every row the most expensive way."""
+    num_rows, vocab_size = logits.shape
+    state = SamplingState(max_num_seqs=num_rows, vocab_size=vocab_size, device=logits.device)
+    rows = np.arange(num_rows, dtype=np.int32)
+    prompt = np.zeros(1, dtype=np.int32)
+    for row in rows.tolist():
+        state.admit(row, RowSampling(temperature=1.0, top_p=0.9, logprobs=num_logprobs), prompt, 1)
+    Sampler(state).sample(logits, rows, np.ones(num_rows, dtype=np.int32))
