@@ -32,8 +32,7 @@ def test_golden_eviction_takes_tails_before_heads() -> None:
     pool = BlockPool(6)
     first, _ = pool.take(3)
     second, _ = pool.take(2)
-    for block in [0, 1, 3, 4]:
-        pool.mark_hashed(block)
+    pool.mark_hashed([0, 1, 3, 4])
     pool.release(first)
     assert order(pool) == [2, 5, 1, 0]
     pool.release(second)
@@ -48,8 +47,7 @@ def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
     """By hand: a shared cached block is unlinked where it is, and comes back as the most recently used."""
     pool = BlockPool(4)
     pool.take(3)
-    for block in range(3):
-        pool.mark_hashed(block)
+    pool.mark_hashed(range(3))
     pool.release([0, 1, 2])
     assert order(pool) == [3, 2, 1, 0]
     pool.share([1])
@@ -65,7 +63,7 @@ def test_hashes_forgotten_keep_the_order() -> None:
     """By hand: cached blocks become free where they stand."""
     pool = BlockPool(3)
     pool.take(2)
-    pool.mark_hashed(0)
+    pool.mark_hashed([0])
     pool.release([0, 1])
     pool.forget_hashes()
     assert order(pool) == [1, 2, 0] and pool.num_free == 3
@@ -100,7 +98,7 @@ def test_random_acts_match_a_plain_model() -> None:
                 hashed.discard(block)
         elif act == "hash" and tables:
             block = rng.choice(rng.choice(tables))
-            pool.mark_hashed(block)
+            pool.mark_hashed([block])
             hashed.add(block)
         elif act == "share" and hashed:
             shared = sorted(hashed)[: rng.randint(1, 3)]

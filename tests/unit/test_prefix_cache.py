@@ -21,18 +21,13 @@ def tokens(*ids: int) -> bytes:
     return np.array(ids, dtype=np.int32).tobytes()
 
 
-def publish(cache: PrefixCache, blocks: list[int], data: bytes, salt: str = "") -> list[Identity | None]:
-    """Insert a sequence's blocks; returns their identities."""
+def publish(cache: PrefixCache, blocks: list[int], data: bytes, salt: str = "") -> tuple[list[int], Identity | None]:
+    """Insert a sequence's blocks; returns those added and the identity of the last."""
     hashes: list[int] = []
     cache.extend_hashes(hashes, salt, data)
-    parent: Identity | None = salt
-    found: list[Identity | None] = []
-    for index, block in enumerate(blocks):
-        assert parent is not None
-        parent = cache.insert(block, hashes[index], parent, data[index * SIZE * 4 : (index + 1) * SIZE * 4])
-        found.append(parent)
+    added = cache.insert(blocks, hashes, salt, data)
     cache.check_integrity()
-    return found
+    return added
 
 
 def match(cache: PrefixCache, data: bytes, salt: str = "", max_blocks: int = 99) -> list[int]:
@@ -94,9 +89,9 @@ def test_hashes_grow_with_the_sequence(cache: PrefixCache) -> None:
 
 def test_first_block_stays_canonical(cache: PrefixCache) -> None:
     """Content that is cached keeps its block, and a chain through the copy goes on from it."""
-    first = publish(cache, [0], EIGHT[:16])
-    assert publish(cache, [3, 4], EIGHT)[0] == first[0]
-    assert not cache.is_cached(3)
+    assert publish(cache, [0], EIGHT[:16]) == ([0], 1)
+    assert publish(cache, [3, 4], EIGHT) == ([4], 2)
+    assert cache.identity(0) == 1 and cache.identity(4) == 2
     assert match(cache, EIGHT) == [0, 4]
 
 
@@ -114,10 +109,10 @@ def test_evicted_block_ends_the_chain_for_good(cache: PrefixCache) -> None:
 def test_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch, cache: PrefixCache, salt: str) -> None:
     """With a constant hash, other tokens, an equal block after another parent, and another salt still miss."""
     monkeypatch.setattr(prefix_cache, "block_hash", lambda parent, data: 42)
-    assert publish(cache, [0], EIGHT[:16]) == [1]
+    assert publish(cache, [0], EIGHT[:16]) == ([0], 1)
     assert match(cache, tokens(9, 9, 9, 9), salt) == []
     assert match(cache, EIGHT[:16], "another salt") == []
-    assert publish(cache, [1], tokens(9, 9, 9, 9), salt) == [None]
+    assert publish(cache, [1], tokens(9, 9, 9, 9), salt) == ([], None)
     assert match(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4)) == [0]
 
 

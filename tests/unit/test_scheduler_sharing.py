@@ -24,6 +24,15 @@ def test_shared_prefix_is_computed_once() -> None:
     assert simulation.scheduler.stats().num_prefix_hit_tokens == 31 * 256
 
 
+def test_many_more_followers_than_are_passed_over_in_a_step() -> None:
+    """By hand: 100 prompts of 64 equal and 4 own tokens through 32 rows; the prefix is computed once."""
+    simulation = Simulation(ROOMY)
+    for number in range(100):
+        simulation.add([1] * 64 + [number // 50, number % 50, 2, 3], max_tokens=2, **ENDLESS)
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 64 + 100 * (4 + 1)
+
+
 def test_prefix_in_chunks_is_computed_once() -> None:
     """By hand: the followers wait while the leader's chunks complete their prefix, four steps of 64 tokens."""
     simulation = Simulation(limits(num_blocks=600, max_num_batched_tokens=64, max_model_len=512))

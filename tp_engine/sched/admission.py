@@ -11,6 +11,9 @@ from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.pending import PendingBlocks
 from tp_engine.sched.sequence import Phase, Sequence
 
+#: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prefix.
+_MAX_DEFERRED = 32
+
 
 class Verdict(enum.Enum):
     """What became of a candidate: it entered, it lets others pass, or nobody behind it may enter."""
@@ -30,10 +33,9 @@ class Admitter:
         self._pending = pending
 
     def admit(self, draft: StepDraft) -> None:
-        """Admit while budget, rows and blocks last.  At most as many as there are rows are let wait per step."""
+        """Admit while budget, rows and blocks last."""
         deferred: list[Sequence] = []
-        max_deferred = self._batch.limits.max_num_seqs
-        while draft.budget > 0 and self._rows.has_vacancy and len(deferred) < max_deferred:
+        while draft.budget > 0 and self._rows.has_vacancy and len(deferred) < _MAX_DEFERRED:
             sequence = self._batch.waiting.pop()
             if sequence is None:
                 break

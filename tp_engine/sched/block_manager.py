@@ -18,7 +18,7 @@ import numpy as np
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.prefix_cache import Identity, PrefixCache
+from tp_engine.sched.prefix_cache import PrefixCache
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.units import ceil_div
@@ -100,19 +100,17 @@ class BlockManager:
         first, end = sequence.num_published, computed // self.block_size
         if not self._caching or sequence.parent is None or first >= end:
             return
-        token_bytes = self._rows.tokens[row, : end * self.block_size].tobytes()
-        self.cache.extend_hashes(sequence.hashes, sequence.group.salt, token_bytes)
-        size = self.block_size * 4
-        parent: Identity = sequence.parent
+        if len(sequence.hashes) < end:
+            known = self._rows.tokens[row, : end * self.block_size]
+            self.cache.extend_hashes(sequence.hashes, sequence.group.salt, known.tobytes())
+        added, sequence.parent = self.cache.insert(
+            self._rows.block_table[row, first:end].tolist(),
+            sequence.hashes[first:end],
+            sequence.parent,
+            self._rows.tokens[row, first * self.block_size : end * self.block_size].tobytes(),
+        )
         sequence.num_published = end
-        for index, block in enumerate(self._rows.block_table[row, first:end].tolist(), start=first):
-            tokens = token_bytes[index * size : (index + 1) * size]
-            identity = self._publish_block(block, sequence.hashes[index], parent, tokens)
-            if identity is None:
-                sequence.parent = None
-                return
-            parent = identity
-        sequence.parent = parent
+        self.pool.mark_hashed(added)
 
     def release(self, sequence: Sequence) -> None:
         """The row gives its table back, tail first; what is cached stays so until its blocks are needed."""
@@ -139,12 +137,6 @@ class BlockManager:
             assert self.pool.ref_count(block) == held[block], f"block {block}"
         hashed = sorted(block for block in range(self.pool.num_blocks) if self.pool.is_hashed(block))
         assert hashed == sorted(self.cache.cached_blocks())
-
-    def _publish_block(self, block: int, name: int, parent: Identity, tokens: bytes) -> Identity | None:
-        identity = self.cache.insert(block, name, parent, tokens)
-        if self.cache.is_cached(block):
-            self.pool.mark_hashed(block)
-        return identity
 
     def _take(self, count: int) -> list[int]:
         taken, evicted = self.pool.take(count)

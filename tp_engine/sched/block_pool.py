@@ -90,10 +90,11 @@ class BlockPool:
                 else:
                     self._insert(block, self.num_blocks)
 
-    def mark_hashed(self, block: int) -> None:
-        """A used block's content has entered the prefix cache."""
-        assert self._ref_count[block] > 0
-        self._hashed[block] = 1
+    def mark_hashed(self, blocks: Sequence[int]) -> None:
+        """The content of these used blocks has entered the prefix cache."""
+        for block in blocks:
+            assert self._ref_count[block] > 0, f"block {block} is cached but nobody holds it"
+            self._hashed[block] = 1
 
     def forget_hashes(self) -> None:
         """All cached blocks become free; the order of the queue stays."""

@@ -67,31 +67,33 @@ class PrefixCache:
         assert self._hash_of[block] is not None, f"block {block} is not cached"
         return self._serial_of[block]
 
-    def is_cached(self, block: int) -> bool:
-        """Whether a hash leads to ``block``."""
-        return self._hash_of[block] is not None
-
     def cached_blocks(self) -> list[int]:
         """All blocks that a hash leads to, used or not."""
         return list(self._block_of.values())
 
-    def insert(self, block: int, name: int, parent: Identity, tokens: bytes) -> Identity | None:
-        """Publish a computed, full block; returns the identity of its content, None if it can not be cached.
+    def insert(
+        self, blocks: Sequence[int], names: Sequence[int], parent: Identity, token_bytes: bytes
+    ) -> tuple[list[int], Identity | None]:
+        """Publish a run of computed, full blocks that follows ``parent``; ``names`` and ``token_bytes`` are theirs.
 
-        Content that is cached already keeps its first block.  A different content of the same hash stays out.
+        Returns the blocks that are cached now and were not before, and the identity of the run's last content.
+        Content that is cached already keeps its first block.  A different content of the same hash stays out, and
+        ends the run: the identity is None.
         """
-        first = self._block_of.get(name)
-        if first is not None:
-            return self._serial_of[first] if self._holds(first, parent, tokens) else None
-        assert self._hash_of[block] is None, f"block {block} is cached under another hash"
-        serial = self._next_serial
-        self._next_serial = serial + 1
-        self._block_of[name] = block
-        self._hash_of[block] = name
-        self._tokens_of[block] = tokens
-        self._parent_of[block] = parent
-        self._serial_of[block] = serial
-        return serial
+        added: list[int] = []
+        size, start = self._block_bytes, 0
+        for block, name in zip(blocks, names, strict=True):
+            tokens = token_bytes[start : start + size]
+            start += size
+            first = self._block_of.get(name)
+            if first is None:
+                self._record(block, name, parent, tokens)
+                added.append(block)
+                first = block
+            elif not self._holds(first, parent, tokens):
+                return added, None
+            parent = self._serial_of[first]
+        return added, parent
 
     def evict(self, blocks: Sequence[int]) -> None:
         """These blocks are about to be overwritten: they lose their hashes."""
@@ -111,6 +113,15 @@ class PrefixCache:
         assert all(self._hash_of[block] == name for name, block in self._block_of.items())
         assert sum(name is not None for name in self._hash_of) == len(self._block_of)
         assert all(len(self._tokens_of[block]) == self._block_bytes for block in self._block_of.values())
+
+    def _record(self, block: int, name: int, parent: Identity, tokens: bytes) -> None:
+        assert self._hash_of[block] is None, f"block {block} is cached under another hash"
+        self._block_of[name] = block
+        self._hash_of[block] = name
+        self._tokens_of[block] = tokens
+        self._parent_of[block] = parent
+        self._serial_of[block] = self._next_serial
+        self._next_serial += 1
 
     def _holds(self, block: int, parent: Identity, tokens: bytes) -> bool:
         return self._parent_of[block] == parent and self._tokens_of[block] == tokens

@@ -8,7 +8,8 @@ One step::
          +--- one budget of tokens -----+---> StepPlan --> all ranks --> StepResult
 
 ``schedule`` moves only *scheduled* counts and ``update`` only *known* ones (tokens, computed counts), so that plans may
-run ahead of results.
+run ahead of results.  Blocks filled by a prompt are published at once, because others wait for them; those filled by
+decoding when the sequence leaves its row, which keeps hashing out of the steady step.
 """
 
 from __future__ import annotations
