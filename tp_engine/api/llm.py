@@ -12,28 +12,28 @@ from typing import Any, Self, TypeAlias
 from tqdm import tqdm
 
 from tp_engine import env
-from tp_engine.api.input_processor import InputProcessor, load_tokenizer
+from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_processor import OutputProcessor
+from tp_engine.api.tokenizer_loading import load_tokenizer
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.rank_group import serve_rank, start_engine
+from tp_engine.engine.rank_group import check_config, serve_rank, start_engine
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.options_cli import did_you_mean
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class LLM:
     """A model on one or more ranks, driven by the calling thread.
 
-    ``model`` is a folder or a hub name, the demo model by default; ``options`` are the fields of ``EngineConfig``.  In a
-    plain script the other ranks are started and stopped with this object.  Under torchrun its ranks are adopted: the
-    script goes on on rank 0, while on every other rank the constructor serves until rank 0 closes and then ends the
-    process with exit code 0.  Use it as a context manager, or call ``close()``.
+    ``model`` is a folder or a hub name, the demo model by default; ``options`` are the fields of ``EngineConfig``.
+    In a plain script the other ranks are started and stopped with this object.  Under torchrun its ranks are adopted:
+    the script goes on on rank 0, while on every other rank the constructor serves until rank 0 closes and then ends
+    the process with exit code 0.  Use it as a context manager, or call ``close()``.
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
@@ -42,7 +42,8 @@ class LLM:
         if launched is not None and launched.rank > 0:
             serve_rank(config)
             raise SystemExit(0)
-        tokenizer = load_tokenizer(config.tokenizer_source, config.revision)
+        effective = check_config(config).config
+        tokenizer = load_tokenizer(effective.tokenizer_source, effective.revision)
         self.engine: Engine = start_engine(config)
         self._close = weakref.finalize(self, self.engine.close)
         self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
@@ -72,7 +73,7 @@ class LLM:
             )
             for prompt, one in zip(batch, params, strict=True)
         ]
-        return self._run(requests, use_tqdm)
+        return self._run(requests, [prompt_text(prompt) for prompt in batch], use_tqdm)
 
     def chat(
         self,
@@ -83,10 +84,9 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [
             {"prompt_token_ids": self.input_processor.chat_token_ids(conversation, **template_options)}
-            for conversation in conversations
+            for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -106,8 +106,10 @@ class LLM:
         self._num_requests += 1
         return f"request-{self._num_requests - 1}"
 
-    def _run(self, requests: Sequence[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
-        self._add_all(requests)
+    def _run(
+        self, requests: Sequence[EngineRequest], texts: Sequence[str | None], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        self._add_all(requests, texts)
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="requests", unit="", disable=not use_tqdm) as progress:
             num_tokens, started_s = 0, time.monotonic()
@@ -116,7 +118,7 @@ class LLM:
                     deltas = self.engine.step()
                     num_tokens += sum(len(delta.new_token_ids) for delta in deltas)
                     processed = self.output_processor.process(deltas)
-                    self.output_processor.process(self.engine.abort(processed.aborts))
+                    self.engine.abort(processed.aborts)
                     finished |= {output.request_id: output for output in processed.finished}
                     if processed.finished:
                         rate = num_tokens / (time.monotonic() - started_s)
@@ -127,19 +129,21 @@ class LLM:
                 raise
         return [finished[request.request_id] for request in requests]
 
-    def _add_all(self, requests: Sequence[EngineRequest]) -> None:
+    def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
         """All or none: a request that can never fit is refused before any other has run."""
-        for request in requests:
+        for request, text in zip(requests, texts, strict=True):
             try:
                 self.engine.add_request(request)
             except RequestError:
                 self._forget(requests)
                 raise
-            self.output_processor.add(request)
+            self.output_processor.add(request, text)
 
     def _forget(self, requests: Sequence[EngineRequest]) -> None:
         """Take back what was queued, after an error or Ctrl-C, so that the next call starts clean."""
-        self.output_processor.process(self.engine.abort([request.request_id for request in requests]))
+        self.engine.abort([request.request_id for request in requests])
+        for request in requests:
+            self.output_processor.forget(request.request_id)
 
 
 def _make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -155,6 +159,12 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # a flat list of ids is one prompt
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """One conversation or many; a flat list of messages is one."""
+    is_one = bool(messages) and isinstance(messages[0], Mapping)
+    return [messages] if is_one else messages  # type: ignore[list-item, return-value]  # told apart by the first item
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,13 +42,17 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class ChildRanks:
-    """The processes of ranks 1 to N-1, started by rank 0."""
+    """Processes of ranks that this process started: each runs a module and reads its orders from standard input.
 
-    def __init__(self, commands: Sequence[Sequence[str]], inputs: Sequence[bytes]) -> None:
+    The first of ``inputs`` is for ``first_rank``, the others for the ranks that follow.
+    """
+
+    def __init__(self, module: str, inputs: Sequence[bytes], *, first_rank: int = 1) -> None:
+        self._first_rank = first_rank
         self._children: list[subprocess.Popen[bytes]] = []
         try:
-            for command, text in zip(commands, inputs, strict=True):
-                child = subprocess.Popen(command, stdin=subprocess.PIPE)
+            for text in inputs:
+                child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
                 self._children.append(child)
                 assert child.stdin is not None
                 child.stdin.write(text)
@@ -58,10 +63,14 @@ class ChildRanks:
 
     def check(self) -> None:
         """Raise ``RankError`` for the first rank that has ended."""
-        for rank, child in enumerate(self._children, start=1):
+        for rank, child in enumerate(self._children, start=self._first_rank):
             code = child.poll()
             if code is not None:
                 raise RankError(rank, f"process {child.pid} ended with {describe_exit(code)}")
+
+    def is_alive(self) -> bool:
+        """Whether all of them run."""
+        return all(child.poll() is None for child in self._children)
 
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
         """Wait until ``ready()``, failing early when a rank ends."""
@@ -69,7 +78,8 @@ class ChildRanks:
         while not ready():
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout_s:g} s for ranks 1 to {len(self._children)} to {what}")
+                last_rank = self._first_rank + len(self._children) - 1
+                raise TimeoutError(f"waited {timeout_s:g} s for ranks {self._first_rank} to {last_rank} to {what}")
             time.sleep(0.01)
 
     def wait(self, *, timeout_s: float) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -54,10 +53,10 @@ class RankSpec(msgspec.Struct, kw_only=True):
 
 def start_engine(config: EngineConfig) -> Engine:
     """Rank 0's engine, all ranks ready.  ``ConfigError`` is raised before any process or device is touched."""
-    launched = env.launched_rank()
+    launched, effective = env.launched_rank(), check_config(config)
     if launched is not None and launched.world_size > 1:
-        return _adopt_launched(resolve(_sized_by_launcher(config, launched)), launched)
-    effective = resolve(config)
+        groups = _join_launched(effective, launched)
+        return _build_engine(effective, groups, check_ranks=lambda: None, leave=lambda: None)
     if config.tensor_parallel_size == 1:
         return _build_engine(effective, process_groups.alone(), check_ranks=lambda: None, leave=lambda: None)
     return _spawn(effective)
@@ -65,10 +64,17 @@ def start_engine(config: EngineConfig) -> Engine:
 
 def serve_rank(config: EngineConfig) -> None:
     """Ranks other than 0 of a torchrun job: run rank 0's plans until it says stop."""
-    launched = env.launched_rank()
+    launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
-    effective = resolve(_sized_by_launcher(config, launched))
     run_worker(effective, _join_launched(effective, launched))
+
+
+def check_config(config: EngineConfig) -> EffectiveConfig:
+    """What ``config`` means for this job; ``ConfigError`` if it can not work.  Touches no device."""
+    launched = env.launched_rank()
+    if launched is not None and launched.world_size > 1:
+        config = _sized_by_launcher(config, launched)
+    return resolve(config)
 
 
 def run_worker(effective: EffectiveConfig, groups: RankGroups) -> None:
@@ -130,11 +136,6 @@ def join(effective: EffectiveConfig, info: RankInfo, store: Store) -> RankGroups
     )
 
 
-def _adopt_launched(effective: EffectiveConfig, launched: env.LaunchedRank) -> Engine:
-    groups = _join_launched(effective, launched)
-    return _build_engine(effective, groups, check_ranks=lambda: None, leave=lambda: None)
-
-
 def _spawn(effective: EffectiveConfig) -> Engine:
     """Start ranks 1 to N-1 as children of this process and build the engine."""
     config, world_size = effective.config, effective.config.tensor_parallel_size
@@ -149,8 +150,7 @@ def _spawn(effective: EffectiveConfig) -> Engine:
         )
         for rank in range(1, world_size)
     ]
-    command = [sys.executable, "-m", "tp_engine.engine.rank_main"]
-    children = ChildRanks([command] * len(specs), [msgspec.json.encode(spec) for spec in specs])
+    children = ChildRanks("tp_engine.engine.rank_main", [msgspec.json.encode(spec) for spec in specs])
     with _killed_on_error(children):
         children.wait_until(
             lambda: store.check([check_in_key(rank) for rank in range(1, world_size)]),
