@@ -1,0 +1,233 @@
+"""``AsyncLLM``: many requests at once from asyncio, each as a stream, with the model in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
+from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.api.request_streams import RequestStreams
+from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.engine.client import EngineClient
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from tp_engine.engine.service_process import ServiceHandle
+
+_STOP_TIMEOUT_S = 15.0
+_LONG_TEXT = 2000  # characters; tokenizing more in the event loop would hold up everybody's stream
+
+
+class AsyncLLM:
+    """A model served to one event loop.
+
+    ``AsyncLLM(model=..., tensor_parallel_size=2)`` takes the fields of ``EngineConfig`` and starts its own ranks with
+    ``start()``, which ``async with`` and the first request do too; ``AsyncLLM.connect(address)`` uses a running
+    ``EngineService``.  Ends with ``await close()``.
+    """
+
+    def __init__(self, model: str = str(DEMO_MODEL), *, address: str | None = None, **options: Any) -> None:
+        self._config = None if address is not None else EngineConfig(model=model, **options)
+        self._address = address
+        self._tokenizer_given: Any | None = None
+        self._service: ServiceHandle | None = None
+        self._client: EngineClient | None = None
+        self._streams: RequestStreams | None = None
+        self._input: InputProcessor | None = None
+        self._starting = asyncio.Lock()
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+
+    @classmethod
+    async def connect(cls, address: str, *, tokenizer: Any | None = None, timeout_s: float = 60.0) -> Self:
+        """Use the ``EngineService`` at ``address``; ``tokenizer`` is the model's own unless given.
+
+        Raises ``EngineDeadError`` if the service does not answer within ``timeout_s``.
+        """
+        llm = cls(address=address)
+        llm._tokenizer_given = tokenizer
+        await llm.start(timeout_s=timeout_s)
+        return llm
+
+    async def start(self, *, timeout_s: float = 60.0) -> None:
+        """Start the ranks, unless connected to others', and connect; nothing happens the second time."""
+        async with self._starting:
+            if self._client is not None:
+                return
+            try:
+                await self._start(timeout_s)
+            except BaseException:
+                await self.close()
+                raise
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """What each step adds, as it comes; the last update carries the whole ``request_output``.
+
+        Leaving the loop early aborts the request.  Raises ``RequestError`` for a bad request and ``EngineDeadError``
+        when the engine ends before the request does.
+        """
+        request = await self._prepare(prompt, params or SamplingParams(), request_id or new_request_id(), priority)
+        async with aclosing(self.stream_request(request, prompt_text(prompt))) as updates:
+            async for update in updates:
+                yield update
+
+    def stream_request(self, request: EngineRequest, prompt: str | None = None) -> AsyncGenerator[SequenceUpdate, None]:
+        """As ``stream``, for a request that ``input_processor`` has made; ``prompt`` is kept for its output."""
+        return self._ready_streams.stream(request, prompt)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The whole request as it stands after each step, the last one ``finished``.  ``stream`` costs less."""
+        request_id = request_id or new_request_id()
+        async with aclosing(self.stream(prompt, params, request_id=request_id, priority=priority)) as updates:
+            async for update in updates:
+                output = update.request_output or self._ready_streams.so_far(request_id)
+                if output is not None:
+                    yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
+        self._ready_client.abort([request_id])
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
+        """The prompt of a conversation, by the model's chat template."""
+        await self.start()
+
+        def render() -> list[int]:
+            return self.input_processor.chat_token_ids(messages, **template_options)
+
+        return {"prompt_token_ids": await asyncio.get_running_loop().run_in_executor(self._tokenizing, render)}
+
+    async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
+        """How the scheduler stands; answered between two steps."""
+        return await self._ready_client.stats(timeout_s=timeout_s)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, finish the running ones within ``timeout_s``, and stop the engine."""
+        self._ready_client.drain(timeout_s)
+        await self._ready_client.wait_ended()
+
+    async def wait_ended(self) -> None:
+        """Wait until the engine has ended, for whatever reason; ``errored`` tells."""
+        await self._ready_client.wait_ended()
+
+    async def close(self) -> None:
+        """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        if self._client is not None:
+            if self._service is not None and self._client.error is None:
+                self._client.stop()
+                await self._client.wait_ended(timeout_s=_STOP_TIMEOUT_S)
+            await self._client.close()
+        if self._service is not None:
+            service, self._service = self._service, None
+            await asyncio.to_thread(service.close)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the engine told of itself and the model."""
+        return self._ready_client.model_info
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The tokenizer; None for a model without one."""
+        return self.input_processor.tokenizer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Makes requests for ``stream_request``."""
+        assert self._input is not None, "start() first"
+        return self._input
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose streams have not ended."""
+        return 0 if self._streams is None else len(self._streams)
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended without being told to."""
+        return self._client is not None and self._client.error is not None and not self._client.stopped
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that comes now would be taken."""
+        return self._client is not None and self._client.error is None and not self._client.draining
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the engine refuses new requests because it is about to stop."""
+        return self._client is not None and self._client.draining
+
+    @property
+    def _ready_client(self) -> EngineClient:
+        assert self._client is not None, "start() first"
+        return self._client
+
+    @property
+    def _ready_streams(self) -> RequestStreams:
+        assert self._streams is not None, "start() first"
+        return self._streams
+
+    async def _start(self, timeout_s: float) -> None:
+        if self._config is not None:
+            from tp_engine.engine.service_process import spawn_service  # torch, which a mere frontend does not need
+
+            timeout_s = self._config.startup_timeout_s
+            self._service = await asyncio.to_thread(spawn_service, self._config)
+            self._address = self._service.address
+        assert self._address is not None
+        streams = RequestStreams()
+        client = self._client = await EngineClient.connect(self._address, streams, timeout_s=timeout_s)
+        info, tokenizer = client.model_info, self._tokenizer_given
+        if tokenizer is None:
+            tokenizer = await asyncio.to_thread(load_tokenizer, info.tokenizer, info.revision)
+        streams.open(client, tokenizer)
+        self._input = InputProcessor(info, tokenizer)
+        self._streams = streams
+
+    async def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int) -> EngineRequest:
+        await self.start()
+
+        def prepare() -> EngineRequest:
+            return self.input_processor.process(prompt, params, request_id=request_id, priority=priority)
+
+        if len(prompt_text(prompt) or "") > _LONG_TEXT:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, prepare)
+        return prepare()
+
+
+def new_request_id() -> str:
+    """A name that no other request has."""
+    return uuid.uuid4().hex

@@ -1,0 +1,188 @@
+"""One request between its first and its last delta, as the frontend sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tp_engine.api.token_logprobs import positions, prompt_positions
+from tp_engine.engine.detokenizer import TokenDecoder
+from tp_engine.engine.sequence_text import SequenceText
+from tp_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tp_engine.plan import TokenLogprobs
+from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceUpdate:
+    """What is new of one sequence.
+
+    ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
+    ``num_output_tokens`` counts this sequence's tokens so far, these included.  ``error`` says what went wrong if
+    ``finish_reason`` is ``error``.  ``request_output`` comes with the update that ends the whole request.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    request_output: RequestOutput | None = None
+
+
+class _SequenceState:
+    """One of the ``n`` sequences."""
+
+    def __init__(self, index: int, request: EngineRequest, decoder: TokenDecoder | None) -> None:
+        self._decoder = decoder
+        self._num_alternatives = request.params.logprobs
+        self._text = None if decoder is None else SequenceText(decoder, request.params)
+        self._pieces: list[str] = []
+        self.output = CompletionOutput(index=index, text="", token_ids=[])
+        if self._num_alternatives is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+
+    def add(self, delta: SequenceDelta) -> tuple[str, int]:
+        """New text and number of new tokens; the rest of the delta lies behind a stop string."""
+        text, num_tokens = self._show(delta)
+        self._pieces.append(text)
+        self.output.token_ids += delta.new_token_ids[:num_tokens]
+        stop_string = None if self._text is None else self._text.stop_string
+        if stop_string is not None:
+            self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, stop_string
+        elif delta.finish_reason is not None:
+            self.output.finish_reason, self.output.stop_reason = delta.finish_reason.value, delta.stop_reason
+        return text, num_tokens
+
+    def add_logprobs(self, logprobs: TokenLogprobs | None, num_tokens: int) -> list[dict[int, Logprob]] | None:
+        """Keep and return those of the new tokens; None where the request asked for none."""
+        if self._num_alternatives is None or logprobs is None:
+            return None
+        new = positions(logprobs, num_tokens, self._num_alternatives, self._decoder)
+        assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
+        self.output.logprobs += new
+        self.output.cumulative_logprob += float(logprobs.logprobs[:num_tokens, 0].sum())
+        return new
+
+    def so_far(self) -> CompletionOutput:
+        """A copy with all text and tokens until now."""
+        now = self.output
+        logprobs = None if now.logprobs is None else list(now.logprobs)
+        return replace(now, text="".join(self._pieces), token_ids=list(now.token_ids), logprobs=logprobs)
+
+    def _show(self, delta: SequenceDelta) -> tuple[str, int]:
+        if self._text is None:
+            return "", len(delta.new_token_ids)
+        return self._text.push(
+            delta.new_token_ids,
+            ends_with_stop_token=delta.finish_reason is FinishReason.STOP,
+            is_last=delta.finish_reason is not None,
+        )
+
+
+@dataclass(slots=True)
+class _Times:
+    """time.monotonic() of a request's events; 0.0 for one that has not happened."""
+
+    first_scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+    def note(self, delta: SequenceDelta, now_s: float) -> None:
+        self.first_scheduled_s = self.first_scheduled_s or delta.first_scheduled_s
+        if delta.new_token_ids:
+            self.first_token_s = self.first_token_s or now_s
+            self.last_token_s = now_s
+
+    def metrics(self, arrival_s: float, num_tokens: int, now_s: float) -> RequestMetrics:
+        """``num_tokens`` of the longest sequence; an event that never happened counts as happening now."""
+        decode_s = self.last_token_s - self.first_token_s
+        return RequestMetrics(
+            arrival_s=arrival_s,
+            queue_s=(self.first_scheduled_s or now_s) - arrival_s,
+            ttft_s=(self.first_token_s or now_s) - arrival_s,
+            tpot_s=decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0,
+            e2e_s=now_s - arrival_s,
+        )
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request and its ``n`` sequences.
+
+    ``runs_in_engine`` tells whether the engine still works on a sequence whose end it has not reported.
+    """
+
+    request: EngineRequest
+    prompt: str | None
+    decoder: TokenDecoder | None
+    _sequences: list[_SequenceState] = field(init=False)
+    _num_unfinished: int = field(init=False)
+    _num_running: int = field(init=False)
+    _num_cached_tokens: int = 0
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _times: _Times = field(default_factory=_Times)
+
+    def __post_init__(self) -> None:
+        n = self.request.params.n
+        self._sequences = [_SequenceState(index, self.request, self.decoder) for index in range(n)]
+        self._num_unfinished = self._num_running = n
+
+    @property
+    def finished(self) -> bool:
+        """Whether all sequences have ended."""
+        return self._num_unfinished == 0
+
+    @property
+    def runs_in_engine(self) -> bool:
+        """Whether a sequence that has ended here is still running there."""
+        return self._num_running > 0
+
+    def apply(self, delta: SequenceDelta, now_s: float) -> SequenceUpdate | None:
+        """Take a delta; None if its sequence had ended before."""
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+        sequence = self._sequences[delta.index]
+        if sequence.output.finish_reason is not None:
+            return None
+        self._times.note(delta, now_s)
+        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        self._prompt_logprobs += delta.prompt_logprobs
+        text, num_tokens = sequence.add(delta)
+        if sequence.output.finish_reason is not None:
+            self._num_unfinished -= 1
+        return SequenceUpdate(
+            request_id=delta.request_id,
+            index=delta.index,
+            text=text,
+            token_ids=delta.new_token_ids[:num_tokens],
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=len(sequence.output.token_ids),
+            logprobs=sequence.add_logprobs(delta.logprobs, num_tokens),
+            finish_reason=sequence.output.finish_reason,
+            stop_reason=sequence.output.stop_reason,
+            error=delta.error,
+        )
+
+    def output(self, now_s: float) -> RequestOutput:
+        """The request as it stands."""
+        completions = [sequence.so_far() for sequence in self._sequences]
+        num_alternatives, prompt_token_ids = self.request.params.prompt_logprobs, self.request.prompt_token_ids
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=completions,
+            finished=self.finished,
+            num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=None
+            if num_alternatives is None
+            else prompt_positions(self._prompt_logprobs, prompt_token_ids, num_alternatives, self.decoder),
+            metrics=self._times.metrics(self.request.arrival_s, max(len(one.token_ids) for one in completions), now_s),
+        )
