@@ -54,11 +54,6 @@ def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
     return list(prompt)
 
 
-def chat_messages(body: ChatBody) -> list[dict[str, Any]]:
-    """The conversation with every ``content`` as plain text; parts other than text are refused."""
-    return [_plain_message(index, message) for index, message in enumerate(body.messages)]
-
-
 def _given(body: GenerationBody) -> dict[str, Any]:
     """The sampling fields that the request set, under the names of ``SamplingParams``."""
     names = (SAMPLING_NAMES - _CONVERTED) & type(body).model_fields.keys()
@@ -80,22 +75,3 @@ def _refuse_tools_and_formats(body: ChatBody) -> None:
     wanted = (body.response_format or {}).get("type", "text")
     if wanted != "text":
         raise RequestError(f"response_format {wanted!r} is not supported; only text is", param="response_format")
-
-
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where} has no role; it must be text such as 'user'", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part_text(where, part) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
-    return {**message, "content": content or ""}
-
-
-def _part_text(where: str, part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError(f"{where}.content has a part of type {kind!r}; only text is supported", param="messages")

@@ -12,19 +12,22 @@ RETRY_AFTER_S = 1
 
 
 class Admission:
-    """Counts prompts from acceptance to the last byte of their answer.  Used by the event loop's thread alone."""
+    """Counts prompts from acceptance to the last byte of their answer.  Used by the event loop's thread alone.
 
-    def __init__(self, max_num_prompts: int) -> None:
-        self._max_num_prompts = max_num_prompts
+    ``max_num_prompts`` is set when the engine is known.
+    """
+
+    def __init__(self) -> None:
+        self.max_num_prompts = 0
         self._num_prompts = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused for good."""
-        return self._draining
+    def check_open(self) -> None:
+        """``HttpError`` 503 once new requests are refused for good."""
+        if self._draining:
+            raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
 
     def start_draining(self) -> None:
         """Refuse new requests from now on; those inside may finish."""
@@ -39,13 +42,12 @@ class Admission:
     @contextlib.contextmanager
     def hold(self, num_prompts: int) -> Iterator[None]:
         """Be inside with ``num_prompts``; raises ``HttpError``."""
-        if self._draining:
-            raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
-        if self._num_prompts + num_prompts > self._max_num_prompts:
+        self.check_open()
+        if self._num_prompts + num_prompts > self.max_num_prompts:
             raise HttpError(
                 429,
                 f"{self._num_prompts} prompts are running or queued and {num_prompts} more do not fit in "
-                f"{self._max_num_prompts}; try again later",
+                f"{self.max_num_prompts}; try again later",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -17,6 +17,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tp_engine import env
@@ -36,19 +37,16 @@ from tp_engine.server.signals import StopRequested, StopSignals, end_process_aft
 logger = get_logger(__name__)
 
 _LEAVE_S = 3.0
+_INTERRUPT_S = 20.0
 _POLL_S = 0.2
 
 
 def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit code of this rank's process."""
-    launched = env.launched_rank()
-    if launched is not None:
-        die_with_parent(os.getppid())
-    if launched is not None and launched.rank > 0:
-        return follow(config, server_config.shutdown_timeout_s)
+    if _is_follower():
+        return follow(lambda: serve_rank(config), server_config.shutdown_timeout_s)
     with StopSignals() as signals, contextlib.ExitStack() as stack:
-        if launched is not None:
-            stack.enter_context(announce_rank0())
+        stack.enter_context(_rank0())
         try:
             with signals.raising():
                 engine, frontend, address = _start(config, server_config, stack)
@@ -57,15 +55,29 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
         return _run(engine, frontend, address, signals, server_config.shutdown_timeout_s)
 
 
-def follow(config: EngineConfig, shutdown_timeout_s: float) -> int:
+def run_interruptible(job: Callable[[Callable[[], bool]], bool]) -> int:
+    """Run a job of all ranks that looks between two steps whether it was told to stop; it returns whether it got done.
+
+    On ranks other than 0 ``job`` serves rank 0 and ends the process.
+    """
+    if _is_follower():
+        return follow(lambda: job(lambda: False), _INTERRUPT_S)
+    with StopSignals() as signals, _rank0():
+        signals.on_stop(lambda: end_process_after(_INTERRUPT_S, 1), lambda: end_process_after(0.0, 1))
+        return 0 if job(lambda: signals.received) else 1
+
+
+def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
     """Ranks other than 0: torchrun signals all ranks at once, and only rank 0 decides when it is over."""
+    die_with_parent(os.getppid())
     with StopSignals() as signals:
         signals.on_stop(lambda: _outlive_rank0_briefly(shutdown_timeout_s), lambda: None)
         try:
-            serve_rank(config)
+            serve_rank0()
         except Exception:
             if not signals.received:
                 raise
+            return 1
     return 0
 
 
@@ -122,6 +134,22 @@ def _run(
         frontend.check()
         raise ChildProcessError("the HTTP process stopped the engine although nobody asked for it")
     return 0
+
+
+def _is_follower() -> bool:
+    launched = env.launched_rank()
+    return launched is not None and launched.rank > 0
+
+
+@contextlib.contextmanager
+def _rank0() -> Iterator[None]:
+    """Under torchrun: let the other ranks see that rank 0 lives, and end with the agent that started it."""
+    if env.launched_rank() is None:
+        yield
+        return
+    die_with_parent(os.getppid())
+    with announce_rank0():
+        yield
 
 
 def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:

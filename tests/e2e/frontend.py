@@ -1,0 +1,83 @@
+"""A real frontend process in front of a ``FakeEngine`` that lives in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, fake_service
+from tp_engine.config import DEMO_MODEL
+from tp_engine.request import EngineRequest
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.frontend_process import FrontendProcess
+from tp_engine.server.listener import listener_url, open_listener
+
+DEADLINE_S = 30.0
+END_OF_TURN = 258
+# The demo model's tokenizer: one token per byte, and a chat template.
+INFO = msgspec.structs.replace(
+    MODEL_INFO, model=str(DEMO_MODEL), tokenizer=str(DEMO_MODEL), vocab_size=263, eos_token_ids=(END_OF_TURN,)
+)
+
+
+def repeat_prompt(request: EngineRequest) -> list[int]:
+    """The prompt again, then the end; a prompt of one token is repeated until ``max_tokens``."""
+    if len(request.prompt_token_ids) == 1:
+        return request.prompt_token_ids * (request.params.max_tokens or 1)
+    return [*request.prompt_token_ids, END_OF_TURN]
+
+
+def new_engine(step_delay_s: float = 0.0) -> FakeEngine:
+    return FakeEngine(repeat_prompt, step_delay_s=step_delay_s, model_info=INFO)
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that is ready, and what is behind it."""
+
+    url: str
+    engine: FakeEngine
+    service: ServiceThread
+    process: FrontendProcess
+    client: httpx.Client
+
+    def post(self, path: str, body: object, **options: object) -> httpx.Response:
+        return self.client.post(path, json=body, **options)  # type: ignore[arg-type]
+
+    def wait_idle(self) -> None:
+        """Wait until no request is in the engine."""
+        wait_until(lambda: not self.engine.has_unfinished, "the engine to be idle")
+
+
+def wait_until(condition: object, what: str, timeout_s: float = DEADLINE_S) -> None:
+    """Poll ``condition`` until it holds."""
+    assert callable(condition)
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running_server(engine: FakeEngine | None = None, config: ServerConfig | None = None) -> Iterator[RunningServer]:
+    """Start it on a free port, wait until it is ready, and end it."""
+    config = config or ServerConfig(port=0)
+    engine = engine or new_engine()
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(fake_service(engine))
+        listener = stack.enter_context(open_listener(config))
+        url = listener_url(listener)
+        process = FrontendProcess.start(
+            listener, config, model_names=("demo", "alias"), address=service.address, startup_timeout_s=DEADLINE_S
+        )
+        listener.close()
+        stack.callback(process.end)
+        headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+        client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S))
+        wait_until(lambda: client.get("/ready").status_code == 200, "the server to be ready")
+        yield RunningServer(url=url, engine=engine, service=service, process=process, client=client)

@@ -1,0 +1,121 @@
+"""The frontend process: ``python -m tp_engine.server.main`` with its settings as JSON on standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import uvicorn
+
+from tp_engine.api.async_llm import AsyncLLM
+from tp_engine.engine.processes import die_with_parent
+from tp_engine.errors import EngineDeadError
+from tp_engine.log import configure_logging, get_logger
+from tp_engine.server.app import create_app
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.frontend_process import FrontendSettings
+from tp_engine.server.listener import listener_url
+from tp_engine.server.state import ServerState
+
+logger = get_logger(__name__)
+
+_KEEP_ALIVE_S = 65
+_CLOSE_S = 2
+
+
+class FrontendServer(uvicorn.Server):
+    """uvicorn without its signal handlers: ``Frontend`` decides when the server ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the handlers as they are."""
+        yield
+
+
+class Frontend:
+    """Serves while the engine loads (503), while it runs, and until the last answer once it was told to stop."""
+
+    def __init__(self, settings: FrontendSettings, config: ServerConfig, listener: socket.socket) -> None:
+        self._settings = settings
+        self._config = config
+        self._listener = listener
+        self._state = ServerState(config, tuple(settings.model_names))
+        self._stop_asked = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until told to stop (0), or until the engine has ended without being told (1)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop_asked.set)
+        server = FrontendServer(_uvicorn_config(self._state))
+        serving = loop.create_task(server.serve(sockets=[self._listener]))
+        attending = loop.create_task(self._attend_engine())
+        stopping = loop.create_task(self._stop_asked.wait())
+        await asyncio.wait({serving, attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        engine_ended = attending.done()
+        self._state.admission.start_draining()
+        await self._state.admission.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
+        server.should_exit = True
+        await serving
+        for task in (attending, stopping):
+            task.cancel()
+        await asyncio.gather(attending, stopping, return_exceptions=True)
+        await self._state.close()
+        return 0 if self._stop_asked.is_set() else 1
+
+    async def _attend_engine(self) -> None:
+        """Connect, say that the server is ready, and return when the engine has ended."""
+        try:
+            llm = await AsyncLLM.connect(self._settings.address, timeout_s=self._settings.startup_timeout_s)
+        except EngineDeadError as error:
+            logger.error("%s", error)
+            return
+        self._state.attach(llm)
+        self._announce()
+        await llm.wait_ended()
+
+    def _announce(self) -> None:
+        url = listener_url(self._listener, self._config.root_path)
+        names = ", ".join(self._state.model_names)
+        key = "" if self._config.api_key is None else "-H 'Authorization: Bearer YOUR_KEY' "
+        print(
+            f"serving {names} at {url}, try:\n"
+            f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
+            """-d '{"messages":[{"role":"user","content":"12+34="}]}'""",
+            flush=True,
+        )
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(state),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSE_S,
+    )
+
+
+async def _serve(settings: FrontendSettings) -> int:
+    with socket.socket(fileno=settings.listener_fd) as listener:
+        return await Frontend(settings, settings.server_config(), listener).run()
+
+
+def main() -> int:
+    """Read the settings and serve; the process ends with the one that started it."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontendSettings)
+    die_with_parent(settings.parent_pid)
+    configure_logging("http")
+    return asyncio.run(_serve(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
