@@ -1,0 +1,136 @@
+"""An engine that starts its own ranks from a plain script: it answers, it ends cleanly, and it never leaves a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.dist.launch import ROOT
+from tp_engine import LLM, AsyncLLM, SamplingParams
+from tp_engine.errors import EngineDeadError
+
+OPTIONS = {"tensor_parallel_size": 2, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
+PROMPT = [5, 9, 13, 7]
+
+# No ``if __name__ == "__main__"``: starting ranks must not run the script again.
+SCRIPT = """
+from tp_engine import LLM, SamplingParams
+print("script runs")
+llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", num_gpu_blocks_override=32, max_model_len=64)
+output = llm.generate([5, 9, 13, 7], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)[0]
+print("tokens", *output.outputs[0].token_ids, flush=True)
+{then}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    """The oracle: one rank."""
+    with LLM(str(folder), **{**OPTIONS, "tensor_parallel_size": 1}) as llm:  # type: ignore[arg-type]
+        return answer(llm)
+
+
+def answer(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def run_script(folder: Path, then: str, *, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(model=str(folder), then=then)],
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("then", ["llm.close()", "", "raise SystemExit(3)"])
+def test_a_plain_script_starts_and_stops_its_ranks(folder: Path, expected: list[int], then: str) -> None:
+    """Closed, forgotten, or left by an exit: the script runs once, its own exit code counts, no rank stays."""
+    job = run_script(folder, then)
+    assert job.stdout.splitlines() == ["script runs", "tokens " + " ".join(map(str, expected))], job.stderr[-3000:]
+    assert job.returncode == (3 if "Exit" in then else 0), job.stderr[-3000:]
+    assert "resource_tracker" not in job.stderr and "Traceback" not in job.stderr
+
+
+def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
+    """kill -9 of the script: its rank is gone within 10 s (promise 3)."""
+    text = SCRIPT.format(model=str(folder), then="import time; time.sleep(60)")
+    with subprocess.Popen(
+        [sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as script:  # fmt: skip
+        assert script.stdout is not None
+        assert script.stdout.readline() == "script runs\n" and script.stdout.readline().startswith("tokens")
+        children = psutil.Process(script.pid).children(recursive=True)
+        assert len(children) == 1
+        script.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+
+
+def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
+    """kill -9 of rank 1 while idle: the next call fails naming it, and closing leaves nothing behind."""
+    with LLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
+        answer(llm)
+        (rank,) = (child for child in psutil.Process().children() if "rank_main" in " ".join(child.cmdline()))
+        rank.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"rank 1: process \d+ ended with signal 9"):
+            answer(llm)
+        assert time.monotonic() - started < 10
+        with pytest.raises(EngineDeadError):
+            answer(llm)
+
+
+def test_two_engines_at_once_never_meet(folder: Path, expected: list[int]) -> None:
+    """Four scripts with two ranks each start at once on one host and all answer (promise 7)."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT.format(model=str(folder), then="llm.close()")],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    outputs = [job.communicate(timeout=150)[0] for job in jobs]
+    assert all("tokens " + " ".join(map(str, expected)) in output for output in outputs)
+    assert [job.returncode for job in jobs] == [0] * 4
+
+
+def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int]) -> None:
+    """Oracle: LLM.  Two streams at once, one left early; its request is aborted and its blocks come back."""
+    import asyncio
+
+    async def run() -> None:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        async with AsyncLLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
+
+            async def leave_early() -> None:
+                async for _ in llm.stream(PROMPT, long):
+                    return
+
+            tokens: list[int] = []
+            leaving = asyncio.create_task(leave_early())
+            async for update in llm.stream(PROMPT, params):
+                tokens += update.token_ids
+            await leaving
+            assert tokens == expected
+            async for output in llm.generate(PROMPT, params):
+                last = output
+            assert last.outputs[0].token_ids == expected
+            stats = await llm.stats()
+            assert stats.num_running == stats.num_used_blocks == 0
+
+    asyncio.run(asyncio.wait_for(run(), timeout=120))
