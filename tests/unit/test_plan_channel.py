@@ -40,7 +40,7 @@ def plan(step_id: int, num_rows: int = 3) -> StepPlan:
 def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
     """Oracle: rows that depend on the step id; the name is gone since all ranks attached."""
     assert not (SHM_FOLDER / publisher.name).exists()
-    for step_id in range(300):
+    for step_id in range(1, 301):
         publisher.publish(plan(step_id), TIMEOUT_S)
         for subscriber in subscribers:
             received = subscriber.receive(TIMEOUT_S)
@@ -59,34 +59,34 @@ def test_a_long_prompt_travels_in_pieces(publisher: PlanPublisher, subscribers: 
         block_ids=np.arange(8192, dtype=np.int32),
         sampling=RowSampling(),
     )
-    publisher.publish(StepPlan(step_id=0, admitted=(admission,)), TIMEOUT_S)
+    publisher.publish(StepPlan(step_id=1, admitted=(admission,)), TIMEOUT_S)
     for subscriber in subscribers:
         (received,) = subscriber.receive(TIMEOUT_S).admitted
         assert np.array_equal(received.token_ids, token_ids)
 
 
 def test_a_lost_plan_names_both_steps(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: step 1 dropped: expected 1, received 2.  A lost first plan is seen too."""
-    for step_id in (0, 2):
+    """Oracle: step 2 dropped: expected 2, received 3."""
+    for step_id in (1, 3):
         publisher.publish(plan(step_id), TIMEOUT_S)
     subscribers[0].receive(TIMEOUT_S)
-    with pytest.raises(PlanError, match="step plan lost: expected step 1, received step 2"):
+    with pytest.raises(PlanError, match="step plan lost: expected step 2, received step 3"):
         subscribers[0].receive(TIMEOUT_S)
 
 
 def test_a_lost_first_plan_is_seen(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: plans start at step 0 unless said otherwise."""
-    publisher.publish(plan(1), TIMEOUT_S)
-    with pytest.raises(PlanError, match="expected step 0, received step 1"):
+    """Oracle: plans start at step 1 unless said otherwise."""
+    publisher.publish(plan(2), TIMEOUT_S)
+    with pytest.raises(PlanError, match="expected step 1, received step 2"):
         subscribers[0].receive(TIMEOUT_S)
 
 
 def test_a_repeated_plan_names_both_steps(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: step 0 sent twice: expected 1, received 0."""
+    """Oracle: step 1 sent twice: expected 2, received 1."""
     for _ in range(2):
-        publisher.publish(plan(0), TIMEOUT_S)
+        publisher.publish(plan(1), TIMEOUT_S)
     subscribers[1].receive(TIMEOUT_S)
-    with pytest.raises(PlanError, match="step plan repeated: expected step 1, received step 0"):
+    with pytest.raises(PlanError, match="step plan repeated: expected step 2, received step 1"):
         subscribers[1].receive(TIMEOUT_S)
 
 
@@ -94,7 +94,7 @@ def test_a_flipped_byte_in_the_ring_is_seen() -> None:
     """Oracle: a plan with one wrong byte, sent through the real ring, is a PlanError with both checksums."""
     ring = RingWriter(1)
     subscriber = PlanSubscriber(ring.name, 0)
-    data = bytearray(encode_plan(plan(0)))
+    data = bytearray(encode_plan(plan(1)))
     data[-1] ^= 1
     ring.write(bytes(data), TIMEOUT_S)
     with pytest.raises(PlanError, match="corrupted step plan: its checksum says 0x"):

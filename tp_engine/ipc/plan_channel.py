@@ -53,7 +53,7 @@ class PlanSubscriber:
         name: str,
         index: int,
         *,
-        first_step_id: int = 0,
+        first_step_id: int = 1,
         spin_s: float | None = None,
         alive: WriterAlive | None = None,
     ) -> None:
