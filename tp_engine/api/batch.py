@@ -12,8 +12,9 @@ from tqdm import tqdm
 from tp_engine.api.batch_config import BatchConfig
 from tp_engine.api.batch_files import ResultFile, read_requests
 from tp_engine.api.batch_lines import BatchRequest, LineError, ResultLine, bad_line, line_id, read_line
+from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.api.llm import LLM
-from tp_engine.api.openai_requests import PreparedAnswer, prepare
+from tp_engine.api.openai_requests import PreparedAnswer, default_model_name, prepare
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
@@ -54,6 +55,9 @@ class BatchJob:
         self._llm = llm
         self._results = results
         self._max_in_flight = max_in_flight
+        model = llm.engine.model_info
+        self._model_name = default_model_name(model.model)
+        self._defaults = load_generation_defaults(model.model, model.revision)
         self._prompts: dict[
             str, tuple[_Running, int]
         ] = {}  # request id -> its line, its place among the line's prompts
@@ -103,7 +107,7 @@ class BatchJob:
         started: list[str] = []
         try:
             body = request.parse()
-            prepared = prepare(body, self._llm.input_processor, body.model or self._llm.engine.model_info.model)
+            prepared = prepare(body, self._llm.input_processor, body.model or self._model_name, self._defaults)
             running = _Running(request, prepared, [None] * len(prepared.requests))
             for place, engine_request in enumerate(prepared.requests):
                 self._llm.engine.add_request(engine_request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tp_engine.api.input_processor import InputProcessor
@@ -22,6 +23,12 @@ class PreparedAnswer:
     shape: AnswerShape
     requests: list[EngineRequest]
     echoes: list[str] | None = None
+
+
+def default_model_name(model: str) -> str:
+    """The name under which clients ask for ``model`` unless another was given: the folder's own, or the hub name."""
+    folder = Path(model)
+    return folder.name if folder.is_dir() else model
 
 
 def num_prompts(body: ChatBody | CompletionBody) -> int:

@@ -18,9 +18,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from tp_engine import env
+from tp_engine.api.openai_requests import default_model_name
 from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.processes import die_with_parent
@@ -81,12 +81,6 @@ def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
     return 0
 
 
-def model_names(config: EngineConfig, server_config: ServerConfig) -> tuple[str, ...]:
-    """The names under which clients ask for the model: as configured, else the model's own."""
-    folder = Path(config.model)
-    return server_config.served_model_name or (folder.name if folder.is_dir() else config.model,)
-
-
 def _start(
     config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack
 ) -> tuple[Engine, FrontendProcess, str]:
@@ -97,7 +91,7 @@ def _start(
         frontend = FrontendProcess.start(
             listener,
             server_config,
-            model_names=model_names(config, server_config),
+            model_names=server_config.served_model_name or (default_model_name(config.model),),
             address=address,
             startup_timeout_s=config.startup_timeout_s,
         )

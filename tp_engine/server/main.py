@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 
 from tp_engine.api.async_llm import AsyncLLM
+from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import configure_logging, get_logger
@@ -75,6 +76,8 @@ class Frontend:
         except EngineDeadError as error:
             logger.error("%s", error)
             return
+        model = llm.model_info
+        self._state.sampling_defaults = await asyncio.to_thread(load_generation_defaults, model.model, model.revision)
         self._state.attach(llm)
         self._announce()
         await llm.wait_ended()

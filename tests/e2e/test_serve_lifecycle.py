@@ -1,0 +1,164 @@
+"""The serving job as a process: start, signals, deaths.  The engine is a fake; everything else is as it ships."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.frontend import DEADLINE_S, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}  # a second of work
+
+
+class Job:
+    """A running job and what it has printed so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.output = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.output or self.process.poll() is not None, repr(text))
+        assert text in self.output, self.output
+
+    def url(self) -> str:
+        self.wait_for("12+34=")
+        found = re.search(r"at (http://\S+),", self.output)
+        assert found is not None
+        return found[1]
+
+    def frontend(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def ends_with(self, code: int, within_s: float) -> None:
+        assert self.process.wait(within_s) == code, self.output
+
+
+@contextlib.contextmanager
+def started(*options: str, delay_s: float = 0.0) -> Iterator[Job]:
+    environment = {**os.environ, "TEST_START_DELAY_S": str(delay_s)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.serve_fake", *options],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield Job(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_first_signal_drains_and_second_is_not_needed() -> None:
+    """Oracle: the running request is answered whole, a new one gets 503, exit code 0, the process gone."""
+    with started("--port", "0") as job:
+        url = job.url()
+        frontend = job.frontend()
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=SLOW)))
+        with httpx.Client(base_url=url, timeout=DEADLINE_S) as late:
+            assert late.get("/ready").status_code == 200
+            asking.start()
+            wait_until(lambda: 'num_requests_running{model_name="demo_model"} 1.0' in late.get("/metrics").text, "it")
+            job.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: late.get("/ready").status_code == 503, "the drain")
+            refused = late.post("/v1/completions", json=SLOW)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        asking.join(DEADLINE_S)
+        job.ends_with(0, 10)
+        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 200
+        assert not frontend.is_running()
+
+
+def test_second_signal_stops_at_once() -> None:
+    """Oracle: the end comes long before the request could have finished."""
+    with started("--port", "0") as job:
+        url = job.url()
+        body = SLOW | {"max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=DEADLINE_S) as stream:
+            next(stream.iter_lines())
+            began_s = time.monotonic()
+            job.process.send_signal(signal.SIGINT)
+            job.wait_for("stopping")
+            job.process.send_signal(signal.SIGINT)
+            job.ends_with(0, 5)
+            assert time.monotonic() - began_s < 4
+
+
+def test_a_signal_while_loading_ends_the_job() -> None:
+    """Oracle: exit code 0 within seconds; until then the port answers that nothing is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with started("--port", str(port), delay_s=60) as job:
+        job.wait_for("loading")
+        url = f"http://127.0.0.1:{port}"
+        ready = httpx.get(url + "/ready", timeout=DEADLINE_S)  # waits in the socket's queue for the frontend
+        assert ready.status_code == 503 and ready.json()["error"]["code"] == "not_ready"
+        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.post(url + "/v1/completions", json=SLOW).status_code == 503
+        job.process.send_signal(signal.SIGTERM)
+        job.ends_with(0, 8)
+
+
+def test_a_taken_port_is_known_before_loading() -> None:
+    """Oracle: exit code 1, one line that names the port and the remedy, and no loading."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with started("--port", str(port)) as job:
+            job.ends_with(1, DEADLINE_S)
+            job.wait_for(f"127.0.0.1:{port} is in use")
+            assert "--port" in job.output and "loading" not in job.output and "Traceback" not in job.output
+
+
+def test_death_of_the_frontend_ends_the_job() -> None:
+    """Oracle: exit code 1, and the reason in the log."""
+    with started("--port", "0") as job:
+        job.url()
+        job.frontend().kill()
+        job.ends_with(1, 10)
+
+
+def test_death_of_rank_0_ends_the_frontend() -> None:
+    """Oracle: the frontend is gone within seconds of a SIGKILL that nobody could catch."""
+    with started("--port", "0") as job:
+        job.url()
+        frontend = job.frontend()
+        job.process.kill()
+        wait_until(lambda: not frontend.is_running(), "the frontend to end", 5)
+
+
+@pytest.mark.parametrize("option", [["--tensor-parallel-size", "2"], ["--max-num-seq", "2"]])
+def test_configuration_errors_end_at_once(option: list[str]) -> None:
+    """Oracle: exit code 2, one message, nothing started."""
+    with started(*option) as job:
+        job.ends_with(2, DEADLINE_S)
+        job.wait_for("serve.py: error:")
+        assert "Traceback" not in job.output and "loading" not in job.output
