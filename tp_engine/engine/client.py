@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
@@ -13,8 +12,11 @@ import zmq.asyncio
 from tp_engine.engine import messages
 from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, SequenceDelta
 from tp_engine.sched.stats import SchedulerStats
+
+logger = get_logger(__name__)
 
 _LINGER_MS = 1000
 
@@ -114,8 +116,7 @@ class EngineClient:
         """Disconnect.  The engine takes that for the death of this process unless it was told to stop before."""
         for task in (self._listener, self._watcher):
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(self._listener, self._watcher, return_exceptions=True)
         self._end("the connection to rank 0 was closed", stopped=self.stopped)
         self._socket.disable_monitor()
         self._monitor.close()
@@ -133,9 +134,15 @@ class EngineClient:
             await self._receive_all()
 
     async def _receive_all(self) -> None:
-        with contextlib.suppress(zmq.Again):
+        try:
             while True:
                 self._dispatch(await self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        except Exception as error:
+            logger.exception("a message from rank 0 could not be handled")
+            self._end(f"a message from rank 0 could not be handled: {error!r}", stopped=False)
+            raise
 
     async def _watch(self) -> None:
         """What rank 0 had sent before it died is still delivered, its reason above all."""

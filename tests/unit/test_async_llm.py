@@ -1,0 +1,256 @@
+"""AsyncLLM against a fake engine in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+
+from tests.fake_engine import FakeEngine, ServiceThread, arith, fake_service, says
+from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.api.async_llm import AsyncLLM
+from tp_engine.engine.messages import CODE_UNAVAILABLE
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+
+DEADLINE_S = 15.0
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+
+
+@asynccontextmanager
+async def connected(service: ServiceThread) -> AsyncIterator[AsyncLLM]:
+    llm = await AsyncLLM.connect(service.address, tokenizer=byte_level_tokenizer(), timeout_s=DEADLINE_S)
+    try:
+        yield llm
+    finally:
+        await llm.close()
+
+
+def run(
+    scenario: Callable[[AsyncLLM, ServiceThread], Awaitable[None]], engine: FakeEngine | None = None
+) -> ServiceThread:
+    """Run a scenario against a served engine, all within the deadline."""
+
+    async def all_of_it() -> None:
+        async with connected(service) as llm:
+            await scenario(llm, service)
+
+    async def limited() -> None:
+        await asyncio.wait_for(all_of_it(), DEADLINE_S)
+
+    with fake_service(engine) as service:
+        asyncio.run(limited())
+    return service
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+async def text_of(llm: AsyncLLM, prompt: str, params: SamplingParams | None = None) -> str:
+    return "".join([update.text async for update in llm.stream(prompt, params or SamplingParams(max_tokens=None))])
+
+
+def test_many_streams_at_once() -> None:
+    """Oracle: the engine echoes each prompt; streams of 50 requests do not mix."""
+    prompts = [f"the quick {i} 世界 😀 {'x' * (i % 7)}" for i in range(50)]
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        assert list(await asyncio.gather(*(text_of(llm, prompt) for prompt in prompts))) == prompts
+        assert llm.num_unfinished == 0 and llm.is_ready and not llm.errored
+        assert (await llm.stats()).num_running == 0
+        assert llm.model_info.max_model_len == 1024 and llm.tokenizer is byte_level_tokenizer()
+
+    run(scenario)
+
+
+def test_generate_yields_growing_outputs() -> None:
+    """Oracle: each text is the beginning of the next; the last is the echo, finished, with the prompt's text."""
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        outputs = [output async for output in llm.generate("the quick fox", SamplingParams(max_tokens=None, n=2))]
+        for one, other in pairwise(outputs):
+            for before, after in zip(one.outputs, other.outputs, strict=True):
+                assert after.text.startswith(before.text)
+        assert [output.finished for output in outputs[:-1]] == [False] * (len(outputs) - 1)
+        assert outputs[-1].finished and outputs[-1].prompt == "the quick fox"
+        assert [completion.text for completion in outputs[-1].outputs] == ["the quick fox"] * 2
+
+    run(scenario, FakeEngine(step_delay_s=0.002))
+
+
+def test_long_texts_are_tokenized_beside_the_loop() -> None:
+    """Oracle: the refusal comes for a text of 300,000 characters while the event loop keeps turning."""
+    longest_s = 0.0
+
+    async def tick() -> None:
+        nonlocal longest_s
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.monotonic() - before_s)
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        ticking = asyncio.create_task(tick())
+        started_s = time.monotonic()
+        with pytest.raises(RequestError, match="maximum context length is 1024"):
+            await text_of(llm, "the quick brown fox " * 50_000)
+        took_s = time.monotonic() - started_s
+        ticking.cancel()
+        assert longest_s < max(0.1, took_s / 2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "aclose"])
+def test_leaving_a_stream_aborts_the_request(how: str) -> None:
+    """Oracle: the engine's record of aborts, and that nothing is left in flight."""
+    engine = FakeEngine(arith, step_delay_s=0.002)
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        stream = llm.stream([5], LONG, request_id="left")
+
+        async def read() -> None:
+            async for _ in stream:
+                if how == "break":
+                    return
+
+        if how == "aclose":
+            await anext(stream)
+        else:
+            reading = asyncio.create_task(read())
+            await until(lambda: engine.num_steps > 3)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await stream.aclose()
+        await until(lambda: engine.aborted == ["left"])
+        assert llm.num_unfinished == 0
+        assert await text_of(llm, "the", SamplingParams(max_tokens=2)) != ""
+
+    run(scenario, engine)
+
+
+def test_abort_by_name_ends_the_stream() -> None:
+    """Oracle: the finish reason; an abort of nothing does nothing."""
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        await llm.abort("unknown")
+        last = None
+        async for update in llm.stream([5], LONG, request_id="mine"):
+            if update.num_output_tokens == 3:
+                await llm.abort("mine")
+            last = update
+        assert last is not None and last.finish_reason == "abort" and last.request_output is not None
+
+    run(scenario, FakeEngine(arith, step_delay_s=0.002))
+
+
+def test_a_stop_string_aborts_in_the_engine() -> None:
+    """Oracle: the engine's record of aborts; it would have gone on for 900 tokens."""
+    engine = FakeEngine(says(byte_level_tokenizer().encode("the fox. ") * 200), step_delay_s=0.001)
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        assert await text_of(llm, "x", SamplingParams(max_tokens=900, stop="fox. the")) == "the "
+        await until(lambda: len(engine.aborted) == 1)
+
+    run(scenario, engine)
+
+
+def test_errors_reach_their_own_stream_only() -> None:
+    """Oracle: a bad prompt, an id in use and the engine's own refusal each raise where they belong."""
+
+    class Full(FakeEngine):
+        def add_request(self, request: EngineRequest) -> None:
+            if len(request.prompt_token_ids) > 20:
+                raise RequestError("no room for it", code="context_length_exceeded")
+            super().add_request(request)
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        running = llm.stream([5], LONG, request_id="one")
+        await anext(running)
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            await text_of(llm, "")
+        with pytest.raises(RequestError, match="'one' is in use"):
+            await anext(llm.stream([5], LONG, request_id="one"))
+        with pytest.raises(RequestError, match="no room for it") as caught:
+            await anext(llm.stream([5] * 21))
+        assert caught.value.code == "context_length_exceeded"
+        assert (await anext(running)).finish_reason is None
+        await running.aclose()
+
+    run(scenario, Full(arith, step_delay_s=0.002))
+
+
+def test_engine_death_fails_every_stream() -> None:
+    """Oracle: the engine's exception in each stream's own EngineDeadError, and in later requests."""
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        results = await asyncio.gather(*(text_of(llm, "the", LONG) for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(result, EngineDeadError) for result in results), results
+        assert len({id(result) for result in results}) == 5 and "told to fail" in str(results[0])
+        assert llm.errored and not llm.is_ready and llm.num_unfinished == 0
+        with pytest.raises(EngineDeadError, match="told to fail"):
+            await text_of(llm, "the")
+        await asyncio.wait_for(llm.wait_ended(), DEADLINE_S)
+
+    service = run(scenario, FakeEngine(arith, fail_at_step=20))
+    assert "told to fail" in str(service.error)
+
+
+def test_drain() -> None:
+    """Oracle: what runs is finished, what comes is refused with the code for 503, the end is no error."""
+    engine = FakeEngine(arith, step_delay_s=0.005)
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        running = asyncio.create_task(text_of(llm, "the", SamplingParams(max_tokens=40)))
+        await until(lambda: engine.num_steps > 2)
+        draining = asyncio.create_task(llm.drain(DEADLINE_S))
+        await until(lambda: llm.is_draining)
+        assert not llm.is_ready
+        with pytest.raises(RequestError) as caught:
+            await text_of(llm, "late")
+        assert caught.value.code == CODE_UNAVAILABLE
+        assert await running != ""
+        await draining
+        assert not llm.errored
+
+    assert run(scenario, engine).error is None
+
+
+def test_chat_prompt() -> None:
+    """Oracle: the template's text, echoed."""
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        prompt = await llm.chat_prompt([{"role": "user", "content": "hi"}])
+        params = SamplingParams(max_tokens=None, ignore_eos=True, skip_special_tokens=False)
+        text = "".join([update.text async for update in llm.stream(prompt, params)])
+        assert text == "<s>user: hi</s><s>assistant:</s>"
+
+    run(scenario)
+
+
+def test_a_slow_reader_loses_nothing() -> None:
+    """Oracle: the numbers that the engine counts, read long after they were made."""
+
+    async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        slow = llm.stream([0], SamplingParams(max_tokens=300, ignore_eos=True))
+        tokens = (await anext(slow)).token_ids
+        await text_of(llm, "a" * 300, SamplingParams(max_tokens=300, ignore_eos=True))
+        tokens += [token async for update in slow for token in update.token_ids]
+        assert tokens == list(range(1, 301))
+
+    run(scenario, FakeEngine(arith))
+
+
+def test_connecting_to_nobody() -> None:
+    """Oracle: the deadline, and that it is named."""
+    with pytest.raises(EngineDeadError, match=r"waited 0\.2 s"):
+        asyncio.run(AsyncLLM.connect("ipc:///tmp/tp_engine-nobody/engine", timeout_s=0.2))

@@ -1,0 +1,179 @@
+"""What users ask for, checked and tokenized."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.fake_engine import MODEL_INFO
+from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from tp_engine.api.input_processor import InputProcessor, load_tokenizer, prompt_text
+from tp_engine.errors import ConfigError, RequestError
+from tp_engine.sampling_params import SamplingParams
+
+INFO = msgspec.structs.replace(MODEL_INFO, max_model_len=32, vocab_size=400)
+PROCESSOR = InputProcessor(INFO, byte_level_tokenizer())
+
+
+def process(prompt: Any, processor: InputProcessor = PROCESSOR, **params: Any) -> Any:
+    return processor.process(prompt, SamplingParams(**params), request_id="r")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("the quick 世界", "the quick 世界"),
+        ({"prompt": "the quick 世界"}, "the quick 世界"),
+        ([5, 6, 7], None),
+        ((5, 6, 7), None),
+        ({"prompt_token_ids": [5, 6, 7]}, None),
+        ({"prompt": None, "prompt_token_ids": [5, 6, 7]}, None),
+    ],
+)
+def test_forms_of_a_prompt(prompt: Any, text: str | None) -> None:
+    """Oracle: the tokenizer's own ids, or the ids that were given."""
+    expected = [5, 6, 7] if text is None else byte_level_tokenizer().encode(text)
+    assert process(prompt).prompt_token_ids == expected
+    assert prompt_text(prompt) == text
+
+
+def test_the_request_carries_what_the_engine_needs() -> None:
+    """Oracle: the model's EOS ids, a time between before and after, max_tokens as the context leaves."""
+    before_s = time.monotonic()
+    request = PROCESSOR.process([5] * 10, SamplingParams(max_tokens=None, stop="x"), request_id="r", priority=-3)
+    assert before_s <= request.arrival_s <= time.monotonic()
+    assert (request.request_id, request.priority, request.eos_token_ids) == ("r", -3, (1,))
+    assert request.params == SamplingParams(max_tokens=22, stop="x")
+    assert process([5] * 10, max_tokens=7).params.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "text"),
+    [
+        ("", {}, "prompt", "the prompt is empty"),
+        ([], {}, "prompt", "the prompt is empty"),
+        ([1, 400], {}, "prompt", "token id 400; the model's token ids are 0 to 399"),
+        ([-1, 1], {}, "prompt", "token id -1"),
+        ([2**70], {}, "prompt", "token ids are 0 to 399"),
+        ([1, True], {}, "prompt", "contains True"),
+        ([1, 2.0], {}, "prompt", r"contains 2\.0"),
+        ([1, "2"], {}, "prompt", "contains '2'"),
+        ([[1, 2]], {}, "prompt", "contains"),
+        (None, {}, "prompt", "of type NoneType"),
+        (17, {}, "prompt", "of type int"),
+        (b"text", {}, "prompt", "of type bytes"),
+        ({}, {}, "prompt", "give either"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, {}, "prompt", "give either"),
+        ({"prompt": "a", "multi_modal_data": 1}, {}, "prompt", "multi_modal_data"),
+        ("half a pair \ud83d", {}, "prompt", "surrogate pair at character 12"),
+        ("a", {"stop": ["\ud83d"]}, "stop", "surrogate"),
+        ("a", {"cache_salt": "\ud83d"}, "cache_salt", "surrogate"),
+        ("a", {"cache_salt": 5}, "cache_salt", "of type int"),
+        ("a", {"stop_token_ids": [400]}, "stop_token_ids", "end at 399"),
+        ("a", {"logit_bias": {400: 1.0}}, "logit_bias", "end at 399"),
+        ("a", {"allowed_token_ids": [400]}, "allowed_token_ids", "end at 399"),
+        ("a", {"logprobs": 21}, "logprobs", "logprobs is 21; this engine gives at most 20"),
+        ("a", {"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(prompt: Any, params: dict[str, Any], param: str, text: str) -> None:
+    """Oracle: the field that is wrong, and a message that names the value."""
+    with pytest.raises(RequestError, match=text) as caught:
+        process(prompt, **params)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("priority", [True, 1.5, 2**31, None])
+def test_priority_is_a_whole_number(priority: Any) -> None:
+    """Oracle: the scheduler sorts by it, and it crosses the socket."""
+    with pytest.raises(RequestError, match="priority"):
+        PROCESSOR.process([1], SamplingParams(), request_id="r", priority=priority)
+
+
+def test_context_length() -> None:
+    """Oracle: 31 tokens leave room for one, 32 for none; the message has both numbers, the code is OpenAI's."""
+    assert process([5] * 31, max_tokens=None).params.max_tokens == 1
+    with pytest.raises(RequestError, match=r"maximum context length is 32 tokens.*prompt has 32") as caught:
+        process([5] * 32)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(RequestError, match="min_tokens is 3") as caught:
+        process([5] * 30, max_tokens=None, min_tokens=3)
+    assert caught.value.param == "min_tokens"
+
+
+def test_without_a_tokenizer_token_ids_work() -> None:
+    """Oracle: the ids that were given; text is refused with the remedy."""
+    processor = InputProcessor(INFO, None)
+    assert process([5, 6], processor).prompt_token_ids == [5, 6]
+    with pytest.raises(RequestError, match="has no tokenizer; send the prompt as a list of token ids"):
+        process("text", processor)
+    with pytest.raises(RequestError, match="no chat template"):
+        processor.chat_token_ids([{"role": "user", "content": "hi"}])
+
+
+def chat_text(messages: Any, **options: Any) -> str:
+    processor = InputProcessor(msgspec.structs.replace(INFO, max_model_len=500), byte_level_tokenizer())
+    return str(byte_level_tokenizer().decode(processor.chat_token_ids(messages, **options)))
+
+
+def test_chat_goes_through_the_template() -> None:
+    """Oracle: the template written out by hand; special tokens appear once and as single ids."""
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "say "}, {"type": "text", "text": "hi"}]},
+    ]
+    assert chat_text(messages) == "<s>system: be brief</s><s>user: say hi</s><s>assistant:"
+    assert chat_text(messages, shout=True).endswith("<s>assistant:!")
+    assert chat_text(messages, add_generation_prompt=False).endswith("user: say hi</s>")
+    assert chat_text(messages, continue_final_message=True).endswith("user: say hi")
+    ids = InputProcessor(INFO, byte_level_tokenizer()).chat_token_ids([{"role": "user", "content": "a"}])
+    assert ids[0] == 0 and ids.count(0) == 2 and ids.count(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "messages is empty"),
+        ("hi", "messages must be a list"),
+        ({"role": "user", "content": "a"}, "messages must be a list"),
+        (["hi"], r"messages\[0\] is 'hi'"),
+        ([{"content": "a"}], r"messages\[0\].role is None"),
+        ([{"role": 5, "content": "a"}], "role is 5"),
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([{"role": "user", "content": 5}], "content must be text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "part of type 'text'"),
+        ([{"role": "user", "content": ["a"]}], "part of type 'str'"),
+        ([{"role": "robot", "content": "a"}], "unknown role robot"),
+        ([{"role": "user", "content": "\ud83d"}], "surrogate"),
+    ],
+)
+def test_malformed_messages_are_refused(messages: Any, text: str) -> None:
+    """Oracle: the message names the place and what is wrong, the template's own refusal included."""
+    with pytest.raises(RequestError, match=text):
+        chat_text(messages)
+
+
+def test_chat_without_a_template_and_reserved_options() -> None:
+    """Oracle: the error's text."""
+    with pytest.raises(RequestError, match="no chat template"):
+        InputProcessor(INFO, byte_fallback_tokenizer()).chat_token_ids([{"role": "user", "content": "a"}])
+    with pytest.raises(RequestError, match="tokenize is not an option"):
+        chat_text([{"role": "user", "content": "a"}], tokenize=True)
+
+
+def test_load_tokenizer(tmp_path: Path) -> None:
+    """A saved tokenizer comes back, a folder without one is None, a broken one is named. Oracle: the ids of a text."""
+    byte_level_tokenizer().save_pretrained(tmp_path / "good")
+    loaded = load_tokenizer(str(tmp_path / "good"))
+    assert loaded is not None and loaded.encode("the 世界") == byte_level_tokenizer().encode("the 世界")
+    (tmp_path / "none").mkdir()
+    assert load_tokenizer(str(tmp_path / "none")) is None
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken.*can not be loaded"):
+        load_tokenizer(str(tmp_path / "broken"))
