@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeAlias, get_args
 
 import msgspec
@@ -121,25 +122,33 @@ class EngineDead(_Message, frozen=True, kw_only=True):
 ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | Drain | Stop
 ToFrontend: TypeAlias = Ready | Deltas | Rejected | Stats | Draining | Stopped | EngineDead
 
-_ARRAY_TYPES = {kind: np.dtype(kind) for kind in ("<i4", "<f4", "|b1")}
+# Both ends are on one host, so arrays keep its byte order.
+_ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}
+_ARRAY_TYPES = {kind: dtype for dtype, kind in _ARRAY_KINDS.items()}
 
 
 def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes]:
-    """Arrays travel as (dtype, shape, little-endian bytes)."""
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"a {type(value).__name__} can not cross the socket")
-    little_endian = value.astype(value.dtype.newbyteorder("<"), copy=False)
-    if little_endian.dtype.str not in _ARRAY_TYPES:
-        raise TypeError(f"an array of {value.dtype} can not cross the socket")
-    return little_endian.dtype.str, value.shape, little_endian.tobytes()
+    """Arrays travel as (kind, shape, bytes)."""
+    kind = _ARRAY_KINDS.get(value.dtype) if isinstance(value, np.ndarray) else None
+    if kind is None:
+        raise TypeError(f"{value!r} can not cross the socket: it is no array of int32 or float32")
+    assert isinstance(value, np.ndarray)
+    return kind, value.shape, value.tobytes()
 
 
 def _decode_array(annotation: Any, value: Any) -> npt.NDArray[Any]:
     """The inverse; the array is read-only and shares the message's memory."""
     kind, shape, data = value
-    if np.dtype(kind) != get_args(get_args(annotation)[1])[0]:
-        raise ValueError(f"expected {annotation}, got an array of {kind}")
-    return np.frombuffer(data, dtype=_ARRAY_TYPES[kind]).reshape(shape)
+    dtype = _ARRAY_TYPES[kind]
+    if dtype != _expected_dtype(annotation):
+        raise ValueError(f"expected {annotation}, got an array of {dtype}")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+@cache
+def _expected_dtype(annotation: Any) -> np.dtype[Any]:
+    """``NDArray[np.int32]`` -> int32."""
+    return np.dtype(get_args(get_args(annotation)[1])[0])
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
