@@ -101,7 +101,8 @@ def test_second_signal_stops_at_once() -> None:
         url = job.url()
         body = SLOW | {"max_tokens": 1000, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=DEADLINE_S) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # dropping it would close the connection
+            next(lines)
             began_s = time.monotonic()
             job.process.send_signal(signal.SIGINT)
             job.wait_for("stopping")
