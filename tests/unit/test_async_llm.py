@@ -14,7 +14,7 @@ from tests.fake_engine import FakeEngine, ServiceThread, arith, fake_service, sa
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.engine.messages import CODE_UNAVAILABLE
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import ConfigError, EngineDeadError, RequestError
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
@@ -254,3 +254,9 @@ def test_connecting_to_nobody() -> None:
     """Oracle: the deadline, and that it is named."""
     with pytest.raises(EngineDeadError, match=r"waited 0\.2 s"):
         asyncio.run(AsyncLLM.connect("ipc:///tmp/tp_engine-nobody/engine", timeout_s=0.2))
+
+
+def test_an_unknown_option_is_refused_before_anything_starts() -> None:
+    """Oracle: the option's name, and the one that was meant."""
+    with pytest.raises(ConfigError, match=r"unknown option blocksize.*block_size"):
+        AsyncLLM(blocksize=16)

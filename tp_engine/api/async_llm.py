@@ -16,6 +16,7 @@ from tp_engine.api.request_streams import RequestStreams
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.options_toml import check_names
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), *, address: str | None = None, **options: Any) -> None:
+        check_names("AsyncLLM", options, EngineConfig)
         self._config = None if address is not None else EngineConfig(model=model, **options)
         self._address = address
         self._tokenizer_given: Any | None = None

@@ -148,7 +148,8 @@ def _decode_array(annotation: Any, value: Any) -> npt.NDArray[Any]:
 @cache
 def _expected_dtype(annotation: Any) -> np.dtype[Any]:
     """``NDArray[np.int32]`` -> int32."""
-    return np.dtype(get_args(get_args(annotation)[1])[0])
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(annotation)[1])[0])
+    return dtype
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
