@@ -1,0 +1,76 @@
+"""Start the real server under torchrun, with a deadline on everything, and stop it the way a user does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_READY = re.compile(r"serving \S+ at (http://\S+?),? ")
+
+
+@dataclass
+class Server:
+    """A running job; ``log`` grows while it runs."""
+
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def text(self) -> str:
+        """All that the job has printed so far."""
+        return "".join(self.log)
+
+    def stop(self, timeout_s: float = 40.0) -> int:
+        """SIGTERM to torchrun, which passes it to all ranks; returns torchrun's exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"the job did not stop within {timeout_s:g} s:\n{self.text()[-5000:]}") from None
+
+
+def launch(num_ranks: int, arguments: Sequence[str], script: str = "launch/serve.py") -> Server:
+    """Start ``script`` on ``num_ranks`` ranks; without torchrun where ``num_ranks`` is 0."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    process = subprocess.Popen(
+        [*(torchrun if num_ranks else [sys.executable]), script, *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    server = Server(process)
+    threading.Thread(target=_follow, args=(server,), daemon=True).start()
+    return server
+
+
+def _follow(server: Server) -> None:
+    assert server.process.stdout is not None
+    for line in server.process.stdout:
+        server.log.append(line)
+        if match := _READY.search(line):
+            server.url = match[1]
+
+
+@contextmanager
+def serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0) -> Iterator[Server]:
+    """A server that is ready, on a free port."""
+    server = launch(num_ranks, ["--port", "0", *arguments])
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not server.url:
+            assert server.process.poll() is None, server.text()[-5000:]
+            assert time.monotonic() < deadline, f"not ready within {timeout_s:g} s:\n{server.text()[-5000:]}"
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,106 @@
+"""The demo model through HTTP at every world size: the answers are right, streamed or not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.serving import Server, launch, serving
+
+QUESTIONS = {
+    "12+34=": "46",
+    "reverse: 3 1 4": "4 1 3",
+    "sort: 3 1 4": "1 3 4",
+    "copy: hello world": "hello world",
+    "a=3 b=7 c=5 ? b": "7",
+}
+
+
+def recall_question(num_pairs: int, seed: int) -> tuple[str, str]:
+    """A long list of keys and digits and one key to recall: wrong if any one KV block is."""
+    rng = random.Random(seed)
+    keys = rng.sample([a + b for a in "abcdefgh" for b in "abcdefgh"], num_pairs)
+    values = [str(rng.randrange(10)) for _ in keys]
+    asked = rng.randrange(num_pairs)
+    pairs = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+    return f"{pairs} ? {keys[asked]}", values[asked]
+
+
+def own_text(server: Server) -> str:
+    """What the job printed before torchrun itself began to tell of the end, with a traceback of its own."""
+    return server.text().partition("torch/distributed/")[0]
+
+
+def ask(client: openai.OpenAI, question: str) -> str:
+    answer = client.chat.completions.create(
+        model="demo_model", messages=[{"role": "user", "content": question}], temperature=0
+    )
+    return answer.choices[0].message.content or ""
+
+
+def ask_streamed(client: openai.OpenAI, question: str) -> str:
+    chunks = client.chat.completions.create(
+        model="demo_model", messages=[{"role": "user", "content": question}], temperature=0, stream=True
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [0, 2, 4, 8])
+def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
+    """Oracle: arithmetic.  Without torchrun, and under it with 2, 4 and 8 ranks."""
+    small = ("--device", "cpu", "--num-gpu-blocks-override", "512", "--block-size", "16")
+    with serving(num_ranks, *small, timeout_s=200) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)
+        for question, expected in QUESTIONS.items():
+            assert expected in ask(client, question), question
+            assert expected in ask_streamed(client, question), question
+        right = [answer in ask(client, question) for question, answer in (recall_question(40, s) for s in range(5))]
+        assert sum(right) >= 4
+        assert client.models.list().data[0].id == "demo_model"
+        metrics = httpx.get(server.url + "/metrics", timeout=10).text
+        assert "tp_engine" in metrics
+        for word in ("Available KV cache memory:", "GPU KV cache size: 8,192 tokens", "Maximum concurrency for 1,024"):
+            assert word in server.text()
+    assert "Traceback" not in own_text(server)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments", "words"),
+    [
+        (3, (), ("3", "1, 2, 4, 8")),
+        (0, ("--model", "/no/such/model"), ("/no/such/model",)),
+        (0, ("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
+        (0, ("--tensor-parallel-size", "2"), ("torchrun --nproc-per-node 2",)),
+        (0, ("--no-such-flag", "1"), ("--no-such-flag",)),
+    ],
+)
+def test_what_can_not_work_ends_in_one_clear_message(
+    num_ranks: int, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    """World size, model, cache, launch and flags: one message without a traceback, a non-zero exit code."""
+    server = launch(num_ranks, ["--port", "0", "--device", "cpu", *arguments])
+    code = server.process.wait(120)
+    server.stop()
+    assert code in (1, 2), server.text()
+    assert own_text(server).count("error:") == 1, server.text()[-3000:]
+    for word in words:
+        assert word in own_text(server), server.text()[-3000:]
+    assert "Traceback" not in own_text(server), server.text()[-3000:]
+
+
+def test_a_taken_port_is_refused_at_once(tmp_path: Path) -> None:
+    """Exit code 1 and the port in the message, before the model is loaded."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = launch(0, ["--device", "cpu", "--port", str(port)])
+        assert server.process.wait(60) == 1
+        assert str(port) in server.text() and "loading weights" not in server.text()
