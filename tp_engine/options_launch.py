@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ from tp_engine.options import Options, adopt_world_size, parse_options
 EXIT_DONE = 0
 EXIT_MACHINE = 1
 EXIT_CONFIG = 2
+_RANK0_SPEAKS_S = 5.0
 
-_EXPLAINED = (RankError, WeightError, PlanError, MemoryBudgetError, EngineDeadError, OSError)
+_EXPLAINED = (RankError, WeightError, PlanError, EngineDeadError, OSError)
 
 logger = get_logger(__name__)
 
@@ -52,15 +54,25 @@ def run_launched(
         adopt_world_size(options.given["engine"], launched.world_size if launched else None)
         return _print_config(options, rank) if options.print_config else job(options)
     except (ConfigError, RequestError) as error:
-        if rank == 0:
-            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        _report_once(f"{prog}: error: {error}", rank)
         return EXIT_CONFIG
+    except MemoryBudgetError as error:  # the ranks have agreed on it
+        _report_once(f"{prog}: error: {error}", rank)
+        return EXIT_MACHINE
     except _EXPLAINED as error:
         logger.error("%s", error)
         return EXIT_MACHINE
     except Exception as error:
         logger.exception("%s: %s", type(error).__name__, error)
         return EXIT_MACHINE
+
+
+def _report_once(message: str, rank: int) -> None:
+    """Rank 0 speaks; the others saw the same and let it, since torchrun ends all ranks as soon as one has ended."""
+    if rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_RANK0_SPEAKS_S)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tp_engine import options_launch
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, MemoryBudgetError, RankError
 from tp_engine.options import Options
@@ -27,6 +28,7 @@ def quiet_logging() -> Iterator[None]:
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """This process as a rank of a torchrun job of two."""
+    monkeypatch.setattr(options_launch, "_RANK0_SPEAKS_S", 0.0)
     names = {"RANK": request.param, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
