@@ -11,7 +11,7 @@ from tp_engine.api.batch import run_batch
 from tp_engine.api.batch_config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
-from tp_engine.options_launch import run_launched
+from tp_engine.options.launch import run_launched
 from tp_engine.server.lifecycle import run_interruptible
 
 

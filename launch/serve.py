@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
-from tp_engine.options_launch import run_launched
+from tp_engine.options.launch import run_launched
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
 

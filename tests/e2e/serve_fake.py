@@ -13,7 +13,7 @@ from typing import Any
 from tests.e2e.frontend import new_engine
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
-from tp_engine.options_launch import run_launched
+from tp_engine.options.launch import run_launched
 from tp_engine.server import lifecycle
 from tp_engine.server.config import ServerConfig
 

@@ -22,7 +22,7 @@ from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.linear_method import PackedLinear, PlainLinear, choose_linear_method
 from tp_engine.layers.norm import QKNorm, RMSNorm
 from tp_engine.layers.rotary import RotaryEmbedding, apply_rotary
-from tp_engine.rope_config import RopeConfig
+from tp_engine.model_config.rope import RopeConfig
 
 ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU)
 LLAMA3_CONFIG = RopeConfig(kind="llama3", factor=8.0, original_max_position=64)

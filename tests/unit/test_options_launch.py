@@ -11,7 +11,7 @@ from tp_engine import options_launch
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, MemoryBudgetError, RankError
 from tp_engine.options import Options
-from tp_engine.options_launch import run_launched
+from tp_engine.options.launch import run_launched
 
 TABLES = {"engine": EngineConfig}
 

@@ -16,7 +16,7 @@ from tp_engine.api.request_streams import RequestStreams
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.options_toml import check_names
+from tp_engine.options.toml import check_names
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.model_source import resolve_model_folder
+from tp_engine.model_config.source import resolve_model_folder
 from tp_engine.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

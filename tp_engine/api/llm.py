@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from tp_engine.api.tokenizer_loading import load_tokenizer
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.rank_group import check_config, serve_rank, start_engine
-from tp_engine.errors import ConfigError, RequestError
-from tp_engine.options_cli import did_you_mean
+from tp_engine.errors import RequestError
+from tp_engine.options.toml import check_names
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
@@ -37,7 +36,8 @@ class LLM:
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
-        config = _make_config(model, options)
+        check_names("LLM", options, EngineConfig)
+        config = EngineConfig(model=model, **options)
         launched = env.launched_rank()
         if launched is not None and launched.rank > 0:
             serve_rank(config)
@@ -144,14 +144,6 @@ class LLM:
         self.engine.abort([request.request_id for request in requests])
         for request in requests:
             self.output_processor.forget(request.request_id)
-
-
-def _make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    known = {spec.name: spec for spec in dataclasses.fields(EngineConfig)}
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
-    return EngineConfig(model=model, **options)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

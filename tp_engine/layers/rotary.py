@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from tp_engine.rope_config import RopeConfig
+from tp_engine.model_config.rope import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):

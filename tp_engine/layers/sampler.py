@@ -19,7 +19,7 @@ from tp_engine.layers.sampling_groups import RowGroup, StepGroups, Way, plan_gro
 from tp_engine.layers.sampling_logprobs import LogprobTensors, logprobs_of, spread
 from tp_engine.layers.sampling_noise import noise_keys
 from tp_engine.layers.sampling_state import SamplingState
-from tp_engine.layers.sampling_upload import upload
+from tp_engine.layers.upload import upload
 from tp_engine.plan import BoolArray, IntArray
 
 

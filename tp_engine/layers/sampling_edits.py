@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.layers.sampling_upload import upload
+from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray, RowSampling
 
 

@@ -24,7 +24,7 @@ import torch
 from tp_engine.layers.sampling_edits import TokenEdits, collect_edits
 from tp_engine.layers.sampling_penalties import PenalisedRows
 from tp_engine.layers.sampling_state import SamplingState
-from tp_engine.layers.sampling_upload import upload
+from tp_engine.layers.upload import upload
 from tp_engine.plan import BoolArray, IntArray
 
 MAX_CANDIDATES = 1024

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tp_engine.layers.sampling_chunks import row_chunks
-from tp_engine.layers.sampling_upload import upload
+from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
+from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.slots import slots_for
 from tp_engine.units import ceil_div
-from tp_engine.worker.mirrored import MirroredTable, to_device
+from tp_engine.worker.mirrored import MirroredTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class InputBatch:
 
     def _admit(self, admission: Admission) -> None:
         row, num_tokens, num_blocks = admission.row, len(admission.token_ids), len(admission.block_ids)
-        self.token_ids[row, :num_tokens] = to_device(admission.token_ids, self._device)
+        self.token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
         self.num_prompt[row] = admission.num_prompt_tokens
         self.num_computed[row] = admission.num_computed_tokens
         self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
@@ -115,21 +116,21 @@ class InputBatch:
     ) -> StepInputs:
         device, num_blocks = self._device, ceil_div(int(seq_lens.max()), self._block_size)
         slots = slots_for(self._block_table.host, token_rows, positions, self._block_size)
-        device_rows = to_device(token_rows.astype(np.int64), device)
-        device_positions = to_device(positions.astype(np.int64), device)
+        device_rows = upload(token_rows.astype(np.int64), device)
+        device_positions = upload(positions.astype(np.int64), device)
         attention = AttentionMetadata(
             num_decodes=len(plan.decode_rows),
-            slot_mapping=to_device(slots.astype(np.int64), device),
-            block_table=self._block_table.device[to_device(rows.astype(np.int64), device), :num_blocks],
-            seq_lens=to_device(seq_lens, device),
-            query_start=to_device(query_start, device),
+            slot_mapping=upload(slots.astype(np.int64), device),
+            block_table=self._block_table.device[upload(rows.astype(np.int64), device), :num_blocks],
+            seq_lens=upload(seq_lens, device),
+            query_start=upload(query_start, device),
             host_query_lens=query_lens,
             host_seq_lens=seq_lens,
         )
         return StepInputs(
             input_ids=self.token_ids[device_rows, device_positions].long(),
             positions=device_positions,
-            logit_index=to_device(query_start[1:][samples].astype(np.int64) - 1, device),
+            logit_index=upload(query_start[1:][samples].astype(np.int64) - 1, device),
             attention=attention,
             rows=rows,
             query_lens=query_lens,
@@ -145,7 +146,7 @@ class InputBatch:
         inside = inputs.sampled_positions < self.token_ids.shape[1]
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
         if not inside.all():
-            sampled = sampled[to_device(np.flatnonzero(inside), self._device)]
+            sampled = sampled[upload(np.flatnonzero(inside), self._device)]
             rows, positions = rows[inside], positions[inside]
-        where = (to_device(rows.astype(np.int64), self._device), to_device(positions.astype(np.int64), self._device))
+        where = (upload(rows.astype(np.int64), self._device), upload(positions.astype(np.int64), self._device))
         self.token_ids.index_put_(where, sampled.to(torch.int32))

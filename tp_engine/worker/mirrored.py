@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 
 
@@ -25,13 +26,5 @@ class MirroredTable:
         """Send ``host[index]`` to the device, without a synchronisation."""
         if self._shared:
             return
-        where = tuple(to_device(axis.astype(np.int64), self.device.device) for axis in index)
-        self.device.index_put_(where, to_device(self.host[index], self.device.device))
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A host array as a device tensor: shared memory on a CPU, an asynchronous copy from pinned memory on CUDA."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+        where = tuple(upload(axis.astype(np.int64), self.device.device) for axis in index)
+        self.device.index_put_(where, upload(self.host[index], self.device.device))

@@ -13,10 +13,10 @@ from tp_engine.layers.forward_context import forward_context
 from tp_engine.layers.sampler import Sampler
 from tp_engine.layers.sampling_logprobs import LogprobTensors, logprobs_of
 from tp_engine.layers.sampling_state import SamplingState
+from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.worker.input_batch import InputBatch, StepInputs
-from tp_engine.worker.mirrored import to_device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ModelRunner:
                     admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens
                 )
         if len(plan.copies):
-            source, target = (to_device(plan.copies[:, i].astype(np.int64), self._kv_cache.device) for i in (0, 1))
+            source, target = (upload(plan.copies[:, i].astype(np.int64), self._kv_cache.device) for i in (0, 1))
             self._kv_cache[:, :, target] = self._kv_cache[:, :, source]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
-from tp_engine.options_cli import make_parser
-from tp_engine.options_toml import dump_table, load_tables
+from tp_engine.options.cli import make_parser
+from tp_engine.options.toml import dump_table, load_tables
 
 Config = TypeVar("Config")
 

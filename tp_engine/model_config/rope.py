@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tp_engine.config_json import ConfigJson
 from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
 
 RopeKind = Literal["default", "linear", "llama3"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")

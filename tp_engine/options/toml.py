@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.options_cli import did_you_mean
+from tp_engine.options.cli import did_you_mean
 from tp_engine.units import parse_bytes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.config_json import ConfigJson
 from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
 
 
 @dataclass(frozen=True, kw_only=True)

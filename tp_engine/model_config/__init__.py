@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_engine.config_json import ConfigJson
 from tp_engine.errors import ConfigError
-from tp_engine.model_families import FAMILIES, read_architecture, read_windows
-from tp_engine.model_source import resolve_model_folder
-from tp_engine.rope_config import RopeConfig, read_rope
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.families import FAMILIES, read_architecture, read_windows
+from tp_engine.model_config.rope import RopeConfig, read_rope
+from tp_engine.model_config.source import resolve_model_folder
 
 MAX_WORLD_SIZE = 64
 DTYPES = ("float32", "bfloat16", "float16")
