@@ -9,8 +9,8 @@ plan in this order::
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
 
-``block_rows`` and ``block_ids`` are pairs: ``block_ids[i]`` is appended to the table of ``block_rows[i]``.  The pairs of
-one row stand together, in the order of the table.
+``block_rows`` and ``block_ids`` are pairs: ``block_ids[i]`` is appended to the table of ``block_rows[i]``.  The pairs
+of one row stand together, in the order of the table.
 """
 
 from __future__ import annotations

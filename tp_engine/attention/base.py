@@ -17,7 +17,8 @@ class AttentionMetadata:
     With N tokens in B requests, on the device: ``slot_mapping`` (N,) int64, -1 for padding; ``block_table`` (B, M)
     int32; ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
     On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32, from which backends may plan without a
-    synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.
+    synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  ``is_padded`` False promises that there is
+    no padding, so that nobody has to ask the device.
     """
 
     num_decodes: int
@@ -27,6 +28,7 @@ class AttentionMetadata:
     query_start: torch.Tensor
     host_query_lens: IntArray
     host_seq_lens: IntArray
+    is_padded: bool = True
 
     @property
     def num_requests(self) -> int:

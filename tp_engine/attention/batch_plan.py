@@ -45,6 +45,9 @@ def plan_groups(query_lens: IntArray, seq_lens: IntArray, max_call_tokens: int) 
 
     ``query_lens`` and ``seq_lens`` (B,) int32; ``max_call_tokens`` as in ``MAX_CALL_TOKENS``.
     """
+    if _is_one_call_of_decodes(query_lens, seq_lens, max_call_tokens):
+        rows = np.arange(len(query_lens), dtype=np.int32)
+        return [Group(rows=rows, starts=rows, seq_lens=seq_lens, query_len=1)]
     starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
     active = np.flatnonzero((seq_lens > 0) & (query_lens > 0)).astype(np.int32)
     groups: list[Group] = []
@@ -55,6 +58,16 @@ def plan_groups(query_lens: IntArray, seq_lens: IntArray, max_call_tokens: int) 
             for members in _split(rows, seq_lens[rows], query_len, max_call_tokens)
         )
     return groups
+
+
+def _is_one_call_of_decodes(query_lens: IntArray, seq_lens: IntArray, max_call_tokens: int) -> bool:
+    """Whether the general way would end in one group of all requests, each with one query: the usual small step."""
+    num_requests = len(query_lens)
+    if not num_requests or query_lens.max() != 1 or query_lens.min() != 1:
+        return False
+    longest, shortest = int(seq_lens.max()), int(seq_lens.min())
+    is_small = num_requests == 1 or num_requests * longest <= max_call_tokens
+    return shortest > 0 and is_small and num_requests * (longest - shortest) <= CALL_COST_TOKENS
 
 
 def _split(rows: IntArray, seq_lens: IntArray, query_len: int, max_call_tokens: int) -> Iterator[IntArray]:

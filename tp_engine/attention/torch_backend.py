@@ -72,7 +72,7 @@ class TorchBackend:
         return out
 
     def _prepare_store(self, metadata: AttentionMetadata) -> None:
-        self._kept = tokens_to_store(metadata.slot_mapping)
+        self._kept = tokens_to_store(metadata.slot_mapping) if metadata.is_padded else None
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata

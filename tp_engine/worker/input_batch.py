@@ -22,25 +22,24 @@ from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.slots import slots_for
 from tp_engine.units import ceil_div
+from tp_engine.worker.batch_layout import BatchLayout, make_layout
 from tp_engine.worker.mirrored import MirroredTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Inputs of one forward pass over N tokens of B requests.
+    """Inputs of one forward pass over N tokens, of which n are followed by a sampled one.
 
-    ``input_ids`` and ``positions`` (N,) int64 on the device; ``logit_index`` (n,) int64 on the device: the last token
-    of each sampled request.  On the host: ``sampled_rows`` and ``sampled_positions`` (n,), the place of each new token.
+    On the device: ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``sampled_places`` (n,) int64, where the new ids
+    go in the flattened token table.  On the host: ``sampled_positions`` (n,), the new tokens' positions.
     """
 
+    layout: BatchLayout
     input_ids: torch.Tensor
     positions: torch.Tensor
-    logit_index: torch.Tensor
     attention: AttentionMetadata
-    rows: IntArray
-    query_lens: IntArray
-    sampled_rows: IntArray
     sampled_positions: IntArray
+    sampled_places: torch.Tensor
 
 
 class InputBatch:
@@ -49,7 +48,10 @@ class InputBatch:
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
-        self.token_ids = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
+        self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, though nobody reads it
+        self._token_ids = torch.zeros((max_num_seqs, self._row_stride), dtype=torch.int32, device=device)
+        self._flat_token_ids = self._token_ids.view(-1)
+        self._last_layout: BatchLayout | None = None
         self._block_table = MirroredTable((max_num_seqs, ceil_div(max_model_len, block_size)), device)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
@@ -65,7 +67,7 @@ class InputBatch:
 
     def _admit(self, admission: Admission) -> None:
         row, num_tokens, num_blocks = admission.row, len(admission.token_ids), len(admission.block_ids)
-        self.token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
+        self._token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
         self.num_prompt[row] = admission.num_prompt_tokens
         self.num_computed[row] = admission.num_computed_tokens
         self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
@@ -84,69 +86,47 @@ class InputBatch:
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """The inputs of this step; a few array operations, whatever the number of rows."""
-        rows = np.concatenate((plan.decode_rows, plan.prefill_rows))
-        computed = self.num_computed[rows]
-        if len(plan.prefill_rows):
-            query_lens = np.concatenate((np.ones_like(plan.decode_rows), plan.prefill_tokens))
-            token_rows, positions = self._spread(rows, computed, query_lens)
-        else:
-            query_lens, token_rows, positions = np.ones_like(rows), rows, computed
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=query_start[1:])
-        samples = np.concatenate((np.ones(len(plan.decode_rows), dtype=np.bool_), plan.prefill_samples))
-        return self._inputs(rows, query_lens, query_start, token_rows, positions, computed + query_lens, samples, plan)
-
-    @staticmethod
-    def _spread(rows: IntArray, computed: IntArray, query_lens: IntArray) -> tuple[IntArray, IntArray]:
-        """Row and position of each token of a mixed step."""
-        starts = np.cumsum(query_lens) - query_lens
-        offsets = np.arange(int(query_lens.sum()), dtype=np.int32) - np.repeat(starts, query_lens).astype(np.int32)
-        return np.repeat(rows, query_lens), np.repeat(computed, query_lens) + offsets
-
-    def _inputs(
-        self,
-        rows: IntArray,
-        query_lens: IntArray,
-        query_start: IntArray,
-        token_rows: IntArray,
-        positions: IntArray,
-        seq_lens: IntArray,
-        samples: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-        plan: StepPlan,
-    ) -> StepInputs:
-        device, num_blocks = self._device, ceil_div(int(seq_lens.max()), self._block_size)
-        slots = slots_for(self._block_table.host, token_rows, positions, self._block_size)
-        device_rows = upload(token_rows.astype(np.int64), device)
-        device_positions = upload(positions.astype(np.int64), device)
+        layout, device = self._layout_of(plan), self._device
+        computed = self.num_computed[layout.rows]
+        positions, seq_lens = layout.positions(computed), computed + layout.query_lens
+        places = layout.token_rows * self._row_stride + positions
+        sampled_positions = seq_lens[layout.samples]
+        num_blocks = ceil_div(int(seq_lens.max()), self._block_size)
         attention = AttentionMetadata(
-            num_decodes=len(plan.decode_rows),
-            slot_mapping=upload(slots.astype(np.int64), device),
-            block_table=self._block_table.device[upload(rows.astype(np.int64), device), :num_blocks],
+            num_decodes=layout.num_decodes,
+            slot_mapping=upload(
+                slots_for(self._block_table.host, layout.token_rows, positions, self._block_size), device
+            ),
+            block_table=self._block_table.device[:, :num_blocks].index_select(0, layout.device_rows),
             seq_lens=upload(seq_lens, device),
-            query_start=upload(query_start, device),
-            host_query_lens=query_lens,
+            query_start=layout.query_start,
+            host_query_lens=layout.query_lens,
             host_seq_lens=seq_lens,
+            is_padded=False,
         )
         return StepInputs(
-            input_ids=self.token_ids[device_rows, device_positions].long(),
-            positions=device_positions,
-            logit_index=upload(query_start[1:][samples].astype(np.int64) - 1, device),
+            layout=layout,
+            input_ids=self._flat_token_ids.index_select(0, upload(places, device)),
+            positions=upload(positions.astype(np.int64), device),
             attention=attention,
-            rows=rows,
-            query_lens=query_lens,
-            sampled_rows=rows[samples],
-            sampled_positions=seq_lens[samples],
+            sampled_positions=sampled_positions,
+            sampled_places=upload(layout.sampled_rows * np.int64(self._row_stride) + sampled_positions, device),
         )
 
+    def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
+        """Token ids (count,) int32 of ``row`` from position ``first`` on."""
+        return self._token_ids[row, first : first + count]
+
     def advance(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
-        """The step's tokens are computed; ``sampled`` (n,) become the next known tokens of their rows."""
-        self.num_computed[inputs.rows] += inputs.query_lens
-        if sampled is None or not len(inputs.sampled_rows):
-            return
-        inside = inputs.sampled_positions < self.token_ids.shape[1]
-        rows, positions = inputs.sampled_rows, inputs.sampled_positions
-        if not inside.all():
-            sampled = sampled[upload(np.flatnonzero(inside), self._device)]
-            rows, positions = rows[inside], positions[inside]
-        where = (upload(rows.astype(np.int64), self._device), upload(positions.astype(np.int64), self._device))
-        self.token_ids.index_put_(where, sampled.to(torch.int32))
+        """The step's tokens are computed; ``sampled`` (n,) int32 become the next known tokens of their rows."""
+        self.num_computed[inputs.layout.rows] += inputs.layout.query_lens
+        if sampled is not None:
+            self._flat_token_ids.index_copy_(0, inputs.sampled_places, sampled)
+
+    def _layout_of(self, plan: StepPlan) -> BatchLayout:
+        """Kept from the last step while the same rows decode."""
+        last = self._last_layout
+        is_same = last is not None and last.is_decode_only and not len(plan.prefill_rows)
+        if last is None or not is_same or not np.array_equal(last.rows, plan.decode_rows):
+            self._last_layout = last = make_layout(plan, self._device)
+        return last

@@ -68,7 +68,7 @@ class ModelRunner:
         self._backend.prepare(inputs.attention)
         with forward_context(inputs.attention):
             hidden = self._model(inputs.input_ids, inputs.positions)
-        prompt_logprobs = self._score_prompts(inputs, hidden)
+        prompt_logprobs = {} if inputs.layout.is_decode_only else self._score_prompts(inputs, hidden)
         token_ids, logprobs = self._sample(inputs, hidden)
         self._batch.advance(inputs, token_ids)
         return PendingStep(
@@ -92,17 +92,17 @@ class ModelRunner:
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         """Sample on rank 0 and broadcast the ids; ``hidden`` (N, hidden)."""
-        num_sampled = len(inputs.sampled_rows)
+        layout, num_sampled = inputs.layout, len(inputs.layout.sampled_rows)
         if num_sampled == 0:
             return None, None
-        everything = num_sampled == len(hidden)
-        logits = self._model.compute_logits(hidden if everything else hidden[inputs.logit_index])
+        last = hidden if layout.is_decode_only else hidden.index_select(0, layout.logit_index)
+        logits = self._model.compute_logits(last)
         logprobs = None
         if self._sampler is None:
             token_ids = torch.empty(num_sampled, dtype=torch.int32, device=hidden.device)
         else:
             assert logits is not None
-            token_ids, logprobs = self._sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions)
+            token_ids, logprobs = self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
         return self._communicator.broadcast(token_ids), logprobs
 
     def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
@@ -110,17 +110,18 @@ class ModelRunner:
 
         Every rank takes part, because computing logits is a collective.
         """
-        wanted = np.flatnonzero(self._scores_prompt[inputs.rows] >= 0)
+        rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
+        wanted = np.flatnonzero(self._scores_prompt[rows] >= 0)
         scores: dict[int, LogprobTensors] = {}
         for request in wanted:
-            row = int(inputs.rows[request])
+            row = int(rows[request])
             first = int(self._batch.num_computed[row])
-            num_scored = min(int(inputs.query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
+            num_scored = min(int(query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
             if num_scored <= 0:
                 continue
-            start = int(inputs.query_lens[:request].sum())
+            start = int(query_lens[:request].sum())
             logits = self._model.compute_logits(hidden[start : start + num_scored])
             if logits is not None:
-                following = self._batch.token_ids[row, first + 1 : first + 1 + num_scored]
+                following = self._batch.following_tokens(row, first + 1, num_scored)
                 scores[row] = logprobs_of(logits, following, int(self._scores_prompt[row]))
         return scores

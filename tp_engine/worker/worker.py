@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from tp_engine.attention.registry import select_backend
@@ -68,6 +70,7 @@ class Worker:
             "allocating the KV cache", lambda: self._make_runner(model, device, num_blocks)
         )
         log_memory(ledger, self._kv_shape, rank=info.rank, num_blocks=num_blocks, max_model_len=effective.max_model_len)
+        self._keep_out_of_garbage_collection()
         return num_blocks
 
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -77,8 +80,16 @@ class Worker:
 
     def close(self) -> None:
         """Free the device's memory."""
+        if self._runner is not None:
+            gc.unfreeze()
         self._runner = None
         self.monitor = None
+
+    @staticmethod
+    def _keep_out_of_garbage_collection() -> None:
+        """What exists now lives as long as the engine: looking through it again and again would interrupt steps."""
+        gc.collect()
+        gc.freeze()
 
     def _open_device(self) -> Device:
         info = self._groups.info
