@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist.launch import ROOT
+from tests.dist.launch import ROOT, torchrun
 from tp_engine import LLM, AsyncLLM, SamplingParams
 from tp_engine.errors import EngineDeadError
 
@@ -64,6 +64,16 @@ def test_a_plain_script_starts_and_stops_its_ranks(folder: Path, expected: list[
     assert "resource_tracker" not in job.stderr and "Traceback" not in job.stderr
 
 
+def test_the_same_script_under_torchrun_adopts_its_ranks(folder: Path, expected: list[int], tmp_path: Path) -> None:
+    """Rank 0 runs on, rank 1 serves inside of the constructor and leaves with exit code 0."""
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT.format(model=str(folder), then="llm.close(); print('rank 0 goes on')"))
+    job = torchrun(2, [str(script)])
+    assert job.returncode == 0, job.stdout[-4000:]
+    assert job.stdout.count("tokens " + " ".join(map(str, expected))) == 1
+    assert job.stdout.count("script runs") == 2 and job.stdout.count("rank 0 goes on") == 1
+
+
 def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
     """kill -9 of the script: its rank is gone within 10 s (promise 3)."""
     text = SCRIPT.format(model=str(folder), then="import time; time.sleep(60)")
@@ -94,7 +104,7 @@ def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
             answer(llm)
 
 
-def test_two_engines_at_once_never_meet(folder: Path, expected: list[int]) -> None:
+def test_engines_that_start_at_once_never_meet(folder: Path, expected: list[int]) -> None:
     """Four scripts with two ranks each start at once on one host and all answer (promise 7)."""
     jobs = [
         subprocess.Popen(

@@ -175,6 +175,45 @@ def test_five_engines_one_after_another(folder: Path) -> None:
     assert len(answers) == 1
 
 
+def test_the_same_run_twice_is_identical(folder: Path) -> None:
+    """Requests without a seed, mixed lengths, a pool that preempts: two fresh engines sample the same tokens."""
+    runs = []
+    for _ in range(2):
+        options = {"num_gpu_blocks_override": 14, "block_size": 4, "max_model_len": 48, "max_num_batched_tokens": 32}
+        with LLM(str(folder), device="cpu", dtype="float32", max_num_seqs=8, seed=3, **options) as engine:
+            params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=12, n=2)
+            outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+            assert engine.engine.stats().num_preemptions > 0
+            runs.append([[sample.token_ids for sample in output.outputs] for output in outputs])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.03)])
+def test_half_precision(folder: Path, dtype: str, tolerance: float) -> None:
+    """Oracle: fp32 log-probabilities of transformers for the tokens that were chosen in half precision."""
+    with LLM(str(folder), device="cpu", dtype=dtype, num_gpu_blocks_override=16, max_model_len=64) as engine:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+        output = engine.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0]
+    expected = reference_logprobs(folder, PROMPTS[1] + output.token_ids)
+    assert output.logprobs is not None
+    for i, (entry, token_id) in enumerate(zip(output.logprobs, output.token_ids, strict=True)):
+        reference = float(expected[len(PROMPTS[1]) + i - 1, token_id])
+        assert entry[token_id].logprob == pytest.approx(reference, abs=tolerance, rel=tolerance)
+
+
+def test_memory_does_not_grow_once_warm(llm: LLM) -> None:
+    """The same load again and again: after the first rounds the process is as large as it was (row A10)."""
+    params = SamplingParams(temperature=0.7, max_tokens=10, logprobs=2, ignore_eos=True)
+
+    def rounds(count: int) -> int:
+        for _ in range(count):
+            llm.generate(PROMPTS * 3, params, use_tqdm=False)
+        return llm.engine.memory_growth_bytes()
+
+    warm = rounds(10)
+    assert rounds(10) - warm < 2 << 20
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -75,6 +75,10 @@ class Engine:
         """Requests, blocks and counters as they stand."""
         return self._scheduler.stats()
 
+    def memory_growth_bytes(self) -> int:
+        """Bytes of device memory that rank 0 holds beyond what it held when it became ready, without the KV cache."""
+        return self._worker.memory_growth_bytes()
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold some."""
         return self._scheduler.reset_prefix_cache()

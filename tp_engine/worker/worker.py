@@ -55,7 +55,7 @@ class Worker:
             dtype=effective.dtype,
         )
         self._runner: ModelRunner | None = None
-        self.monitor: MemoryMonitor | None = None
+        self._monitor: MemoryMonitor | None = None
 
     def start(self) -> int:
         """Load, profile, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
@@ -78,12 +78,17 @@ class Worker:
         assert self._runner is not None, "start() comes first"
         return self._runner.run(plan)
 
+    def memory_growth_bytes(self) -> int:
+        """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
+        assert self._monitor is not None, "start() comes first"
+        return self._monitor.growth()
+
     def close(self) -> None:
         """Free the device's memory."""
         if self._runner is not None:
             gc.unfreeze()
         self._runner = None
-        self.monitor = None
+        self._monitor = None
 
     @staticmethod
     def _keep_out_of_garbage_collection() -> None:
@@ -159,7 +164,7 @@ class Worker:
             sampling = SamplingState(
                 max_num_seqs=config.max_num_seqs, vocab_size=self._effective.model.vocab_size, device=torch_device
             )
-        self.monitor = MemoryMonitor(device, kv_cache)
+        self._monitor = MemoryMonitor(device, kv_cache)
         return ModelRunner(
             model=model,
             backend=self._backend,
