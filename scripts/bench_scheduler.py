@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Rank 0's own time per step, without a model: schedule and update at steady decode, and a step that admits prompts.
+"""Rank 0's own time per step, without a model: schedule, encode and update, decoding and admitting prompts.
 
 Chunked prefill, prefix cache, priorities and stop checks are on.  ``update`` is measured whole and, as ``apply``,
 without the records that it makes for the engine's caller.  Ends with one JSON line; all times are microseconds.
@@ -14,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tp_engine.ipc.plan_codec import encode_plan
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
@@ -59,6 +59,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
+        self.num_bytes: list[int] = []
 
     def run(self, name: str, call: Callable[[], object]) -> object:
         """Call, and keep how long it took."""
@@ -68,18 +69,22 @@ class Clock:
         return value
 
     def percentiles(self) -> dict[str, float]:
-        """p50 and p99 of each phase."""
-        return {
+        """p50 and p99 of each phase, and the largest plan in bytes."""
+        percentiles = {
             f"{name}_p{percent}_us": round(float(np.percentile(times, percent)), 1)
             for name, times in self.times.items()
             for percent in (50, 99)
         }
+        return {**percentiles, "largest_plan_bytes": max(self.num_bytes)}
 
 
 def step(scheduler: Scheduler, clock: Clock, rng: np.random.Generator, finish: str) -> StepPlan:
     """One step with random tokens; ``finish`` is the method that takes the result in."""
     plan = clock.run("schedule", scheduler.schedule)
     assert isinstance(plan, StepPlan)
+    message = clock.run("encode", lambda: encode_plan(plan))
+    assert isinstance(message, bytes)
+    clock.num_bytes.append(len(message))
     tokens = rng.integers(0, VOCABULARY, len(plan.sampled_rows), dtype=np.int32)
     result = StepResult(step_id=plan.step_id, token_ids=tokens)
     clock.run(finish, lambda: getattr(scheduler, finish)(plan, result))

@@ -34,11 +34,15 @@ STUCK = """
 import ctypes
 from tp_engine.server import signals as stop
 stop.UNINTERRUPTIBLE_S = 0.2
+mutex = ctypes.create_string_buffer(128)
+lock = ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
 with stop.StopSignals() as signals, signals.raising():
-    print("ready", flush=True)
-    mutex = ctypes.create_string_buffer(128)
-    for _ in range(2):  # the second call never returns, and no signal interrupts it
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    try:
+        print("ready", flush=True)
+        lock(mutex)  # never returns, and no signal interrupts it
+    except stop.StopRequested:  # the signal came first
+        lock(mutex)
 """
 
 
