@@ -42,6 +42,8 @@ class Sampler:
         """
         state = self._state
         assert logits.shape == (len(rows), state.vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        if state.is_plain[rows].all():
+            return row_argmax(logits).to(torch.int32), None
         is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
         plan = self._plan_for(rows, is_short)
         tokens = (

@@ -41,6 +41,7 @@ class SamplingState:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_penalised = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # penalties, logit_bias or allowed_token_ids
+        self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no processor, no log-probabilities
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, vocab_size, device)
 
@@ -59,6 +60,9 @@ class SamplingState:
         self._admit_token_lists(row, sampling)
         self._admit_penalties(row, sampling, token_ids, num_prompt_tokens)
         self.is_edited[row] = self.is_penalised[row] or len(sampling.bias_token_ids) or len(sampling.allowed_token_ids)
+        self.is_plain[row] = (
+            greedy and not self.is_edited[row] and self.num_logprobs[row] < 0 and self.min_tokens[row] == 0
+        )
 
     def _admit_token_lists(self, row: int, sampling: RowSampling) -> None:
         self.token_lists.pop(row, None)
@@ -85,5 +89,6 @@ class SamplingState:
         self.min_tokens[rows] = 0
         self.is_penalised[rows] = False
         self.is_edited[rows] = False
+        self.is_plain[rows] = True
         for row in rows.tolist():
             self.token_lists.pop(row, None)
