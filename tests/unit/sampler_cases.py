@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tp_engine.layers.sampler import Sampler
-from tp_engine.layers.sampling_logprobs import LogprobTensors
-from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.plan import RowSampling
+from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.state import SamplingState
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tp_engine.options import launch as options_launch
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, MemoryBudgetError, RankError
 from tp_engine.options import Options
+from tp_engine.options import launch as options_launch
 from tp_engine.options.launch import run_launched
 
 TABLES = {"engine": EngineConfig}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings, sample, sampler_for
-from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.plan import RowSampling
+from tp_engine.sampling.state import SamplingState
 
 VOCAB = 2000
 

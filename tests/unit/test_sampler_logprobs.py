@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.sampler_cases import ids, sample, sampler_for
-from tp_engine.layers.sampling_logprobs import logprobs_of
 from tp_engine.plan import RowSampling
+from tp_engine.sampling.logprobs import logprobs_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

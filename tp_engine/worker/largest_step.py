@@ -7,10 +7,10 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.layers.forward_context import forward_context
-from tp_engine.layers.sampler import Sampler
-from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, RowSampling
+from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.effective_config import EffectiveConfig
 
 

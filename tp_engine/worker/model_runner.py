@@ -10,12 +10,12 @@ import torch
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.forward_context import forward_context
-from tp_engine.layers.sampler import Sampler
-from tp_engine.layers.sampling_logprobs import LogprobTensors, logprobs_of
-from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
+from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.input_batch import InputBatch, StepInputs
 
 

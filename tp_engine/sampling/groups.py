@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.layers.sampling_edits import TokenEdits, collect_edits
-from tp_engine.layers.sampling_penalties import PenalisedRows
-from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.layers.upload import upload
 from tp_engine.plan import BoolArray, IntArray
+from tp_engine.sampling.edits import TokenEdits, collect_edits
+from tp_engine.sampling.penalties import PenalisedRows
+from tp_engine.sampling.state import SamplingState
 
 MAX_CANDIDATES = 1024
 

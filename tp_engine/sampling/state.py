@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.layers.sampling_penalties import PenaltyCounts
 from tp_engine.plan import IntArray, RowSampling
+from tp_engine.sampling.penalties import PenaltyCounts
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.layers.sampling_chunks import row_chunks
-from tp_engine.layers.sampling_filters import draw_any, draw_nucleus, draw_ranked, row_argmax
-from tp_engine.layers.sampling_groups import RowGroup, StepGroups, Way, plan_groups
-from tp_engine.layers.sampling_logprobs import LogprobTensors, logprobs_of, spread
-from tp_engine.layers.sampling_noise import noise_keys
-from tp_engine.layers.sampling_state import SamplingState
 from tp_engine.layers.upload import upload
 from tp_engine.plan import BoolArray, IntArray
+from tp_engine.sampling.chunks import row_chunks
+from tp_engine.sampling.filters import draw_any, draw_nucleus, draw_ranked, row_argmax
+from tp_engine.sampling.groups import RowGroup, StepGroups, Way, plan_groups
+from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of, spread
+from tp_engine.sampling.noise import noise_keys
+from tp_engine.sampling.state import SamplingState
 
 
 class Sampler:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.layers.sampling_groups import RowGroup
-from tp_engine.layers.sampling_noise import gumbel_noise
+from tp_engine.sampling.groups import RowGroup
+from tp_engine.sampling.noise import gumbel_noise
 
 _WEIGHT_ONE = float(1 << 36)  # fixed-point 1.0: a sum over 2**17 tokens still fits float64's 53 bits
 _ARGMAX_BLOCK = 128

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tp_engine.layers.sampling_chunks import row_chunks
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
+from tp_engine.sampling.chunks import row_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.layers.sampling_chunks import row_chunks
-from tp_engine.layers.sampling_filters import rank_candidates
 from tp_engine.plan import TokenLogprobs
+from tp_engine.sampling.chunks import row_chunks
+from tp_engine.sampling.filters import rank_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
