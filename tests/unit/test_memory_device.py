@@ -188,3 +188,14 @@ def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
     cache.fill_(1.0)
     assert process_memory().resident - before > 60 * MIB
     assert abs(monitor.growth()) < 4 * MIB
+
+
+@pytest.mark.parametrize(("local_world_size", "expected"), [(1, 7), (2, 4), (3, 2), (64, 1)])
+def test_ranks_of_one_host_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, local_world_size: int, expected: int
+) -> None:
+    """Oracle: eight cores divided by the ranks; a lone rank keeps the threads that its user chose."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    torch.set_num_threads(7)
+    make_device("cpu", local_rank=0, local_world_size=local_world_size).set_current()
+    assert torch.get_num_threads() == expected

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -25,14 +25,13 @@ from tp_engine.config import EngineConfig
 from tp_engine.dist import groups as process_groups
 from tp_engine.dist.groups import RankGroups, Store
 from tp_engine.dist.rank import RankInfo
+from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.processes import ChildRanks, process_alive
 from tp_engine.errors import ConfigError
-from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
+from tp_engine.ipc.plan_channel import PlanSubscriber
 from tp_engine.log import get_logger
 from tp_engine.plan import FIRST_STEP_ID, Control
-from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.worker import Worker
 
@@ -56,9 +55,9 @@ def start_engine(config: EngineConfig) -> Engine:
     launched, effective = env.launched_rank(), check_config(config)
     if launched is not None and launched.world_size > 1:
         groups = _join_launched(effective, launched)
-        return _build_engine(effective, groups, check_ranks=lambda: None, leave=lambda: None)
+        return build_engine(effective, groups, check_ranks=lambda: None, leave=lambda: None)
     if config.tensor_parallel_size == 1:
-        return _build_engine(effective, process_groups.alone(), check_ranks=lambda: None, leave=lambda: None)
+        return build_engine(effective, process_groups.alone(), check_ranks=lambda: None, leave=lambda: None)
     return _spawn(effective)
 
 
@@ -158,7 +157,7 @@ def _spawn(effective: EffectiveConfig) -> Engine:
             what="start",
         )
         groups = join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store)
-        return _build_engine(
+        return build_engine(
             effective, groups, check_ranks=children.check, leave=lambda: children.wait(timeout_s=_STOP_TIMEOUT_S)
         )
 
@@ -179,77 +178,3 @@ def _killed_on_error(children: ChildRanks) -> Iterator[None]:
         finally:
             children.kill()
         raise
-
-
-def _build_engine(
-    effective: EffectiveConfig, groups: RankGroups, *, check_ranks: Callable[[], None], leave: Callable[[], None]
-) -> Engine:
-    """Start this rank's worker, open the plan channel to the others, and put the scheduler on top."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(groups.close)
-        worker = Worker(effective, groups)
-        undo.callback(worker.close)
-        num_blocks = worker.start()
-        publisher = _open_channel(effective, groups)
-        undo.pop_all()
-
-    def leave_groups() -> None:
-        try:
-            leave()
-        finally:
-            groups.close()
-
-    config = effective.config
-    limits = SchedulerLimits(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=effective.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        seed=config.seed,
-    )
-    return Engine(
-        worker=worker,
-        scheduler=Scheduler(limits),
-        publisher=publisher,
-        model_info=model_info(effective, num_blocks),
-        plan_timeout_s=config.collective_timeout_s,
-        check_ranks=check_ranks,
-        leave=leave_groups,
-    )
-
-
-def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
-    """What a frontend must know of this engine."""
-    config, model = effective.config, effective.model
-    return ModelInfo(
-        model=config.model,
-        tokenizer=config.tokenizer_source,
-        revision=config.revision,
-        max_model_len=effective.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        tensor_parallel_size=config.tensor_parallel_size,
-        dtype=config.dtype,
-        device=config.device,
-        max_num_seqs=config.max_num_seqs,
-        max_logprobs=config.max_logprobs,
-    )
-
-
-def _open_channel(effective: EffectiveConfig, groups: RankGroups) -> PlanPublisher | None:
-    """Rank 0's side of the plan channel; None for a world of one."""
-    num_readers = groups.info.world_size - 1
-    if num_readers == 0:
-        return None
-    publisher = PlanPublisher(num_readers)
-    try:
-        groups.host.broadcast_bytes(f"{publisher.name} {os.getpid()}".encode())
-        publisher.wait_attached(timeout_s=effective.config.startup_timeout_s)
-    except BaseException:
-        publisher.close()
-        raise
-    return publisher

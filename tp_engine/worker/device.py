@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,7 +124,9 @@ class CpuDevice:
         """Torch holds no cache on CPU."""
 
     def set_current(self) -> None:
-        """There is only one."""
+        """Share the cores out: several ranks of one host with all its threads each would take them from each other."""
+        if self._local_world_size > 1:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._local_world_size))
 
 
 def make_device(device_type: str, *, local_rank: int, local_world_size: int) -> Device:

@@ -1,0 +1,92 @@
+"""Rank 0's engine from its parts: worker, plan channel, scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+from tp_engine.dist.groups import RankGroups
+from tp_engine.engine.engine import Engine
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.ipc.plan_channel import PlanPublisher
+from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.worker import Worker
+
+
+def build_engine(
+    effective: EffectiveConfig, groups: RankGroups, *, check_ranks: Callable[[], None], leave: Callable[[], None]
+) -> Engine:
+    """Start this rank's worker, open the plan channel to the others, and put the scheduler on top."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(groups.close)
+        worker = Worker(effective, groups)
+        undo.callback(worker.close)
+        num_blocks = worker.start()
+        publisher = _open_channel(effective, groups)
+        undo.pop_all()
+
+    def leave_groups() -> None:
+        try:
+            leave()
+        finally:
+            groups.close()
+
+    return Engine(
+        worker=worker,
+        scheduler=Scheduler(_limits(effective, num_blocks)),
+        publisher=publisher,
+        model_info=model_info(effective, num_blocks),
+        plan_timeout_s=effective.config.collective_timeout_s,
+        check_ranks=check_ranks,
+        leave=leave_groups,
+    )
+
+
+def _limits(effective: EffectiveConfig, num_blocks: int) -> SchedulerLimits:
+    config = effective.config
+    return SchedulerLimits(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=effective.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        seed=config.seed,
+    )
+
+
+def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
+    """What a frontend must know of this engine."""
+    config, model = effective.config, effective.model
+    return ModelInfo(
+        model=config.model,
+        tokenizer=config.tokenizer_source,
+        revision=config.revision,
+        max_model_len=effective.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        tensor_parallel_size=config.tensor_parallel_size,
+        dtype=config.dtype,
+        device=config.device,
+        max_num_seqs=config.max_num_seqs,
+        max_logprobs=config.max_logprobs,
+    )
+
+
+def _open_channel(effective: EffectiveConfig, groups: RankGroups) -> PlanPublisher | None:
+    """Rank 0's side of the plan channel; None for a world of one."""
+    num_readers = groups.info.world_size - 1
+    if num_readers == 0:
+        return None
+    publisher = PlanPublisher(num_readers)
+    try:
+        groups.host.broadcast_bytes(f"{publisher.name} {os.getpid()}".encode())
+        publisher.wait_attached(timeout_s=effective.config.startup_timeout_s)
+    except BaseException:
+        publisher.close()
+        raise
+    return publisher
