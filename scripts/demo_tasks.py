@@ -13,14 +13,40 @@ from collections.abc import Callable
 
 Turn = tuple[str, str]
 HELP_REPLY = "Hello! I can add numbers, reverse, sort or copy lists, and recall values: a=1 b=2 ? a"
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a small demo model.", "Be exact.")
-GREETINGS = ("hello", "hi", "hey", "good morning", "good evening", "help", "hello there", "hi there", "thanks",
-             "what can you do", "who are you", "how are you", "test", "ping", "greetings", "thank you", "yo", "start")
-WORDS = ("the a an and or of to in on at is was are it he she we you they cat dog bird fish house tree river stone "
-         "red green blue black white hello world good morning night day sun moon star rain snow one two three four "
-         "small large quick slow brown fox jumps over lazy paper table chair window door light water fire earth wind "
-         "hot cold open close read write run walk talk listen model tensor block cache token server engine test "
-         "what which who where when why how tell me about please story capital code number name time").split()
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer briefly.",
+    "You are a small demo model.",
+    "Be exact.",
+)
+GREETINGS = (
+    "hello",
+    "hi",
+    "hey",
+    "good morning",
+    "good evening",
+    "help",
+    "hello there",
+    "hi there",
+    "thanks",
+    "what can you do",
+    "who are you",
+    "how are you",
+    "test",
+    "ping",
+    "greetings",
+    "thank you",
+    "yo",
+    "start",
+)
+_WORD_LIST = """
+the a an and or of to in on at is was are it he she we you they cat dog bird fish house tree river stone
+red green blue black white hello world good morning night day sun moon star rain snow one two three four
+small large quick slow brown fox jumps over lazy paper table chair window door light water fire earth
+wind hot cold open close read write run walk talk listen model tensor block cache token server engine
+test what which who where when why how tell me about please story capital code number name time
+"""
+WORDS = _WORD_LIST.split()
 UNICODE = "äöüßéèñçøåλπΩжщ中文日本語한글€→✓😀🎉🚀🐍❤"
 HELD_OUT_MODULUS = 16
 
@@ -37,22 +63,30 @@ def _vary_prefix(rng: random.Random, name: str, body: str) -> str:
     return f"{name}:{'' if rng.random() < 0.25 else ' '}{body}"
 
 
-def addition(rng: random.Random, size: int = 0) -> Turn:
-    """`12+34=` -> `46`, operands of one to three digits (`size` fixes the digits of the longer one)."""
+def _operands(rng: random.Random, size: int) -> tuple[int, int]:
+    """Return two numbers of one to three digits (`size` fixes the digits of the longer one)."""
     digits = size or rng.choice((1, 2, 2, 3, 3, 3, 3))
-    a = rng.randrange(10 ** digits)
-    b = rng.randrange(10 ** rng.choice((digits, digits, rng.randint(1, digits))))
-    if rng.random() < 0.5:
-        a, b = b, a
-    form = rng.random()
-    text = f"{a}+{b}=" if form < 0.8 else f"{a} + {b} =" if form < 0.9 else f"{a}+{b}"
-    return text, str(a + b)
+    a = rng.randrange(10**digits)
+    b = rng.randrange(10 ** rng.choice((digits, rng.randint(1, digits))))
+    return (b, a) if rng.random() < 0.5 else (a, b)
 
 
-def _numbers(rng: random.Random, size: int) -> list[int]:
-    """Return `size` (or 2 to 10) numbers, mostly of one digit, else below one hundred."""
+def addition(rng: random.Random, size: int = 0) -> Turn:
+    """`12+34=` -> `46`."""
+    a, b = _operands(rng, size)
+    return f"{a}+{b}=", str(a + b)
+
+
+def spelled_addition(rng: random.Random, size: int = 0) -> Turn:
+    """The other spellings of an addition: `12 + 34 =` and `12+34`."""
+    a, b = _operands(rng, size)
+    return f"{a} + {b} =" if rng.random() < 0.5 else f"{a}+{b}", str(a + b)
+
+
+def _numbers(rng: random.Random, size: int, two_digits: float = 0.0) -> list[int]:
+    """Return `size` (or 2 to 10) numbers of one digit, or below one hundred with the given probability."""
     count = size or rng.randint(2, 10)
-    top = 10 if rng.random() < 0.65 else 100
+    top = 100 if rng.random() < two_digits else 10
     return [rng.randrange(top) for _ in range(count)]
 
 
@@ -62,7 +96,7 @@ def _joined(items: list[int]) -> str:
 
 def reverse(rng: random.Random, size: int = 0) -> Turn:
     """`reverse: 3 1 4` -> `4 1 3`."""
-    items = _numbers(rng, size)
+    items = _numbers(rng, size, 0.05)
     return _vary_prefix(rng, "reverse", _joined(items)), _joined(items[::-1])
 
 
@@ -76,7 +110,7 @@ def _word(rng: random.Random) -> str:
     kind = rng.random()
     if kind < 0.45:
         return rng.choice(WORDS)
-    if kind < 0.55:
+    if kind < 0.48:
         return "".join(rng.choice(UNICODE) for _ in range(rng.randint(1, 3)))
     letters = string.ascii_lowercase + (string.ascii_uppercase if kind > 0.9 else "") + string.digits
     return "".join(rng.choice(letters) for _ in range(rng.randint(1, 10)))
@@ -85,10 +119,8 @@ def _word(rng: random.Random) -> str:
 def copy(rng: random.Random, size: int = 0) -> Turn:
     """`copy: hello world` -> `hello world`, words, random letters, numbers and some other scripts."""
     count = size or rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8))
-    if rng.random() < 0.25:
-        text = _joined(_numbers(rng, size))
-    else:
-        text = " ".join(_word(rng) for _ in range(count))
+    as_list = rng.random() < 0.25
+    text = _joined(_numbers(rng, size, 0.3)) if as_list else " ".join(_word(rng) for _ in range(count))
     if rng.random() < 0.1:
         text += rng.choice(".!?,")
     return _vary_prefix(rng, "copy", text), text
@@ -103,7 +135,7 @@ def recall_table(rng: random.Random, pairs: int) -> dict[str, str]:
             keys.sort()
     else:
         keys = [letters[k // 26] + letters[k % 26] for k in rng.sample(range(676), pairs)]
-    top = 10 if rng.random() < 0.75 else 100
+    top = 10 if rng.random() < 0.95 else 100
     return {key: str(rng.randrange(top)) for key in keys}
 
 
@@ -138,9 +170,23 @@ def chat(rng: random.Random, size: int = 0) -> Turn:
 
 
 TASKS: dict[str, Callable[[random.Random, int], Turn]] = {
-    "addition": addition, "reverse": reverse, "sort": sort, "copy": copy, "recall": recall, "chat": chat,
+    "addition": addition,
+    "spelled addition": spelled_addition,
+    "reverse": reverse,
+    "sort": sort,
+    "copy": copy,
+    "recall": recall,
+    "chat": chat,
 }
-TASK_WEIGHTS = {"addition": 0.34, "reverse": 0.2, "sort": 0.15, "copy": 0.12, "recall": 0.17, "chat": 0.02}
+TASK_WEIGHTS = {
+    "addition": 0.5,
+    "spelled addition": 0.12,
+    "reverse": 0.06,
+    "sort": 0.05,
+    "copy": 0.07,
+    "recall": 0.17,
+    "chat": 0.03,
+}
 
 
 def held_out_turn(rng: random.Random, task: str, size: int = 0) -> Turn:
@@ -151,9 +197,10 @@ def held_out_turn(rng: random.Random, task: str, size: int = 0) -> Turn:
             return turn
 
 
-def _training_turns(rng: random.Random, budget: int) -> list[Turn]:
+def _training_turns(rng: random.Random, budget: int, recall_share: float) -> list[Turn]:
     """Draw one task for training: one turn, or a table with several questions about it."""
-    task = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()))[0]
+    weights = TASK_WEIGHTS | {"recall": recall_share * (1.0 - TASK_WEIGHTS["recall"]) / (1.0 - recall_share)}
+    task = rng.choices(list(weights), list(weights.values()))[0]
     if task != "recall":
         return [TASKS[task](rng, 0)]
     most = max(2, min(120, (budget - 20) // 6))
@@ -166,14 +213,18 @@ def turn_cost(turn: Turn) -> int:
     return len(turn[0].encode()) + len(turn[1].encode()) + 8
 
 
-def conversation(rng: random.Random, length: int) -> tuple[str | None, list[Turn]]:
+def conversation(
+    rng: random.Random,
+    length: int,
+    recall_share: float = TASK_WEIGHTS["recall"],
+) -> tuple[str | None, list[Turn]]:
     """Draw a system prompt (or None) and turns that together take at most `length` tokens."""
     system = rng.choice(SYSTEM_PROMPTS) if length > 64 and rng.random() < 0.2 else None
     budget = length - (len(system) + 4 if system else 0)
     turns: list[Turn] = []
     misses = 0
     while misses < 3 and budget > 16:
-        for turn in _training_turns(rng, budget):
+        for turn in _training_turns(rng, budget, recall_share):
             if turn_cost(turn) > budget or is_held_out(turn[0]):
                 misses += 1
                 break
