@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_engines import Engine, Measurement, TpEngine, TransformersGenerate
@@ -54,7 +55,8 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
     engines: list[Engine] = [TpEngine(model, args.dtype, args.tensor_parallel_size, options)]
     if not args.no_peer:
         engines.append(TransformersGenerate(model, args.dtype))
-    vocab_size = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    vocab_size = config["vocab_size"]
     results = []
     for name in args.workloads.split(","):
         make = WORKLOADS[name]
@@ -67,7 +69,6 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
         results.append(summarise(make(vocab_size, 0), runs))
     for engine in engines:
         engine.close()
-    weight_bytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     return {
         "shape": args.shape if args.model is None else args.model,
         "dtype": args.dtype,
@@ -76,9 +77,18 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
         "torch": torch.__version__,
         "rounds": args.rounds,
         "read_gb_per_s": round(bandwidth / 1e9, 1),
-        "decode_roofline_ms": round(weight_bytes / bandwidth * 1e3, 2),
+        "decode_roofline_ms": round(bytes_per_step(Path(model), config) / bandwidth * 1e3, 2),
         "workloads": results,
     }
+
+
+def bytes_per_step(model: Path, config: dict[str, Any]) -> int:
+    """Bytes of weights that a decode step must read: all but an input embedding that is not the head's too."""
+    num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    if config["tie_word_embeddings"]:
+        return num_bytes
+    itemsize = 4 if config["dtype"] == "float32" else 2
+    return num_bytes - int(config["vocab_size"]) * int(config["hidden_size"]) * itemsize
 
 
 def summarise(workload: Workload, runs: dict[str, list[Measurement]]) -> dict[str, object]:

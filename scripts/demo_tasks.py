@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import string
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Turn = tuple[str, str]
 HELP_REPLY = "Hello! I can add numbers, reverse, sort or copy lists, and recall values: a=1 b=2 ? a"
@@ -187,6 +187,27 @@ TASK_WEIGHTS = {
     "recall": 0.17,
     "chat": 0.03,
 }
+# name -> (task, size, number of earlier turns); size 0 draws the usual sizes
+EVALUATIONS: dict[str, tuple[str, int, int]] = {
+    "addition": ("addition", 0, 0),
+    "addition, 3 digits": ("addition", 3, 0),
+    "addition, spellings": ("spelled addition", 0, 0),
+    "reverse": ("reverse", 0, 0),
+    "reverse, 10 items": ("reverse", 10, 0),
+    "sort": ("sort", 0, 0),
+    "sort, 10 items": ("sort", 10, 0),
+    "copy": ("copy", 0, 0),
+    "recall, 2-10 pairs": ("recall", 0, 0),
+    "recall, 26 pairs": ("recall", 26, 0),
+    "recall, 60 pairs": ("recall", 60, 0),
+    "recall, 120 pairs": ("recall", 120, 0),
+    "chat": ("chat", 0, 0),
+    "addition, 4th turn": ("addition", 0, 3),
+    "reverse, 4th turn": ("reverse", 0, 3),
+    "sort, 4th turn": ("sort", 0, 3),
+    "recall, 4th turn": ("recall", 0, 3),
+}
+QUICK = ("addition", "reverse", "sort", "copy", "recall, 2-10 pairs", "recall, 26 pairs", "recall, 60 pairs")
 
 
 def held_out_turn(rng: random.Random, task: str, size: int = 0) -> Turn:
@@ -195,6 +216,20 @@ def held_out_turn(rng: random.Random, task: str, size: int = 0) -> Turn:
         turn = TASKS[task](rng, size)
         if is_held_out(turn[0]):
             return turn
+
+
+def held_out_dialogs(name: str, count: int) -> Iterator[tuple[list[dict[str, str]], str]]:
+    """Yield `count` held-out dialogs of one evaluation with the expected reply."""
+    task, size, history = EVALUATIONS[name]
+    rng = random.Random(f"evaluate/{name}")
+    others = [other for other in TASK_WEIGHTS if other != "chat"]
+    for _ in range(count):
+        turns = [held_out_turn(rng, rng.choice(others)) for _ in range(history)]
+        turns.append(held_out_turn(rng, task, size))
+        messages = []
+        for user, reply in turns:
+            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": reply}]
+        yield messages[:-1], turns[-1][1]
 
 
 def _training_turns(rng: random.Random, budget: int, recall_share: float) -> list[Turn]:

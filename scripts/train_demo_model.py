@@ -17,13 +17,13 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tasks import TASK_WEIGHTS, Turn, conversation, held_out_turn
+from demo_tasks import EVALUATIONS, QUICK, TASK_WEIGHTS, Turn, conversation, held_out_dialogs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -49,27 +49,6 @@ MAX_LENGTH = 1024
 BUCKETS = (64, 128, 256, 512, 1024)
 BUCKET_WEIGHTS = (0.27, 0.27, 0.25, 0.13, 0.08)
 EMA_DECAY = 0.99
-# name -> (task, size, number of earlier turns); size 0 draws the usual sizes
-EVALUATIONS: dict[str, tuple[str, int, int]] = {
-    "addition": ("addition", 0, 0),
-    "addition, 3 digits": ("addition", 3, 0),
-    "addition, spellings": ("spelled addition", 0, 0),
-    "reverse": ("reverse", 0, 0),
-    "reverse, 10 items": ("reverse", 10, 0),
-    "sort": ("sort", 0, 0),
-    "sort, 10 items": ("sort", 10, 0),
-    "copy": ("copy", 0, 0),
-    "recall, 2-10 pairs": ("recall", 0, 0),
-    "recall, 26 pairs": ("recall", 26, 0),
-    "recall, 60 pairs": ("recall", 60, 0),
-    "recall, 120 pairs": ("recall", 120, 0),
-    "chat": ("chat", 0, 0),
-    "addition, 4th turn": ("addition", 0, 3),
-    "reverse, 4th turn": ("reverse", 0, 3),
-    "sort, 4th turn": ("sort", 0, 3),
-    "recall, 4th turn": ("recall", 0, 3),
-}
-QUICK = ("addition", "reverse", "sort", "copy", "recall, 2-10 pairs", "recall, 26 pairs", "recall, 60 pairs")
 
 
 def byte_symbols() -> list[str]:
@@ -283,20 +262,6 @@ def save_folder(model: Qwen3ForCausalLM, out: Path) -> None:
         for path in sorted(Path(folder).iterdir()):
             os.chmod(path, 0o644)
             os.replace(path, out / path.name)
-
-
-def held_out_dialogs(name: str, count: int) -> Iterator[tuple[list[dict[str, str]], str]]:
-    """Yield `count` held-out dialogs of one evaluation with the expected reply."""
-    task, size, history = EVALUATIONS[name]
-    rng = random.Random(f"evaluate/{name}")
-    others = [other for other in TASK_WEIGHTS if other != "chat"]
-    for _ in range(count):
-        turns = [held_out_turn(rng, rng.choice(others)) for _ in range(history)]
-        turns.append(held_out_turn(rng, task, size))
-        messages = []
-        for user, reply in turns:
-            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": reply}]
-        yield messages[:-1], turns[-1][1]
 
 
 @torch.inference_mode()
