@@ -17,7 +17,7 @@ from tp_engine.plan import IntArray
 MAX_BATCHED_QUERY = 32
 # One more call costs about as much as gathering and attending over this many tokens (measured on CPUs).
 CALL_COST_TOKENS = 512
-# Bounds the copies of one call (rows times longest context, for more than one row), on CPUs so that they stay in cache.
+# Bounds the copies of one call (rows times longest context, for more than one row); on CPUs the fastest size measured.
 MAX_CALL_TOKENS = {"cpu": 4096, "cuda": 16384}
 # Contexts of one call differ by less than this factor (until small calls are merged).
 _LENGTH_RATIO = 2.0**0.5
