@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from tp_engine.engine.messages import ModelInfo
@@ -12,6 +13,8 @@ from tp_engine.request import EngineRequest, SequenceDelta
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
 from tp_engine.worker.worker import Worker
+
+_DYING_S = 2.0
 
 
 class Engine:
@@ -68,7 +71,8 @@ class Engine:
             return self._scheduler.update(plan, pending.result())
         except BaseException as error:
             self._failure = error
-            self._check_ranks()
+            if isinstance(error, RuntimeError):
+                self._blame_dead_rank()
             raise
 
     def stats(self) -> SchedulerStats:
@@ -104,6 +108,16 @@ class Engine:
             if self._publisher is not None:
                 self._publisher.close()
             self._leave()
+
+    def _blame_dead_rank(self) -> None:
+        """Raise ``RankError`` if a rank's death is behind a failed step.
+
+        A collective fails as soon as a dying peer's sockets close, which is shortly before its process has ended.
+        """
+        deadline_s = time.monotonic() + _DYING_S
+        while time.monotonic() < deadline_s:
+            self._check_ranks()
+            time.sleep(0.01)
 
     def _publish(self, plan: StepPlan) -> None:
         if self._publisher is not None:
