@@ -55,6 +55,9 @@ class EngineConfig:
     seed: int = option(0, "seed of requests that bring none, and of dummy weights")
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
+    flight_recorder_dir: str | None = option(
+        None, "folder for the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"
+    )
 
     def __post_init__(self) -> None:
         self._check_types_and_choices()

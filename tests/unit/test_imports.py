@@ -38,7 +38,7 @@ DIRECTIONS = {
 }
 
 # Folders that belong to the foundation: a module of it that has grown parts of its own.
-FOUNDATION_FOLDERS = {"model_config", "options"}
+FOUNDATION_FOLDERS = {"model_config", "options", "flight_recorder"}
 
 # Outside thing -> the only place that may name it (a folder ends with a slash).
 DOORS = {

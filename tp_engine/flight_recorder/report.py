@@ -1,0 +1,112 @@
+"""A flight record as text: cause, ranks, who waited for whom, tracebacks, the last steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tp_engine.flight_recorder.analysis import explain
+from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecord
+from tp_engine.flight_recorder.standing import Standing, standings
+
+_TRACEBACK_LINES = 25
+
+
+def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
+    """The whole report, with the last ``num_steps`` steps of each rank."""
+    return [
+        f"Cause: {record.cause}",
+        f"Written by {record.written_by} at {record.written_at}, {record.world_size} ranks; " + _pairs(record.versions),
+        f"Configuration: {_pairs(record.config)}",
+        "",
+        *_ranks(record),
+        "",
+        *explain(record),
+        *_failures(record),
+        "",
+        *_timeline(record, num_steps),
+    ]
+
+
+def _pairs(values: dict[str, str] | dict[str, str | int | float | bool | None]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "unknown"
+
+
+def _ranks(record: FlightRecord) -> list[str]:
+    header = ("rank", "pid", "state", "phase", "step started", "step done", "last sign of life", "CPU", "process")
+    rows = [_rank_row(rank, one) for rank, one in zip(record.ranks, standings(record), strict=True)]
+    return table(header, rows)
+
+
+def _rank_row(rank: RankRecord, one: Standing) -> tuple[str, ...]:
+    alive = "unknown" if one.silent_s is None else f"{one.silent_s:.1f} s ago"
+    process = f"gone ({rank.exit})" if rank.exit else rank.process
+    cpu = f"{rank.cpu_ns / 1e9:.1f} s"
+    steps = (str(rank.step_started), str(rank.step_done))
+    return (str(rank.rank), str(rank.pid), rank.state, rank.phase, *steps, alive, cpu, process)
+
+
+def _failures(record: FlightRecord) -> Iterator[str]:
+    for rank in record.ranks:
+        if rank.failure:
+            yield ""
+            yield f"Rank {rank.rank} failed with:"
+            yield from ("    " + line for line in rank.failure.rstrip().splitlines()[-_TRACEBACK_LINES:])
+
+
+def _timeline(record: FlightRecord, num_steps: int) -> list[str]:
+    """A line per step and rank, oldest first; times in milliseconds, ``begun`` before the record was written.
+
+    Skew is how long the first rank that was done with a step had to wait for the last one.
+    """
+    ids = sorted({step.step_id for rank in record.ranks for step in rank.steps})[-num_steps:] if num_steps > 0 else []
+    if not ids:
+        return ["No steps are recorded."]
+    header = ("step", "rank", "begun ms", "decodes", "prefill", "bytes", "plan wait", "run", "total", "skew")
+    by_rank = [{step.step_id: (step, _before(rank, i)) for i, step in enumerate(rank.steps)} for rank in record.ranks]
+    rows = []
+    for step_id in ids:
+        found = [(rank, *steps[step_id]) for rank, steps in enumerate(by_rank) if step_id in steps]
+        skew = _skew_ms([step for _, step, _ in found], record.world_size)
+        rows += [
+            (*_step_row(rank, step, before, record.written_ns), skew if first else "")
+            for first, (rank, step, before) in zip([True] + [False] * len(found), found, strict=False)
+        ]
+    return ["The last steps, times in ms:", *table(header, rows)]
+
+
+def _before(rank: RankRecord, index: int) -> StepRecord | None:
+    """The step that the rank ran just before, if that is recorded."""
+    before = rank.steps[index - 1] if index else None
+    return before if before is not None and before.step_id == rank.steps[index].step_id - 1 else None
+
+
+def _step_row(rank: int, step: StepRecord, before: StepRecord | None, now_ns: int) -> tuple[str, ...]:
+    begun = f"-{(now_ns - step.started_ns) / 1e6:.1f}" if step.started_ns else "never"
+    free_ns = before.done_ns if before else 0
+    return (
+        str(step.step_id),
+        str(rank),
+        begun,
+        str(step.decode_rows),
+        str(step.prefill_tokens),
+        str(step.plan_bytes),
+        _span_ms(free_ns, max(step.received_ns, free_ns) if step.received_ns else 0),
+        _span_ms(step.started_ns, step.launched_ns or step.done_ns),
+        _span_ms(step.started_ns, step.done_ns),
+    )
+
+
+def _span_ms(start_ns: int, end_ns: int) -> str:
+    return f"{(end_ns - start_ns) / 1e6:.3f}" if start_ns and end_ns else "-"
+
+
+def _skew_ms(steps: Sequence[StepRecord], world_size: int) -> str:
+    done = [step.done_ns for step in steps if step.done_ns]
+    return f"{(max(done) - min(done)) / 1e6:.3f}" if len(done) == world_size else "unfinished"
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ("  ".join(map(str.rjust, row, widths)) for row in (header, *rows))
+    return [line.rstrip() for line in lines]
