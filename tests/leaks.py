@@ -1,6 +1,6 @@
 """What a test may leave behind on this machine: nothing.
 
-Compared before and after: segments named ``tp_engine-*`` in /dev/shm, and child processes.  Both get a few seconds of
+Compared before and after: names ``tp_engine-*`` in /dev/shm, and child processes.  Both get a few seconds of
 grace, because a process that was told to end needs a moment.
 """
 

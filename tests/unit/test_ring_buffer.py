@@ -96,7 +96,6 @@ def ring() -> Iterator[Callable[..., tuple[RingWriter, list[RingReader]]]]:
         readers = [RingReader(writer.name, index) for index in range(num_readers)]
         ends.extend(readers)
         writer.wait_attached(1.0)
-        writer.unlink()
         return writer, readers
 
     yield make
@@ -111,7 +110,6 @@ def test_processes_read_exactly_what_was_written(num_slots: int, slot_bytes: int
     writer = RingWriter(2, num_slots=num_slots, slot_bytes=slot_bytes)
     readers = Readers(writer, count, [0.0, 0.02])
     writer.wait_attached(TIMEOUT_S)
-    writer.unlink()
     for message in random_messages(7, count, largest):
         writer.write(message, TIMEOUT_S)
     expected = digest_of(random_messages(7, count, largest))
@@ -240,24 +238,37 @@ def test_missing_readers_are_named_and_may_still_come() -> None:
         end.close()
 
 
-def test_name_is_random_private_and_gone() -> None:
+def test_a_ring_has_no_name_and_is_shared_until_all_have_attached() -> None:
     """Oracle: the folder's listing; the mode keeps other users out; a reader that comes too late is told so."""
-    writer, other = RingWriter(1), RingWriter(1)
-    assert writer.name != other.name
-    path = SHM_FOLDER / writer.name
-    assert path.name.startswith("tp_engine-")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.stat().st_size < 5 << 20
-    writer.unlink()
-    assert not path.exists()
+    before = set(SHM_FOLDER.iterdir())
+    writer = RingWriter(1)
+    pid, descriptor, _ = writer.name.split(":")
+    file = Path(f"/proc/{pid}/fd/{descriptor}").stat()
+    assert not [path for path in set(SHM_FOLDER.iterdir()) - before if path.stat().st_ino == file.st_ino]
+    assert file.st_mode & 0o777 == 0o600 and file.st_nlink == 0
+    assert file.st_size < 5 << 20
+    reader = RingReader(writer.name, 0)
+    writer.wait_attached(1.0)
     with pytest.raises(RankError, match=r"rank 0: its shared memory .* is gone"):
         RingReader(writer.name, 0)
-    for end in (writer, writer, other):
+    for end in (writer, writer, reader):
         end.close()
 
 
-def test_reader_removes_the_name_that_a_dead_writer_left() -> None:
-    """Oracle: the folder's listing, after a writer that was killed before it could unlink."""
+def test_a_descriptor_that_belongs_to_another_file_is_not_opened() -> None:
+    """Oracle: the number of the descriptor now is a pipe's, whose opening could wait for ever."""
+    writer = RingWriter(1)
+    pid, descriptor, _ = writer.name.split(":")
+    reading, writing = os.pipe()
+    with pytest.raises(RankError, match="is gone"):
+        RingReader(f"{pid}:{reading}:{os.fstat(int(descriptor)).st_ino}", 0)
+    for end in (reading, writing):
+        os.close(end)
+    writer.close()
+
+
+def test_a_writer_that_is_killed_is_noticed() -> None:
+    """Oracle: the segment lives on for its reader, which is told; there is no name that could be left."""
     code = "from tp_engine.ipc.ring_buffer import RingWriter; r = RingWriter(2); print(r.name, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
@@ -266,9 +277,9 @@ def test_reader_removes_the_name_that_a_dead_writer_left() -> None:
         process.kill()
         with pytest.raises(RankError, match="its process is gone"):
             reader.read(TIMEOUT_S)
-        assert (SHM_FOLDER / name).exists()
         reader.close()
-    assert not (SHM_FOLDER / name).exists()
+    with pytest.raises(RankError, match="is gone"):
+        RingReader(name, 1)
 
 
 def test_signal_does_not_shorten_a_wait(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
@@ -340,7 +351,7 @@ def test_no_descriptor_or_mapping_is_left() -> None:
 
     def held() -> tuple[int, int]:
         maps = Path(f"/proc/{os.getpid()}/maps").read_text()
-        return psutil.Process().num_fds(), maps.count("tp_engine-")
+        return psutil.Process().num_fds(), maps.count("/dev/shm/")
 
     before = held()
     for _ in range(100):

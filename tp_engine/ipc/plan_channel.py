@@ -26,9 +26,8 @@ class PlanPublisher:
         self.name = self._ring.name
 
     def wait_attached(self, timeout_s: float) -> None:
-        """Wait for all ranks, then remove the segment's name; ``RankError`` names the ranks that are missing."""
+        """Wait for all ranks, then stop sharing the ring; ``RankError`` names the ranks that are missing."""
         self._ring.wait_attached(timeout_s)
-        self._ring.unlink()
 
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
         """Send ``plan``; returns when it is in the ring, usually long before a rank reads it.
@@ -38,7 +37,7 @@ class PlanPublisher:
         self._ring.write(encode_plan(plan), timeout_s)
 
     def close(self) -> None:
-        """Unmap the ring and remove its name if that is still there."""
+        """Unmap the ring."""
         self._ring.close()
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tp_engine.errors import RankError
-from tp_engine.ipc.segment import create_segment, open_segment, unlink_segment
+from tp_engine.ipc.segment import create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
 Alive: TypeAlias = Callable[[int], bool]
@@ -90,7 +90,7 @@ def _wait_for(
 
 
 class RingWriter:
-    """Rank 0's end.  Creates the segment; readers 0..N-1 belong to ranks 1..N.
+    """Rank 0's end.  Creates the segment, whose address is ``name``; readers 0..N-1 belong to ranks 1..N.
 
     ``spin_s`` is how long a wait spins before it blocks (None: short, and not at all where cores are fewer than ranks);
     ``alive`` is asked every half second of a wait.  Raises ``RuntimeError`` where /dev/shm is too small.
@@ -115,7 +115,8 @@ class RingWriter:
         self._alive = alive
         self._num_pieces = 0
         self._failure: RankError | None = None
-        self.name, self._memory = create_segment(self._first_slot + num_slots * slot_bytes)
+        self._segment = create_segment(self._first_slot + num_slots * slot_bytes)
+        self.name, self._memory = self._segment.address, self._segment.memory
         self._readers = [_Reader(self._memory, index) for index in range(num_readers)]
         self._missing = list(self._readers)
         for reader in self._readers:
@@ -125,7 +126,10 @@ class RingWriter:
         _HEADER.pack_into(self._memory, 0, _MAGIC, num_readers, num_slots, slot_bytes)
 
     def wait_attached(self, timeout_s: float) -> None:
-        """Wait for all readers; ``RankError`` at the deadline names the first that is missing and lists the others."""
+        """Wait for all readers, then stop sharing the segment: nobody else can attach.
+
+        ``RankError`` at the deadline names the first reader that is missing and lists the others.
+        """
         deadline = time.monotonic() + timeout_s
         while self._missing:
             reader = self._missing[0]
@@ -133,6 +137,7 @@ class RingWriter:
                 self._check_missing(deadline, timeout_s)
                 continue
             del self._missing[0]
+        self._segment.stop_sharing()
 
     def _check_missing(self, deadline: float, timeout_s: float) -> None:
         self._missing = [reader for reader in self._missing if not reader.attached.try_wait()]
@@ -174,13 +179,9 @@ class RingWriter:
         for reader in self._readers:
             reader.filled.post()
 
-    def unlink(self) -> None:
-        """Remove the name, once all readers have attached: then no crash of anybody can leak the segment."""
-        unlink_segment(self.name)
-
     def close(self) -> None:
-        """Remove the name and unmap; safe to call twice, but not while another thread is in a call of this ring."""
-        self.unlink()
+        """Stop sharing and unmap; safe to call twice, but not while another thread is in a call of this ring."""
+        self._segment.stop_sharing()
         self._readers.clear()
         self._memory.close()
 
@@ -193,7 +194,6 @@ class RingReader:
     """
 
     def __init__(self, name: str, index: int, *, spin_s: float | None = None, alive: WriterAlive | None = None) -> None:
-        self._name = name
         self._memory = _open(name)
         magic, num_readers, self._num_slots, self._slot_bytes = _HEADER.unpack_from(self._memory, 0)
         assert magic == _MAGIC, f"{name} is not a ring: its magic is {magic:#x}, not {_MAGIC:#x}"
@@ -230,9 +230,5 @@ class RingReader:
         return bool(goes_on)
 
     def close(self) -> None:
-        """Unmap; safe to call twice, but not while another thread is in ``read``.
-
-        Removes the name too, which is still there if the writer died before all readers had attached.
-        """
-        unlink_segment(self._name)
+        """Unmap; safe to call twice, but not while another thread is in ``read``."""
         self._memory.close()

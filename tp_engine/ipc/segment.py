@@ -1,7 +1,11 @@
-"""A POSIX shared-memory segment with a random name, really reserved, and mapped.
+"""A shared-memory segment without a name: reserved, mapped, and gone with the last process that maps it.
 
-``multiprocessing.shared_memory`` is not used: its resource tracker unlinks segments that other processes still need,
-and it does not reserve their pages, so that a full /dev/shm kills the process with SIGBUS at some later write.
+An anonymous file in /dev/shm; other processes of the same user open it through its creator, as /proc/PID/fd/FD, which
+needs no name in any folder.  So nothing can be left behind, whichever process is killed at whichever moment.
+
+``multiprocessing.shared_memory`` is not used: it names its segments, its resource tracker unlinks those that other
+processes still need, and it does not reserve their pages, so that a full /dev/shm kills the process with SIGBUS at some
+later write.
 """
 
 from __future__ import annotations
@@ -9,27 +13,40 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
-from contextlib import suppress
 from pathlib import Path
 
 SHM_FOLDER = Path("/dev/shm")
-NAME_PREFIX = "tp_engine-"
+
+_NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
-def create_segment(num_bytes: int) -> tuple[str, mmap.mmap]:
-    """A new segment of zeros, readable by this user only: (name, mapping).
+class Segment:
+    """A segment that this process created; ``address`` lets others map it until ``stop_sharing``."""
 
-    Raises ``RuntimeError`` with the needed and the available bytes where /dev/shm is too small; no name is left then.
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.memory = mmap.mmap(descriptor, num_bytes)
+        self.address = f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}"
+        self._descriptor = descriptor
+
+    def stop_sharing(self) -> None:
+        """Nobody can map it any more; those who have keep it.  Safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def create_segment(num_bytes: int) -> Segment:
+    """A new segment of zeros, for processes of this user only.
+
+    Raises ``RuntimeError`` with the needed and the available bytes where /dev/shm is too small.
     """
-    name = NAME_PREFIX + secrets.token_hex(16)
-    descriptor = os.open(SHM_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    descriptor = _anonymous_file()
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        return name, mmap.mmap(descriptor, num_bytes)
+        return Segment(descriptor, num_bytes)
     except OSError as error:
         available = os.fstatvfs(descriptor)
-        unlink_segment(name)
+        os.close(descriptor)
         if error.errno != errno.ENOSPC:
             raise
         raise RuntimeError(
@@ -37,20 +54,26 @@ def create_segment(num_bytes: int) -> tuple[str, mmap.mmap]:
             f"{available.f_bavail * available.f_frsize} are available; enlarge it (docker run --shm-size=64m) "
             f"or free some"
         ) from error
-    finally:
-        os.close(descriptor)
 
 
-def open_segment(name: str) -> mmap.mmap:
-    """Map a segment that another process created; ``FileNotFoundError`` if its name is gone."""
-    descriptor = os.open(SHM_FOLDER / name, os.O_RDWR)
+def open_segment(address: str) -> mmap.mmap:
+    """Map another process's segment; ``FileNotFoundError`` if that process has ended or stopped sharing it."""
+    pid, descriptor, inode = address.split(":")
+    path = f"/proc/{pid}/fd/{descriptor}"
+    # The number may belong to another file by now, and opening, say, a pipe could block.
+    if os.stat(path).st_ino != int(inode):
+        raise FileNotFoundError(errno.ENOENT, "the segment is no longer shared", path)
+    mine = os.open(path, os.O_RDWR)
     try:
-        return mmap.mmap(descriptor, 0)
+        return mmap.mmap(mine, 0)
     finally:
-        os.close(descriptor)
+        os.close(mine)
 
 
-def unlink_segment(name: str) -> None:
-    """Remove the name; the memory lives on until the last process unmaps it.  Harmless if the name is gone."""
-    with suppress(FileNotFoundError):
-        os.unlink(SHM_FOLDER / name)
+def _anonymous_file() -> int:
+    try:
+        return os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_ANONYMOUS_FILES:
+            raise
+    return os.memfd_create("tp_engine", os.MFD_CLOEXEC)  # a kernel or container without it: not a tmpfs
