@@ -24,58 +24,59 @@ A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 10
 from __future__ import annotations
 
 import struct
-from itertools import accumulate, pairwise
-from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
-from tp_engine.plan import Admission, Control, IntArray, RowSampling, StepPlan
+from tp_engine.ipc.admission_codec import (
+    INT,
+    Buffer,
+    Part,
+    aligned,
+    check_dtypes,
+    check_end,
+    decode_admissions,
+    encode_admission,
+    split_ints,
+)
+from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
 VERSION = 1
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-
-_PREFIX = struct.Struct("<4sIQ")
-_HEADER = struct.Struct("<IIq6I")
-_FIRST_SECTION = _PREFIX.size + _HEADER.size
-_ADMISSION = struct.Struct("<iii5I6dqiiii")
-_ALIGNMENT = 8
-_INT = np.dtype("<i4")
-_FLOAT = np.dtype("<f4")
+_HEADER = struct.Struct("<4sIQIIq6I")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_OFFSET = 8
+_SUMMED_FROM = 16
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    """The plan's bytes, laid out as drawn above."""
-    assert len(plan.block_rows) == len(plan.block_ids), "a new block is a row and a block id"
-    assert len(plan.prefill_rows) == len(plan.prefill_tokens) == len(plan.prefill_samples), "one of each per prefill"
-    assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
-    ints = _join_ints(
+def encode_plan(plan: StepPlan) -> bytearray:
+    """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype."""
+    ints = (
         plan.released,
         plan.block_rows,
         plan.block_ids,
-        plan.copies.reshape(-1),
+        plan.copies,
         plan.decode_rows,
         plan.prefill_rows,
         plan.prefill_tokens,
     )
-    sections = _pad(ints.tobytes() + plan.prefill_samples.tobytes())
-    admissions = b"".join([_encode_admission(admission) for admission in plan.admitted])
-    header = _HEADER.pack(
-        _FIRST_SECTION + len(sections) + len(admissions),
-        plan.control,
-        plan.step_id,
-        len(plan.released),
-        len(plan.block_rows),
-        len(plan.copies),
-        len(plan.decode_rows),
-        len(plan.prefill_rows),
-        len(plan.admitted),
-    )
-    body = header + sections + admissions
-    return _PREFIX.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(body)) + body
+    check_dtypes(ints)
+    released, blocks, block_ids, copies, decodes, prefills, prefill_tokens = map(len, ints)
+    assert blocks == block_ids, "a new block is a row and a block id"
+    assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
+    assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
+    end = _samples_offset(released, blocks, copies, decodes, prefills) + prefills
+    total = aligned(end)
+    parts: list[Part] = [bytes(_HEADER.size), *ints, plan.prefill_samples, bytes(total - end)]
+    for admission in plan.admitted:
+        parts += encode_admission(admission)
+    data = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
+    counts = (released, blocks, copies, decodes, prefills, len(plan.admitted))
+    _HEADER.pack_into(data, 0, MAGIC, VERSION, 0, len(data), plan.control, plan.step_id, *counts)
+    _CHECKSUM.pack_into(data, _CHECKSUM_OFFSET, _sum(data))
+    return data
 
 
 def decode_plan(buffer: Buffer) -> StepPlan:
@@ -83,19 +84,20 @@ def decode_plan(buffer: Buffer) -> StepPlan:
 
     ``PlanError`` for anything that ``encode_plan`` did not write, naming the field, what it must be and what it is.
     """
-    _check_envelope(buffer)
-    total, control, step_id, *counts = _HEADER.unpack_from(buffer, _PREFIX.size)
-    released, blocks, copies, decodes, prefills, num_admitted = counts
+    total, control_bits, step_id, released, blocks, copies, decodes, prefills, num_admitted = _open(buffer)
+    control = Control(control_bits) if control_bits else Control.NONE
+    samples_offset = _samples_offset(released, blocks, copies, decodes, prefills)
+    check_end("sections", samples_offset + prefills, total)
+    admitted = decode_admissions(buffer, aligned(samples_offset + prefills), num_admitted, total)
+    if not (released or copies or prefills):
+        return _decode_steady(buffer, step_id, control, admitted, blocks, decodes)
     sizes = (released, blocks, blocks, 2 * copies, decodes, prefills, prefills)
-    num_ints = sum(sizes)
-    samples_offset = _FIRST_SECTION + num_ints * _INT.itemsize
-    _check_end("sections", samples_offset + prefills, total)
-    parts = _split_ints(buffer, _FIRST_SECTION, sizes)
+    parts = split_ints(buffer, _HEADER.size, sizes)
     return StepPlan(
         step_id=step_id,
-        control=Control(control),
+        control=control,
         released=parts[0],
-        admitted=_decode_admissions(buffer, _aligned(samples_offset + prefills), num_admitted, total),
+        admitted=admitted,
         block_rows=parts[1],
         block_ids=parts[2],
         copies=parts[3].reshape(-1, 2),
@@ -106,127 +108,53 @@ def decode_plan(buffer: Buffer) -> StepPlan:
     )
 
 
-def _check_envelope(buffer: Buffer) -> None:
-    """Magic, version, length and checksum, in this order."""
+def plan_checksum(data: Buffer) -> int:
+    """The checksum that an encoded plan carries: two ranks that saw equal ones saw equal plans."""
+    checksum: int = _CHECKSUM.unpack_from(data, _CHECKSUM_OFFSET)[0]
+    return checksum
+
+
+def _open(buffer: Buffer) -> tuple[int, ...]:
+    """Check magic, version, length and checksum, in this order; the header from ``total bytes`` on."""
     size = len(buffer)
-    if size < _FIRST_SECTION:
-        raise PlanError(f"truncated step plan: at least {_FIRST_SECTION} bytes are needed, {size} received")
-    magic, version, checksum = _PREFIX.unpack_from(buffer)
+    if size < _HEADER.size:
+        raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {size} received")
+    magic, version, checksum, *fields = _HEADER.unpack_from(buffer)
     if magic != MAGIC:
         raise PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
     if version != VERSION:
         raise PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
-    total: int = _HEADER.unpack_from(buffer, _PREFIX.size)[0]
-    if total != size:
-        raise PlanError(f"truncated step plan: it says {total} bytes, {size} received")
-    if (computed := xxhash.xxh3_64_intdigest(memoryview(buffer)[_PREFIX.size :])) != checksum:
+    if fields[0] != size:
+        raise PlanError(f"truncated step plan: it says {fields[0]} bytes, {size} received")
+    if (computed := _sum(buffer)) != checksum:
         raise PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
+    return tuple(fields)
 
 
-def _check_end(what: str, end: int, total: int) -> None:
-    if end > total:
-        raise PlanError(f"malformed step plan: its {what} end at byte {end}, the plan ends at {total}")
-
-
-def _encode_admission(admission: Admission) -> bytes:
-    sampling = admission.sampling
-    assert len(sampling.bias_token_ids) == len(sampling.bias_values), "a bias is a token id and a value"
-    assert sampling.bias_values.dtype == _FLOAT, f"bias_values is {sampling.bias_values.dtype}, not float32"
-    ids = (
-        admission.token_ids,
-        admission.block_ids,
-        sampling.stop_token_ids,
-        sampling.bias_token_ids,
-        sampling.allowed_token_ids,
+def _decode_steady(
+    buffer: Buffer, step_id: int, control: Control, admitted: tuple[Admission, ...], blocks: int, decodes: int
+) -> StepPlan:
+    """A plan of new blocks and decodes only, as almost all are: what is absent costs nothing."""
+    ints: IntArray = np.frombuffer(buffer, INT, 2 * blocks + decodes, _HEADER.size)
+    return StepPlan(
+        step_id=step_id,
+        control=control,
+        released=NO_IDS,
+        admitted=admitted,
+        block_rows=ints[:blocks],
+        block_ids=ints[blocks : 2 * blocks],
+        copies=NO_PAIRS,
+        decode_rows=ints[2 * blocks :],
+        prefill_rows=NO_IDS,
+        prefill_tokens=NO_IDS,
+        prefill_samples=NO_FLAGS,
     )
-    fixed = _ADMISSION.pack(
-        admission.row,
-        admission.num_prompt_tokens,
-        admission.num_computed_tokens,
-        *map(len, ids),
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-        sampling.seed,
-        sampling.top_k,
-        sampling.logprobs,
-        sampling.prompt_logprobs,
-        sampling.min_tokens,
-    )
-    return _pad(fixed + _join_ints(*ids).tobytes() + sampling.bias_values.tobytes())
 
 
-def _decode_admissions(buffer: Buffer, offset: int, count: int, total: int) -> tuple[Admission, ...]:
-    """``count`` admissions from ``offset`` to exactly the plan's end."""
-    admissions = []
-    for _ in range(count):
-        _check_end("admissions", offset + _ADMISSION.size, total)
-        admission, offset = _decode_admission(buffer, offset, total)
-        admissions.append(admission)
-    if offset != total:
-        raise PlanError(f"malformed step plan: its parts end at byte {offset}, the plan ends at {total}")
-    return tuple(admissions)
+def _samples_offset(released: int, blocks: int, copies: int, decodes: int, prefills: int) -> int:
+    num_ints = released + 2 * (blocks + copies + prefills) + decodes
+    return _HEADER.size + num_ints * INT.itemsize
 
 
-def _decode_admission(buffer: Buffer, offset: int, total: int) -> tuple[Admission, int]:
-    """The admission at ``offset``, and the offset after it."""
-    fields = _ADMISSION.unpack_from(buffer, offset)
-    row, num_prompt_tokens, num_computed_tokens = fields[:3]
-    sizes = fields[3:8]
-    temperature, top_p, min_p, presence, frequency, repetition, seed = fields[8:15]
-    top_k, logprobs, prompt_logprobs, min_tokens = fields[15:]
-    ids_offset = offset + _ADMISSION.size
-    bias_offset = ids_offset + sum(sizes) * _INT.itemsize
-    num_bias = sizes[3]
-    end = _aligned(bias_offset + num_bias * _FLOAT.itemsize)
-    _check_end("admissions", end, total)
-    token_ids, block_ids, stop_token_ids, bias_token_ids, allowed_token_ids = _split_ints(buffer, ids_offset, sizes)
-    sampling = RowSampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        repetition_penalty=repetition,
-        seed=seed,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        min_tokens=min_tokens,
-        stop_token_ids=stop_token_ids,
-        bias_token_ids=bias_token_ids,
-        bias_values=np.frombuffer(buffer, _FLOAT, num_bias, bias_offset),
-        allowed_token_ids=allowed_token_ids,
-    )
-    admission = Admission(
-        row=row,
-        token_ids=token_ids,
-        num_prompt_tokens=num_prompt_tokens,
-        num_computed_tokens=num_computed_tokens,
-        block_ids=block_ids,
-        sampling=sampling,
-    )
-    return admission, end
-
-
-def _join_ints(*arrays: IntArray) -> IntArray:
-    """One int32 array of all; ``TypeError`` for any other dtype, which would lose bits."""
-    return np.concatenate(arrays, dtype=_INT, casting="equiv")
-
-
-def _split_ints(buffer: Buffer, offset: int, sizes: tuple[int, ...]) -> list[IntArray]:
-    """Views of consecutive int32 arrays of these sizes, from byte ``offset``."""
-    ints: IntArray = np.frombuffer(buffer, _INT, sum(sizes), offset)
-    return [ints[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
-
-
-def _aligned(offset: int) -> int:
-    return offset + -offset % _ALIGNMENT
-
-
-def _pad(data: bytes) -> bytes:
-    """``data`` with zeros up to the alignment; every part begins at a multiple of it."""
-    return data + bytes(-len(data) % _ALIGNMENT)
+def _sum(data: Buffer) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(data)[_SUMMED_FROM:])

@@ -150,7 +150,7 @@ class RingWriter:
                 ranks[0], f"did not attach to shared memory within {timeout_s:g} s (missing ranks: {ranks})"
             )
 
-    def write(self, message: bytes | memoryview, timeout_s: float) -> None:
+    def write(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
         """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.
 
         ``RankError`` names the reader that does not drain its ring.  Some readers may then have part of the message,

@@ -1,0 +1,134 @@
+"""One admission of a step plan as bytes; ``plan_codec`` draws the layout."""
+
+from __future__ import annotations
+
+import struct
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.errors import PlanError
+from tp_engine.plan import Admission, IntArray, RowSampling
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Part: TypeAlias = bytes | npt.NDArray[np.generic]
+
+ALIGNMENT = 8
+INT = np.dtype("<i4")
+
+_FIXED = struct.Struct("<iii5I6dqiiii")
+_FLOAT = np.dtype("<f4")
+
+
+def encode_admission(admission: Admission) -> list[Part]:
+    """The parts of an admission, to be joined; together they fill a multiple of ``ALIGNMENT``."""
+    sampling = admission.sampling
+    assert len(sampling.bias_token_ids) == len(sampling.bias_values), "a bias is a token id and a value"
+    assert sampling.bias_values.dtype == _FLOAT, f"bias_values is {sampling.bias_values.dtype}, not float32"
+    ids = (
+        admission.token_ids,
+        admission.block_ids,
+        sampling.stop_token_ids,
+        sampling.bias_token_ids,
+        sampling.allowed_token_ids,
+    )
+    check_dtypes(ids)
+    sizes = [len(array) for array in ids]
+    fixed = _FIXED.pack(
+        admission.row,
+        admission.num_prompt_tokens,
+        admission.num_computed_tokens,
+        *sizes,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+        sampling.seed,
+        sampling.top_k,
+        sampling.logprobs,
+        sampling.prompt_logprobs,
+        sampling.min_tokens,
+    )
+    num_bytes = _FIXED.size + (sum(sizes) + len(sampling.bias_values)) * INT.itemsize
+    return [fixed, *ids, sampling.bias_values, bytes(-num_bytes % ALIGNMENT)]
+
+
+def decode_admissions(buffer: Buffer, offset: int, count: int, total: int) -> tuple[Admission, ...]:
+    """``count`` admissions from ``offset`` to exactly the plan's end; ``PlanError`` if they end elsewhere."""
+    admissions = []
+    for _ in range(count):
+        check_end("admissions", offset + _FIXED.size, total)
+        admission, offset = _decode_admission(buffer, offset, total)
+        admissions.append(admission)
+    if offset != total:
+        raise PlanError(f"malformed step plan: its parts end at byte {offset}, the plan ends at {total}")
+    return tuple(admissions)
+
+
+def _decode_admission(buffer: Buffer, offset: int, total: int) -> tuple[Admission, int]:
+    """The admission at ``offset``, and the offset after it."""
+    fields = _FIXED.unpack_from(buffer, offset)
+    row, num_prompt_tokens, num_computed_tokens = fields[:3]
+    sizes = fields[3:8]
+    temperature, top_p, min_p, presence, frequency, repetition, seed = fields[8:15]
+    top_k, logprobs, prompt_logprobs, min_tokens = fields[15:]
+    ids_offset = offset + _FIXED.size
+    bias_offset = ids_offset + sum(sizes) * INT.itemsize
+    num_bias = sizes[3]
+    end = aligned(bias_offset + num_bias * _FLOAT.itemsize)
+    check_end("admissions", end, total)
+    token_ids, block_ids, stop_token_ids, bias_token_ids, allowed_token_ids = split_ints(buffer, ids_offset, sizes)
+    sampling = RowSampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        seed=seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        bias_token_ids=bias_token_ids,
+        bias_values=np.frombuffer(buffer, _FLOAT, num_bias, bias_offset),
+        allowed_token_ids=allowed_token_ids,
+    )
+    admission = Admission(
+        row=row,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_computed_tokens,
+        block_ids=block_ids,
+        sampling=sampling,
+    )
+    return admission, end
+
+
+def check_dtypes(arrays: tuple[IntArray, ...]) -> None:
+    """``TypeError`` for any dtype but int32: another would lose bits or be read as something else."""
+    for array in arrays:
+        if array.dtype is not INT and array.dtype != INT:
+            raise TypeError(f"a step plan holds int32 arrays, received {array.dtype}")
+
+
+def check_end(what: str, end: int, total: int) -> None:
+    """``PlanError`` if a part would end behind the plan."""
+    if end > total:
+        raise PlanError(f"malformed step plan: its {what} end at byte {end}, the plan ends at {total}")
+
+
+def split_ints(buffer: Buffer, offset: int, sizes: tuple[int, ...]) -> list[IntArray]:
+    """Views of consecutive int32 arrays of these sizes, from byte ``offset``."""
+    ints: IntArray = np.frombuffer(buffer, INT, sum(sizes), offset)
+    return [ints[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def aligned(offset: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
+    return offset + -offset % ALIGNMENT
