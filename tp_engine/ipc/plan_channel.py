@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_codec import decode_plan, encode_plan
+from tp_engine.ipc.admission_codec import Buffer
+from tp_engine.ipc.plan_codec import decode_plan, encode_plan, plan_checksum
 from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter, WriterAlive
 from tp_engine.plan import StepPlan
 
 
 class PlanPublisher:
-    """Rank 0's end of the channel, for ``num_readers`` other ranks; see ``RingWriter`` for the options."""
+    """Rank 0's end of the channel, for ``num_readers`` other ranks; see ``RingWriter`` for the options.
+
+    ``last_checksum`` and ``last_num_bytes`` are those of the last plan sent, to compare with what each rank received.
+    """
 
     def __init__(
         self,
@@ -24,6 +28,17 @@ class PlanPublisher:
     ) -> None:
         self._ring = RingWriter(num_readers, num_slots=num_slots, slot_bytes=slot_bytes, spin_s=spin_s, alive=alive)
         self.name = self._ring.name
+        self._last: Buffer = b""
+
+    @property
+    def last_checksum(self) -> int:
+        """The checksum in the last plan sent; 0 before the first."""
+        return plan_checksum(self._last) if self._last else 0
+
+    @property
+    def last_num_bytes(self) -> int:
+        """Size of the last plan sent, encoded; 0 before the first."""
+        return len(self._last)
 
     def wait_attached(self, timeout_s: float) -> None:
         """Wait for all ranks, then stop sharing the ring; ``RankError`` names the ranks that are missing."""
@@ -34,7 +49,9 @@ class PlanPublisher:
 
         ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full.
         """
-        self._ring.write(encode_plan(plan), timeout_s)
+        data = encode_plan(plan)
+        self._ring.write(data, timeout_s)
+        self._last = data
 
     def close(self) -> None:
         """Unmap the ring."""
@@ -59,19 +76,30 @@ class PlanSubscriber:
         self._ring = RingReader(name, index, spin_s=spin_s, alive=alive)
         self._has_alive = alive is not None
         self._expected_step_id = first_step_id
+        self._last: Buffer = b""
+
+    @property
+    def last_checksum(self) -> int:
+        """The checksum in the last plan received, which its bytes agreed with; 0 before the first."""
+        return plan_checksum(self._last) if self._last else 0
 
     def receive(self, timeout_s: float = math.inf) -> StepPlan:
         """The next plan.  An idle engine sends none for hours; without a deadline it is ``alive`` that ends the wait.
 
-        ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, and for one that
-        does not follow the last, with the expected and the received step id.
+        ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, with the step and
+        both checksums, and for one that does not follow the last, with the expected and the received step id.
         """
         assert self._has_alive or timeout_s < math.inf, "a wait needs a deadline or a way to see that rank 0 is gone"
-        plan = decode_plan(self._ring.read(timeout_s))
+        data = self._ring.read(timeout_s)
+        try:
+            plan = decode_plan(data)
+        except PlanError as error:
+            raise PlanError(f"step {self._expected_step_id}: {error}") from error
         if plan.step_id != self._expected_step_id:
             fault = "repeated" if plan.step_id < self._expected_step_id else "lost"
             raise PlanError(f"step plan {fault}: expected step {self._expected_step_id}, received step {plan.step_id}")
         self._expected_step_id += 1
+        self._last = data
         return plan
 
     def close(self) -> None:

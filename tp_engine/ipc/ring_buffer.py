@@ -47,6 +47,7 @@ _HEADER = struct.Struct("<QIII")
 _SLOT_HEADER = struct.Struct("<II")
 _FIRST_SEMAPHORE = 64
 _ALIVE_CHECK_S = 0.5
+_LONGEST_BLOCK_S = 86400.0
 
 
 class _Reader:
@@ -77,11 +78,10 @@ def _wait_for(
     rank: int, semaphore: Semaphore, what: str, *, timeout_s: float, spin_s: float, alive: Alive | None
 ) -> None:
     """Take one from ``semaphore``, which ``rank`` posts; ``RankError`` naming it at the deadline or when it is gone."""
-    if semaphore.try_wait():
-        return
     deadline = time.monotonic() + timeout_s
     remaining = timeout_s
-    while not semaphore.wait(min(remaining, _ALIVE_CHECK_S), spin_s):
+    longest_s = _LONGEST_BLOCK_S if alive is None else _ALIVE_CHECK_S
+    while not semaphore.wait(min(remaining, longest_s), spin_s):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise RankError(rank, f"{what} within {timeout_s:g} s")
@@ -114,7 +114,7 @@ class RingWriter:
         self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
         self._alive = alive
         self._num_pieces = 0
-        self._failure: RankError | None = None
+        self._failure: BaseException | None = None
         self._segment = create_segment(self._first_slot + num_slots * slot_bytes)
         self.name, self._memory = self._segment.address, self._segment.memory
         self._readers = [_Reader(self._memory, index) for index in range(num_readers)]
@@ -154,23 +154,31 @@ class RingWriter:
         """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.
 
         ``RankError`` names the reader that does not drain its ring.  Some readers may then have part of the message,
-        so every later write raises the same error.
+        so every later write raises the same error.  After a write that a signal's handler interrupted it is a
+        ``RuntimeError``, for the same reason.
         """
         if self._failure is not None:
-            raise self._failure
+            self._refuse(self._failure)
         view = memoryview(message)
         room = self._slot_bytes - _SLOT_HEADER.size
         try:
             for start in range(0, max(len(view), 1), room):
                 self._write_piece(view[start : start + room], start + room < len(view), timeout_s)
-        except RankError as failure:
+        except BaseException as failure:
             self._failure = failure
             raise
 
+    @staticmethod
+    def _refuse(failure: BaseException) -> None:
+        if isinstance(failure, RankError):
+            raise failure
+        raise RuntimeError("an earlier step plan was interrupted: the ranks may have a part of it") from failure
+
     def _write_piece(self, piece: memoryview, goes_on: bool, timeout_s: float) -> None:
         for reader in self._readers:
-            what = "did not make room in its ring for a step plan"
-            _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
+            if not reader.free.try_wait():
+                what = "did not make room in its ring for a step plan"
+                _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         _SLOT_HEADER.pack_into(self._memory, offset, len(piece), goes_on)
         payload = offset + _SLOT_HEADER.size
@@ -219,8 +227,10 @@ class RingReader:
 
     def _read_piece(self, timeout_s: float) -> bool:
         """Append one piece to the message; whether the message goes on."""
-        what = "sent no step plan"
-        _wait_for(0, self._self.filled, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
+        filled = self._self.filled
+        if not filled.try_wait():
+            what = "sent no step plan"
+            _wait_for(0, filled, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         length, goes_on = _SLOT_HEADER.unpack_from(self._memory, offset)
         payload = offset + _SLOT_HEADER.size
