@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-from tp_engine.outputs import CompletionOutput, RequestOutput
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
@@ -17,6 +17,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "EngineDeadError",

@@ -50,3 +50,25 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One beam: ``tokens`` are the prompt and what was generated, a final EOS included; ``text`` is all of it.
+
+    ``logprobs`` has one mapping per generated token, with the candidates that the search looked at.
+    ``finish_reason`` is ``stop`` after an EOS and ``length`` at the limit.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchOutput:
+    """The ``beam_width`` best sequences of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -12,6 +12,8 @@ from tp_engine.errors import RequestError
 MAX_STOP_STRINGS = 64
 MAX_BIAS_ENTRIES = 1024
 MAX_N = 1024
+MAX_BEAM_WIDTH = 256
+MAX_LENGTH_PENALTY = 10.0
 
 
 def _in_range(name: str, value: float, low: float, high: float, rule: str) -> None:
@@ -140,3 +142,28 @@ class SamplingParams:
                 raise RequestError(
                     f"{name} contains {max(token_ids)}; the model's token ids end at {vocab_size - 1}", param=name
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How one prompt is searched: ``beam_width`` beams of at most ``max_tokens`` tokens, with vLLM's field names.
+
+    Beams are ranked by cum_logprob / length ** ``length_penalty``; the length counts prompt and generated tokens but
+    not a final EOS, as in vLLM.  ``include_stop_str_in_output`` shows the EOS in the text.  ``temperature`` is taken
+    because callers send it, and changes nothing: nothing is drawn, and log-probabilities are the model's own.  Raises
+    ``RequestError`` for a value out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("beam_width", self.beam_width, 1, f"a whole number from 1 to {MAX_BEAM_WIDTH}", MAX_BEAM_WIDTH)
+        _whole("max_tokens", self.max_tokens, 1, "a whole number of at least 1")
+        _in_range("temperature", self.temperature, 0.0, 100.0, "between 0 and 100")
+        high = MAX_LENGTH_PENALTY
+        _in_range("length_penalty", self.length_penalty, -high, high, f"between -{high:g} and {high:g}")

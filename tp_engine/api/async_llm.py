@@ -10,16 +10,20 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tp_engine.api.beam_search import BeamSearch, one_token
+from tp_engine.api.beam_search_outputs import beam_search_output
+from tp_engine.api.beam_search_runs import run_search
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.api.request_streams import RequestStreams
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
+from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.options.toml import check_names
-from tp_engine.outputs import RequestOutput
+from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -109,6 +113,26 @@ class AsyncLLM:
                 if output is not None:
                     yield output
 
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, *, request_id: str | None = None, priority: int = 0
+    ) -> BeamSearchOutput:
+        """As ``LLM.beam_search``, for one prompt.  Cancelling the task ends the search in the engine too."""
+        request = await self._prepare(prompt, one_token(params), request_id or new_request_id(), priority)
+        search = BeamSearch(request, params, self.model_info)
+        await self.run_search(search)
+        return beam_search_output(search, self.decoder)
+
+    async def run_search(self, search: BeamSearch) -> None:
+        """Run a search, whose request ``input_processor`` has made, to its end."""
+
+        async def generate(request: EngineRequest) -> RequestOutput:
+            async with aclosing(self.stream_request(request)) as updates:
+                *_, last = [update async for update in updates]
+            assert last.request_output is not None
+            return last.request_output
+
+        await run_search(search, generate)
+
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
         self._ready_client.abort([request_id])
@@ -171,6 +195,11 @@ class AsyncLLM:
         """Makes requests for ``stream_request``."""
         assert self._input is not None, "start() first"
         return self._input
+
+    @property
+    def decoder(self) -> TokenDecoder | None:
+        """What turns token ids into text; None for a model without a tokenizer."""
+        return self._ready_streams.decoder
 
     @property
     def num_unfinished(self) -> int:

@@ -11,6 +11,9 @@ from typing import Any, Self, TypeAlias
 from tqdm import tqdm
 
 from tp_engine import env
+from tp_engine.api.beam_search import BeamSearch, one_token
+from tp_engine.api.beam_search_outputs import beam_search_output
+from tp_engine.api.beam_search_runs import run_searches
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_processor import OutputProcessor
 from tp_engine.api.tokenizer_loading import load_tokenizer
@@ -19,9 +22,9 @@ from tp_engine.engine.engine import Engine
 from tp_engine.engine.rank_group import check_config, serve_rank, start_engine
 from tp_engine.errors import RequestError
 from tp_engine.options.toml import check_names
-from tp_engine.outputs import RequestOutput
+from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -89,6 +92,36 @@ class LLM:
             for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search every prompt, for the ``beam_width`` best sequences of each; results come in the order of the prompts.
+
+        Beams share their blocks through the prefix cache: leave ``enable_prefix_caching`` on, or each token of each
+        beam costs a pass over all tokens before it.  At most ``concurrency_limit`` prompts are searched at a time, and
+        no more than the KV cache holds.  Raises ``RequestError`` for a bad prompt before any of them runs.
+        """
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise RequestError(f"concurrency_limit is {concurrency_limit}; it must be at least 1, or None")
+        arrival_s, model = time.monotonic(), self.engine.model_info
+        searches = []
+        for prompt in _as_batch(prompts):
+            request = self.input_processor.process(
+                prompt, one_token(params), request_id=self._next_id(), arrival_s=arrival_s
+            )
+            searches.append(BeamSearch(request, params, model))
+
+        def generate(requests: list[EngineRequest]) -> list[RequestOutput]:
+            return self._run(requests, [None] * len(requests), use_tqdm=False)
+
+        run_searches(searches, generate, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm)
+        return [beam_search_output(search, self.output_processor.decoder) for search in searches]
 
     def close(self) -> None:
         """Stop all ranks and free the device; safe to call twice."""

@@ -30,7 +30,7 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
+        self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._states: dict[str, RequestState] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -42,7 +42,7 @@ class OutputProcessor:
     def add(self, request: EngineRequest, prompt: str | None = None) -> None:
         """Expect deltas of ``request``; ``prompt`` is its text, where it came as text."""
         assert request.request_id not in self._states, request.request_id
-        self._states[request.request_id] = RequestState(request, prompt, self._decoder)
+        self._states[request.request_id] = RequestState(request, prompt, self.decoder)
 
     def forget(self, request_id: str) -> None:
         """Ignore the request from now on; nothing happens for an unknown one."""

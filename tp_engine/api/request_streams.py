@@ -9,6 +9,7 @@ from typing import Any
 from tp_engine.api.output_processor import OutputProcessor
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.engine.client import EngineClient
+from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, SequenceDelta
@@ -33,6 +34,11 @@ class RequestStreams:
         """Connected: from now on requests can be sent."""
         self._client = client
         self._outputs = OutputProcessor(tokenizer)
+
+    @property
+    def decoder(self) -> TokenDecoder | None:
+        """What turns token ids into text; None for a model without a tokenizer."""
+        return self._outputs.decoder
 
     def so_far(self, request_id: str) -> RequestOutput | None:
         """A copy of what the request has generated until now; None once it has ended."""
