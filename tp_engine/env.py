@@ -49,6 +49,11 @@ def default_api_key() -> str | None:
     return os.environ.get("TP_ENGINE_API_KEY") or None
 
 
+def fault() -> str:
+    """``TP_ENGINE_FAULT``: what the tests make ranks suffer; see ``tp_engine.faults``."""
+    return os.environ.get("TP_ENGINE_FAULT", "")
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """A copy of this environment for a process that we start."""
     return {**os.environ, **changes}

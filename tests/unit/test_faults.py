@@ -1,0 +1,113 @@
+"""The fault hook: what can be written, and what each action does to a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tp_engine.errors import ConfigError
+from tp_engine.faults import EXIT_CODE, Fault, Phase, PhaseNote, parse_faults, split_phase
+
+SCRIPT = """
+import sys
+from tp_engine.faults import Phase, PhaseNote, configured_faults
+note = PhaseNote(int(sys.argv[1]), faults=configured_faults())
+note.reach(Phase.LOAD)
+print("loaded", flush=True)
+"""
+
+
+def run(rank: int, fault: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(rank)], env={**os.environ, "TP_ENGINE_FAULT": fault},
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("action", "code"), [("kill", -signal.SIGKILL), ("exit", EXIT_CODE), ("raise", 1), ("oom", 1)])
+def test_actions_that_end_a_process(action: str, code: int) -> None:
+    """Oracle: the exit code, on the rank that is meant and on no other."""
+    done = run(1, f"1:load:{action}")
+    assert done.returncode == code and "loaded" not in done.stdout
+    if action in ("raise", "oom"):
+        assert "injected by TP_ENGINE_FAULT: rank 1 in load" in done.stderr
+    assert run(0, f"1:load:{action}").stdout == "loaded\n"
+
+
+def test_a_stopped_process_is_stopped() -> None:
+    """Oracle: the kernel's word for its state."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "0"], env={**os.environ, "TP_ENGINE_FAULT": "0:load:stop"}
+    ) as process:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.kill()
+
+
+def test_the_nth_time_and_no_other() -> None:
+    """Oracle: the third of five times raises; collectives are counted as their own phase."""
+    note = PhaseNote(2, faults=parse_faults("2:step_begin@3:raise, 2:collective@2:oom"))
+    note.reach(Phase.STEP_BEGIN)
+    note.collective()
+    note.reach(Phase.STEP_BEGIN)
+    with pytest.raises(MemoryError, match="rank 2 in collective"):
+        note.collective()
+    with pytest.raises(RuntimeError, match="rank 2 in step_begin"):
+        note.reach(Phase.STEP_BEGIN)
+    note.reach(Phase.STEP_BEGIN)
+
+
+def test_sleeping_ends() -> None:
+    """Oracle: the clock."""
+    note = PhaseNote(0, faults=parse_faults("0:sample:sleep=0.05"))
+    began_s = time.monotonic()
+    note.reach(Phase.SAMPLE)
+    assert time.monotonic() - began_s >= 0.05
+
+
+def test_the_word_shows_phase_and_collectives() -> None:
+    """Oracle: what was reached, also after the note has moved to the board."""
+    here, board = [0], [0, 0]
+    note = PhaseNote(words=here)
+    note.reach(Phase.LOAD)
+    note.move_to(board, 1)
+    assert split_phase(board[1]) == (Phase.LOAD, 0)
+    for _ in range(300):
+        note.collective()
+    assert split_phase(board[1]) == (Phase.COLLECTIVE, 300) and split_phase(here[0]) == (Phase.LOAD, 0)
+    note.reach(Phase.SAMPLE)
+    assert split_phase(board[1]) == (Phase.SAMPLE, 0) and note.phase == Phase.SAMPLE
+
+
+def test_a_fault_says_everything() -> None:
+    """Oracle: the fields, with their defaults."""
+    assert parse_faults("") == ()
+    assert parse_faults(" 1:load:kill,0:sample@4:sleep=2.5 ") == (
+        Fault(rank=1, phase=Phase.LOAD, action="kill"),
+        Fault(rank=0, phase=Phase.SAMPLE, action="sleep", nth=4, sleep_s=2.5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("load:kill", "three parts"),
+        ("x:load:kill", "'x' is no rank"),
+        ("1:none:kill", "'none' is no phase"),
+        ("1:load@0:kill", "'0' is no count"),
+        ("1:load@:kill", "'' is no count"),
+        ("1:load:explode", "'explode' is no action"),
+        ("1:load:kill=3", "'kill=3' is no action"),
+        ("1:load:sleep=soon", "'soon' is no number"),
+    ],
+)
+def test_a_bad_fault_is_refused(text: str, why: str) -> None:
+    """Oracle: the error names the part, the rule and an example."""
+    with pytest.raises(ConfigError, match=why) as refused:
+        parse_faults("0:load:raise," + text)
+    assert repr(text) in str(refused.value) and "1:load:kill" in str(refused.value)
