@@ -91,14 +91,32 @@ def test_a_repeated_plan_names_both_steps(publisher: PlanPublisher, subscribers:
         subscribers[1].receive(TIMEOUT_S)
 
 
+def test_both_ends_know_the_checksum_of_the_last_plan(
+    publisher: PlanPublisher, subscribers: list[PlanSubscriber]
+) -> None:
+    """Oracle: the encoded plan's own checksum (bytes 8 to 16) and size; equal at both ends, other for another plan."""
+    assert publisher.last_checksum == publisher.last_num_bytes == subscribers[0].last_checksum == 0
+    seen = []
+    for step_id in (1, 2):
+        publisher.publish(plan(step_id), TIMEOUT_S)
+        data = encode_plan(plan(step_id))
+        assert publisher.last_num_bytes == len(data)
+        assert publisher.last_checksum == int.from_bytes(data[8:16], "little")
+        for subscriber in subscribers:
+            subscriber.receive(TIMEOUT_S)
+            assert subscriber.last_checksum == publisher.last_checksum
+        seen.append(publisher.last_checksum)
+    assert seen[0] != seen[1]
+
+
 def test_a_flipped_byte_in_the_ring_is_seen() -> None:
-    """Oracle: a plan with one wrong byte, sent through the real ring, is a PlanError with both checksums."""
+    """Oracle: a plan with one wrong byte, sent through the real ring, is a PlanError with step and both checksums."""
     ring = RingWriter(1)
     subscriber = PlanSubscriber(ring.name, 0)
     data = bytearray(encode_plan(plan(1)))
     data[-1] ^= 1
     ring.write(bytes(data), TIMEOUT_S)
-    with pytest.raises(PlanError, match="corrupted step plan: its checksum says 0x"):
+    with pytest.raises(PlanError, match="step 1: corrupted step plan: its checksum says 0x.*, its bytes give 0x"):
         subscriber.receive(TIMEOUT_S)
     subscriber.close()
     ring.close()

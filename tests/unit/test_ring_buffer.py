@@ -177,6 +177,22 @@ def test_full_ring_names_the_rank_that_does_not_read(
         writer.write(b"again", 1.0)
 
 
+def test_an_interrupted_write_is_the_last(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: a handler that raises while the writer waits for room: a later write refuses to send half a message."""
+    writer, _ = ring(1, num_slots=1, slot_bytes=64)
+    writer.write(b"fills the ring", 1.0)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(b"no room", TIMEOUT_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    with pytest.raises(RuntimeError, match="an earlier step plan was interrupted"):
+        writer.write(b"again", TIMEOUT_S)
+
+
 def test_silent_writer_is_rank_0_and_a_later_read_goes_on(
     ring: Callable[..., tuple[RingWriter, list[RingReader]]],
 ) -> None:
