@@ -158,7 +158,7 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, non_tor
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(device, "process_bytes", lambda uuid: own)
-    assert CudaDevice(0).snapshot() == MemorySnapshot(
+    assert CudaDevice(0, 1).snapshot() == MemorySnapshot(
         total=80 * GB,
         free=50 * GB,
         torch_allocated=8 * GB,
@@ -190,12 +190,14 @@ def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
     assert abs(monitor.growth()) < 4 * MIB
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(("local_world_size", "expected"), [(1, 7), (2, 4), (3, 2), (64, 1)])
 def test_ranks_of_one_host_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch, local_world_size: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, device_type: str, local_world_size: int, expected: int
 ) -> None:
     """Oracle: eight cores divided by the ranks; a lone rank keeps the threads that its user chose."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
     torch.set_num_threads(7)
-    make_device("cpu", local_rank=0, local_world_size=local_world_size).set_current()
+    make_device(device_type, local_rank=0, local_world_size=local_world_size).set_current()
     assert torch.get_num_threads() == expected

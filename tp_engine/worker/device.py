@@ -47,7 +47,7 @@ class Device(Protocol):
         """Give memory that torch holds but does not use back to the device."""
 
     def set_current(self) -> None:
-        """Make this the device of the calling thread."""
+        """Make this the device of the calling thread, and let torch use this rank's share of the host's cores."""
 
 
 class CudaDevice:
@@ -60,8 +60,9 @@ class CudaDevice:
 
     type = "cuda"
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, local_rank: int, local_world_size: int) -> None:
         self.torch_device = torch.device("cuda", local_rank)
+        self._local_world_size = local_world_size
 
     def snapshot(self) -> MemorySnapshot:
         self.synchronize()
@@ -88,6 +89,7 @@ class CudaDevice:
 
     def set_current(self) -> None:
         torch.cuda.set_device(self.torch_device)
+        _share_cores(self._local_world_size)
 
 
 class CpuDevice:
@@ -124,11 +126,18 @@ class CpuDevice:
         """Torch holds no cache on CPU."""
 
     def set_current(self) -> None:
-        """Share the cores out: several ranks of one host with all its threads each would take them from each other."""
-        if self._local_world_size > 1:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._local_world_size))
+        _share_cores(self._local_world_size)
 
 
 def make_device(device_type: str, *, local_rank: int, local_world_size: int) -> Device:
     """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``."""
-    return CudaDevice(local_rank) if device_type == "cuda" else CpuDevice(local_world_size)
+    return CudaDevice(local_rank, local_world_size) if device_type == "cuda" else CpuDevice(local_world_size)
+
+
+def _share_cores(local_world_size: int) -> None:
+    """Several ranks of one host with as many threads as it has cores would take them from each other.
+
+    A lone rank keeps the threads that its user chose; for several, torchrun has chosen one, whatever the host.
+    """
+    if local_world_size > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
