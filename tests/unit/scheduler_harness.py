@@ -9,6 +9,7 @@ wrong tokens; ``expected_tokens`` computes them from the sequence alone.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -157,10 +158,15 @@ class Output:
 
 
 class Simulation:
-    """A scheduler and its fake worker; ``check_integrity`` after each act."""
+    """A scheduler and its fake worker; ``check_integrity`` after each act.
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    ``ahead`` plans are made before the oldest one runs.
+    """
+
+    def __init__(self, limits: SchedulerLimits, *, ahead: int = 0) -> None:
         self.limits = limits
+        self.ahead = ahead
+        self.in_flight: deque[StepPlan] = deque()
         self.scheduler = Scheduler(limits)
         self.worker = FakeWorker(limits)
         self.requests: dict[str, EngineRequest] = {}
@@ -193,12 +199,14 @@ class Simulation:
 
     def step(self, between: Callable[[], None] | None = None) -> StepPlan | None:
         """One step; ``between`` runs after schedule and before update."""
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        assert (plan is not None) == self.scheduler.has_unfinished, "unfinished work must always have something to run"
-        if plan is None:
+        while len(self.in_flight) <= self.ahead and (made := self.scheduler.schedule()) is not None:
+            self.plans.append(made)
+            self.in_flight.append(made)
+            self.scheduler.check_integrity()
+        assert self.in_flight or not self.scheduler.has_unfinished, "unfinished work must always have something to run"
+        if not self.in_flight:
             return None
-        self.plans.append(plan)
+        plan = self.in_flight.popleft()
         result = self.worker.execute(plan)
         if between is not None:
             between()

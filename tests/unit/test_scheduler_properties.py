@@ -28,11 +28,13 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_load(shape: str, caching: bool) -> None:
-    """Every sequence equals the model applied to it alone, with the prefix cache and without; all finish."""
-    simulation = Simulation(replace(SHAPES[shape], enable_prefix_caching=caching))
+def test_random_load(shape: str, caching: bool, ahead: int) -> None:
+    """Every sequence equals the model applied to it alone, with the prefix cache and without, whether plans are made
+    ahead of results or not; all finish."""
+    simulation = Simulation(replace(SHAPES[shape], enable_prefix_caching=caching), ahead=ahead)
     load = RandomLoad(simulation, seed=len(shape))
     for _ in range(1200 * SCALE):
         load.act()

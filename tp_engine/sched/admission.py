@@ -104,11 +104,11 @@ class Admitter:
         self._pending.add(sequence, start, end, draft.step_id)
 
     def _donor(self, sequence: Sequence) -> Sequence | None:
-        """A running sibling that has computed all that a fork shares."""
+        """A running sibling that has computed all that a fork shares, or will have when the plans before this one ran."""
         if not self._can_fork(sequence):
             return None
         shared = sequence.num_prompt_tokens - 1
-        ready = (other for other in sequence.group.running if self._rows.num_computed[other.row] >= shared)
+        ready = (other for other in sequence.group.running if self._rows.num_scheduled[other.row] >= shared)
         return next(ready, None)
 
     def _donor_is_coming(self, sequence: Sequence) -> bool:

@@ -15,12 +15,16 @@ from tp_engine.sched.sequence import Phase, Sequence
 class StepDraft:
     """What has been decided so far.  ``budget`` tokens may still be scheduled.
 
-    ``short``: somebody running lacked blocks, so nobody new may enter in this step.
+    ``may_preempt``: no step is in flight, so that nobody can be about to give blocks back by ending.  ``short``:
+    somebody running lacked blocks, so nobody new may enter in this step.  ``stalled``: the step must wait for the
+    results in flight.
     """
 
     step_id: int
     budget: int
+    may_preempt: bool = True
     short: bool = False
+    stalled: bool = False
     decode_rows: IntArray = field(default_factory=lambda: NO_IDS)
     block_rows: IntArray = field(default_factory=lambda: NO_IDS)
     block_ids: IntArray = field(default_factory=lambda: NO_IDS)
@@ -50,13 +54,16 @@ class StepDraft:
         """Count everything decided as scheduled and make the plan; None if there is nothing to run."""
         if not (len(self.decode_rows) or self.prefills):
             return None
-        rows.num_scheduled[self.decode_rows] += 1
+        if len(self.decode_rows):
+            rows.advance_decodes(self.decode_rows)
         if not self.prefills:
             return self._plan(released, NO_IDS, NO_IDS, NO_IDS)
         prefill_rows = np.array([sequence.row for sequence, _ in self.prefills], dtype=np.int32)
         prefill_tokens = np.array([num_tokens for _, num_tokens in self.prefills], dtype=np.int32)
         rows.num_scheduled[prefill_rows] += prefill_tokens
         left = rows.num_tokens[prefill_rows] - rows.num_scheduled[prefill_rows]
+        for position in np.flatnonzero(left == 0).tolist():
+            rows.start_decoding(self.prefills[position][0])
         return self._plan(released, prefill_rows, prefill_tokens, left.astype(np.int32))
 
     def _plan(self, released: list[int], prefill_rows: IntArray, prefill_tokens: IntArray, left: IntArray) -> StepPlan:

@@ -8,8 +8,8 @@ from tp_engine.sched.sequence import Sequence
 class PendingBlocks:
     """Hashes of blocks being completed, with the step that completes them.
 
-    A request that could use such a block next waits instead of computing the same prefix once more.  It waits only
-    while its run of cached blocks grows, so it is deferred at most once per block of its prompt.
+    A request that could use such a block next waits instead of computing the same prefix once more.  It waits for one
+    step per run of cached blocks, so for at most as many steps as its prompt has blocks.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -25,11 +25,13 @@ class PendingBlocks:
     def worth_waiting(self, sequence: Sequence, num_hits: int) -> bool:
         """Whether the block behind the sequence's hits is being computed; counts as a deferral if so."""
         usable = (len(sequence.token_ids) - 1) // self._block_size
-        if num_hits >= usable or num_hits <= sequence.deferred_at:
+        if num_hits >= min(usable, len(sequence.hashes)):
             return False
-        if num_hits >= len(sequence.hashes) or sequence.hashes[num_hits] not in self._step_of:
+        step_id = self._step_of.get(sequence.hashes[num_hits])
+        awaited = (num_hits, step_id)
+        if step_id is None or (awaited != sequence.deferred_for and num_hits <= sequence.deferred_for[0]):
             return False
-        sequence.deferred_at = num_hits
+        sequence.deferred_for = (num_hits, step_id)
         return True
 
     def settle(self, step_id: int) -> None:

@@ -9,7 +9,9 @@ One row's tokens and the counters over them::
     block table  | b0 | b1 | b2 | ........ | bk |
                                                 ^ num_blocks * block_size = capacity
 
-Always num_computed <= num_scheduled <= capacity, and between steps num_scheduled < num_tokens.
+Always num_computed <= num_scheduled <= capacity.  A row in PREFILL has num_scheduled < num_tokens.  One in DECODE has
+scheduled all it knows but perhaps its newest token: num_scheduled - num_tokens + 1 of its tokens are still to come from
+steps in flight.  One in ENDING has num_scheduled + 1 = max_tokens: nothing is left to schedule.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class RowState:
         self._prefilling: dict[int, Sequence] = {}
         self._decode_rows: IntArray | None = NO_IDS
         self._decode_sequences: list[Sequence] = []
+        self._steps_to_end = 0
 
     @property
     def has_vacancy(self) -> bool:
@@ -75,9 +78,26 @@ class RowState:
         return row
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """All known tokens but the newest have been computed: from now on one token per step."""
-        self.phase[sequence.row] = sequence.phase = Phase.DECODE
-        del self._prefilling[sequence.row]
+        """All known tokens have been scheduled: from now on one token per step."""
+        row = sequence.row
+        del self._prefilling[row]
+        is_last = self.num_scheduled[row] + 1 >= self.max_tokens[row]
+        self.phase[row] = sequence.phase = Phase.ENDING if is_last else Phase.DECODE
+        self._decode_rows = None
+
+    def advance_decodes(self, rows: IntArray) -> None:
+        """One more token of each of ``rows``, which are in DECODE, is scheduled; those that reach their end are noted.
+
+        While the same rows decode, ``_steps_to_end`` says for how many steps none of them can.
+        """
+        self.num_scheduled[rows] += 1
+        if rows is self._decode_rows:
+            self._steps_to_end -= 1
+            if self._steps_to_end > 0:
+                return
+        ending = rows[self.num_scheduled[rows] + 1 >= self.max_tokens[rows]]
+        for sequence in self._look_up(ending):
+            self.phase[sequence.row] = sequence.phase = Phase.ENDING
         self._decode_rows = None
 
     def vacate(self, sequence: Sequence, phase: Phase) -> None:
@@ -101,6 +121,8 @@ class RowState:
         if self._decode_rows is None:
             self._decode_rows = np.flatnonzero(self.phase == Phase.DECODE).astype(np.int32)
             self._decode_sequences = self._look_up(self._decode_rows)
+            left = self.max_tokens[self._decode_rows] - 1 - self.num_scheduled[self._decode_rows]
+            self._steps_to_end = int(left.min(initial=np.iinfo(np.int64).max))
         return self._decode_rows
 
     def prefilling(self) -> list[Sequence]:
@@ -125,12 +147,15 @@ class RowState:
         vacant = [row for row, sequence in enumerate(self.sequences) if sequence is None]
         assert sorted(self._vacant) == vacant and len(occupied) == self.num_running
         assert all(self.sequences[s.row] is s and self.phase[s.row] == s.phase for s in occupied)
-        assert all(s.phase in (Phase.PREFILL, Phase.DECODE) for s in occupied)
+        assert all(s.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for s in occupied)
         assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == Phase.WAITING)
         assert np.all(self.num_blocks[vacant] == 0)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)
-        assert np.all(self.num_scheduled <= self.num_tokens)
+        for s in occupied:
+            scheduled, known = int(self.num_scheduled[s.row]), int(self.num_tokens[s.row])
+            assert scheduled < known if s.phase is Phase.PREFILL else scheduled >= known - 1
+            assert (scheduled + 1 >= self.max_tokens[s.row]) == (s.phase is Phase.ENDING) or s.phase is Phase.PREFILL
         assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is Phase.DECODE]
         assert self.occupants(self.decode_rows()) == [s for s in occupied if s.phase is Phase.DECODE]
         assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]

@@ -8,7 +8,9 @@ One step::
          +--- one budget of tokens -----+---> StepPlan --> all ranks --> StepResult
 
 ``schedule`` moves only *scheduled* counts and ``update`` only *known* ones (tokens, computed counts), so that plans may
-run ahead of results.  Blocks filled by a prompt are published at once, because others wait for them; those filled by
+run ahead of results: each row of the next plan goes one token further, whatever that token will be.  A sequence that
+turns out to have ended one step earlier has had one token too many computed, which is dropped.  Nobody is preempted
+while a result is outstanding, for it may end sequences and free their blocks.  Blocks filled by a prompt are published at once, because others wait for them; those filled by
 decoding when the sequence leaves its row, which keeps hashing out of the steady step.
 """
 
@@ -50,6 +52,7 @@ class Scheduler:
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
         self._step_id = 0
+        self._num_in_flight = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -92,15 +95,22 @@ class Scheduler:
         return deltas
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None if there is nothing to run.  Rows left meanwhile are released by the next plan."""
-        draft = StepDraft(self.next_step_id, self._limits.max_num_batched_tokens)
+        """The next step; None if there is nothing to run, or nothing before the steps in flight have been applied.
+
+        Rows left meanwhile are released by the next plan.
+        """
+        budget = self._limits.max_num_batched_tokens
+        draft = StepDraft(self.next_step_id, budget, may_preempt=self._num_in_flight == 0)
         self._builder.schedule_decodes(draft)
+        if draft.stalled:
+            return None
         self._builder.schedule_prefills(draft)
         if not draft.short:
             self._admitter.admit(draft)
         plan = draft.advance(self._batch.rows, self._batch.released)
         if plan is not None:
             self._step_id = plan.step_id
+            self._num_in_flight += 1
             self._batch.released = []
         return plan
 
@@ -110,7 +120,11 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """``update`` without making records.  Rows whose occupant left after ``schedule`` are skipped."""
-        assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
+        expected = self._step_id - self._num_in_flight + 1
+        assert result.step_id == plan.step_id == expected, (
+            f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
+        )
+        self._num_in_flight -= 1
         rows = self._batch.rows
         sampled, token_ids = plan.decode_rows, result.token_ids
         positions: npt.NDArray[np.intp] | None = None
@@ -165,7 +179,7 @@ class Scheduler:
         for group in self._groups.values():
             phases = [sequence.phase for sequence in group.sequences]
             assert group.num_unfinished == sum(phase is not Phase.FINISHED for phase in phases) > 0
-            assert all(sequence.phase in (Phase.PREFILL, Phase.DECODE) for sequence in group.running)
+            assert all(sequence.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for sequence in group.running)
             num_running += len(group.running)
             num_waiting += phases.count(Phase.WAITING)
         assert num_running == self._batch.rows.num_running
@@ -184,7 +198,7 @@ class Scheduler:
             collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
 
     def _append(self, plan: StepPlan, sampled: IntArray, token_ids: IntArray) -> StepOutcome:
-        """Each sampled row has one more token; those that sampled for the first time here start to decode."""
+        """Each sampled row has one more token; some got their first one, some end."""
         rows = self._batch.rows
         outcome = StepOutcome(rows.occupants(sampled), token_ids)
         lengths = rows.num_tokens[sampled]
@@ -195,7 +209,6 @@ class Scheduler:
         rows.num_computed[sampled[:num_decodes]] += 1
         for position in range(num_decodes, len(sampled)):
             sequence = outcome.sequences[position]
-            rows.start_decoding(sequence)
             if not sequence.emitted:
                 sequence.emitted = True
                 outcome.first.append(position)

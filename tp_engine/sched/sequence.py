@@ -2,13 +2,17 @@
 
 States of a sequence::
 
-      add()            admitted at a row            prompt computed, first token
-    ---------> WAITING ------------------> PREFILL ------------------------------> DECODE
-                  ^                           |                                      |
-                  |        preempted: row and blocks are given back, tokens stay     |
-                  +---------------------------+--------------------------------------+
-                  |                           |                                      |
-                  +------- abort() -----------+--- abort(), stop, length ------------+---> FINISHED
+      add()           admitted at a row         last chunk scheduled      last possible token scheduled
+    ---------> WAITING -----------------> PREFILL -----------------> DECODE -------------------------> ENDING
+                  ^                          |                          |                                |
+                  |   preempted: row and     |                          |                                |
+                  |   blocks are given back  |                          |                                |
+                  +--------------------------+--------------------------+                                |
+                  |                          |                          |                                |
+                  +------ abort() -----------+-------- abort() ---------+------- stop, length -----------+--> FINISHED
+
+The moves to the right happen when a step is *scheduled*, for the next step may be scheduled before its result is known;
+the end of a sequence is found when a result comes in.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from tp_engine.request import EngineRequest
 from tp_engine.sched.prefix_cache import Identity
 
 NO_ROW = -1
+NOT_DEFERRED = (-1, -1)
 
 #: Who runs first, smallest first: (priority, number of the request, index of the sequence).  Unique.
 OrderKey: TypeAlias = tuple[int, int, int]
@@ -33,7 +38,8 @@ class Phase(enum.IntEnum):
     WAITING = 0
     PREFILL = 1
     DECODE = 2
-    FINISHED = 3
+    ENDING = 3
+    FINISHED = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +63,7 @@ class Sequence:
     ``token_ids`` (int32) are all tokens known while it has no row; while it has one, the row's buffer is the truth.
     ``hashes`` name the full blocks of its first tokens; ``num_published`` of its blocks, the last with identity
     ``parent``, have been offered to the prefix cache since it got its row (``parent`` None: no more can be).
+    ``deferred_for``: how many cached blocks it had when it last waited for a prefix, and the step that computes more.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     """
 
@@ -71,7 +78,7 @@ class Sequence:
     hashes: list[int] = field(default_factory=list)
     num_published: int = 0
     parent: Identity | None = None
-    deferred_at: int = -1
+    deferred_for: tuple[int, int] = NOT_DEFERRED
     num_preemptions: int = 0
     num_lost_tokens: int = 0
     num_cached_tokens: int = 0

@@ -33,6 +33,9 @@ class StepBuilder:
             return
         crossing = self._at_block_end(rows)
         while len(crossing) > self._blocks.num_available:
+            if not draft.may_preempt:
+                draft.stalled = True
+                return
             self._batch.preempt(self._batch.victim())
             draft.short = True
             rows = rows[self._rows.phase[rows] == Phase.DECODE]
@@ -63,6 +66,8 @@ class StepBuilder:
         count = self._blocks.blocks_for(num_tokens) - int(self._rows.num_blocks[row])
         while count > self._blocks.num_available:
             draft.short = True
+            if not draft.may_preempt:
+                return False
             victim = self._batch.victim()
             if victim is sequence:
                 return False
