@@ -16,6 +16,9 @@ from typing import Final
 
 from tp_engine import env
 from tp_engine.errors import ConfigError
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
 
 ACTIONS = ("raise", "exit", "kill", "stop", "sleep", "oom")
 EXIT_CODE = 7
@@ -46,6 +49,7 @@ class Phase(IntEnum):
         return self.name.lower()
 
 
+_COLLECTIVE: Final = int(Phase.COLLECTIVE)
 PHASES = tuple(phase.label for phase in Phase if phase)
 
 
@@ -73,44 +77,51 @@ def configured_faults() -> tuple[Fault, ...]:
 class PhaseNote:
     """This rank's place in its life, for all to see: the phases it reaches go to ``words[index]``.
 
-    The word is ``collectives of this step << 8 | phase``, one aligned store, so that it changes as long as a rank gets
-    ahead and shows which of two ranks is behind.  ``words`` is the rank's slot of the job's board, or a list.
+    The word is ``count << 8 | phase``, one aligned store.  The count grows with every collective of a step, and where a
+    rank has done its part of a start-up phase, so that of two ranks the one that is behind has the smaller count.
+    ``words`` is the rank's slot of the job's board, or a list.
     """
 
-    __slots__ = ("_faults", "_index", "_num_collectives", "_reached", "_words")
+    __slots__ = ("_count", "_faults", "_in_step", "_index", "_phase", "_reached", "_words")
 
-    def __init__(
-        self,
-        rank: int = 0,
-        *,
-        words: MutableSequence[int] | None = None,
-        index: int = 0,
-        faults: tuple[Fault, ...] = (),
-    ) -> None:
+    def __init__(self, rank: int = 0, *, faults: tuple[Fault, ...] = ()) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._reached: dict[Phase, int] = {}
-        self._words: MutableSequence[int] = [0] if words is None else words
-        self._index = index
-        self._num_collectives = 0
+        self._words: MutableSequence[int] = [0]
+        self._index = 0
+        self._count = 0
+        self._phase = Phase.NONE
+        self._in_step = False
 
-    def reach(self, phase: Phase) -> None:
-        """Note that this rank begins ``phase``, and suffer what is configured for it."""
-        self._num_collectives = 0
-        self._words[self._index] = phase
-        if self._faults:
-            self._suffer(phase)
-
-    def collective(self) -> None:
-        """``reach`` for each of a step's many collectives."""
-        self._num_collectives += 1
-        self._words[self._index] = self._num_collectives << _COUNT_SHIFT | 8
-        if self._faults:
-            self._suffer(Phase.COLLECTIVE)
-
-    def move_to(self, words: MutableSequence[int], index: int) -> None:
+    def show_on(self, words: MutableSequence[int], index: int) -> None:
         """From now on write to ``words[index]``: the rank has found the board."""
         words[index] = self._words[self._index]
         self._words, self._index = words, index
+
+    def reach(self, phase: Phase) -> None:
+        """Note that this rank begins ``phase``, and suffer what is configured for it."""
+        if phase != Phase.SAMPLE:
+            self._count = 0
+        self._phase = phase
+        self._in_step = phase >= Phase.STEP_BEGIN
+        self._words[self._index] = self._count << _COUNT_SHIFT | phase
+        if self._faults:
+            self._suffer(phase)
+
+    def done(self) -> None:
+        """This rank has done its part of a start-up phase and now waits for the others."""
+        self._count += 1
+        self._words[self._index] = self._count << _COUNT_SHIFT | self._phase
+
+    def collective(self) -> None:
+        """``reach`` for each of a step's many collectives; those of the start belong to their own phase."""
+        if not self._in_step:
+            return
+        if self._faults:
+            self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE
+            self._suffer(Phase.COLLECTIVE)
+        self._count += 1
+        self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE
 
     @property
     def phase(self) -> Phase:
@@ -125,12 +136,13 @@ class PhaseNote:
 
 
 def split_phase(word: int) -> tuple[Phase, int]:
-    """The phase and the number of this step's collectives in a ``PhaseNote``'s word."""
+    """The phase and the count in a ``PhaseNote``'s word."""
     return Phase(word & (1 << _COUNT_SHIFT) - 1), word >> _COUNT_SHIFT
 
 
 def _act(fault: Fault) -> None:
     what = f"injected by TP_ENGINE_FAULT: rank {fault.rank} in {fault.phase.label}"
+    logger.warning("%s: %s", what, fault.action)
     match fault.action:
         case "raise":
             raise RuntimeError(what)

@@ -70,18 +70,35 @@ def test_sleeping_ends() -> None:
     assert time.monotonic() - began_s >= 0.05
 
 
-def test_the_word_shows_phase_and_collectives() -> None:
-    """Oracle: what was reached, also after the note has moved to the board."""
+def test_the_word_shows_phase_and_count() -> None:
+    """Oracle: what was reached, also after the note has moved to the board; sampling goes on counting."""
     here, board = [0], [0, 0]
-    note = PhaseNote(words=here)
+    note = PhaseNote()
+    note.show_on(here, 0)
     note.reach(Phase.LOAD)
-    note.move_to(board, 1)
-    assert split_phase(board[1]) == (Phase.LOAD, 0)
+    note.collective()
+    assert split_phase(here[0]) == (Phase.LOAD, 0)
+    note.show_on(board, 1)
+    note.done()
+    assert split_phase(board[1]) == (Phase.LOAD, 1)
+    note.reach(Phase.STEP_BEGIN)
     for _ in range(300):
         note.collective()
     assert split_phase(board[1]) == (Phase.COLLECTIVE, 300) and split_phase(here[0]) == (Phase.LOAD, 0)
     note.reach(Phase.SAMPLE)
-    assert split_phase(board[1]) == (Phase.SAMPLE, 0) and note.phase == Phase.SAMPLE
+    assert split_phase(board[1]) == (Phase.SAMPLE, 300) and note.phase == Phase.SAMPLE
+
+
+def test_a_rank_that_fails_in_a_collective_is_behind_the_others() -> None:
+    """Oracle: the word names the phase and has not counted the collective that was not entered."""
+    word = [0]
+    note = PhaseNote(1, faults=parse_faults("1:collective@2:raise"))
+    note.show_on(word, 0)
+    note.reach(Phase.STEP_BEGIN)
+    note.collective()
+    with pytest.raises(RuntimeError):
+        note.collective()
+    assert split_phase(word[0]) == (Phase.COLLECTIVE, 1)
 
 
 def test_a_fault_says_everything() -> None:

@@ -105,6 +105,7 @@ def test_both_ends_know_the_checksum_of_the_last_plan(
         for subscriber in subscribers:
             subscriber.receive(TIMEOUT_S)
             assert subscriber.last_checksum == publisher.last_checksum
+            assert subscriber.last_num_bytes == publisher.last_num_bytes == len(data)
         seen.append(publisher.last_checksum)
     assert seen[0] != seen[1]
 
@@ -116,7 +117,7 @@ def test_a_flipped_byte_in_the_ring_is_seen() -> None:
     data = bytearray(encode_plan(plan(1)))
     data[-1] ^= 1
     ring.write(bytes(data), TIMEOUT_S)
-    with pytest.raises(PlanError, match="step 1: corrupted step plan: its checksum says 0x.*, its bytes give 0x"):
+    with pytest.raises(PlanError, match=r"step 1: corrupted step plan: its checksum says 0x.*, its bytes give 0x"):
         subscriber.receive(TIMEOUT_S)
     subscriber.close()
     ring.close()

@@ -7,7 +7,7 @@
 
     a slot, in words of 8 bytes                                                            written by
       0 pid                      8 state                                                    the rank itself
-      1 process start, ticks     9 collectives of this step << 8 | phase                    the rank itself
+      1 process start, ticks     9 count << 8 | phase (see ``faults``)                       the rank itself
       2 heartbeat, ns           10 step started          12 step received                   the rank itself
       3 process CPU time, ns    11 step done             13 busy since, ns (0: idle)        the rank itself
       4 failed at, ns            5 rank blamed + 1        6 bytes of failure text           the rank itself
@@ -44,7 +44,7 @@ from tp_engine.ipc.segment import Segment, create_segment, open_segment
 NUM_RECORDS: Final = 512
 RECORD_FIELDS = (
     "step_id", "plan_bytes", "decode_rows", "prefill_tokens",
-    "received_ns", "started_ns", "forward_done_ns", "done_ns", "phase",
+    "received_ns", "started_ns", "launched_ns", "done_ns", "plan_checksum",
 )  # fmt: skip
 NUM_ECHOES: Final = 16
 PHASE_WORD: Final = 9
@@ -174,8 +174,8 @@ class RankSlot:
         return split_phase(self.words[PHASE_WORD])[0]
 
     @property
-    def num_collectives(self) -> int:
-        """How many collectives of this step it has entered."""
+    def count(self) -> int:
+        """How many collectives of this step it has entered; 1 where it has done its part of a start-up phase."""
         return split_phase(self.words[PHASE_WORD])[1]
 
     @property

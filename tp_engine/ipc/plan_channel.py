@@ -83,6 +83,11 @@ class PlanSubscriber:
         """The checksum in the last plan received, which its bytes agreed with; 0 before the first."""
         return plan_checksum(self._last) if self._last else 0
 
+    @property
+    def last_num_bytes(self) -> int:
+        """Size of the last plan received, encoded; 0 before the first."""
+        return len(self._last)
+
     def receive(self, timeout_s: float = math.inf) -> StepPlan:
         """The next plan.  An idle engine sends none for hours; without a deadline it is ``alive`` that ends the wait.
 
