@@ -104,7 +104,7 @@ class Admitter:
         self._pending.add(sequence, start, end, draft.step_id)
 
     def _donor(self, sequence: Sequence) -> Sequence | None:
-        """A running sibling that has computed all that a fork shares, or will have when the plans before this one ran."""
+        """A running sibling that has computed all that a fork shares, or will have once the plans before this ran."""
         if not self._can_fork(sequence):
             return None
         shared = sequence.num_prompt_tokens - 1

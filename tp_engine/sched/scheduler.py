@@ -10,8 +10,10 @@ One step::
 ``schedule`` moves only *scheduled* counts and ``update`` only *known* ones (tokens, computed counts), so that plans may
 run ahead of results: each row of the next plan goes one token further, whatever that token will be.  A sequence that
 turns out to have ended one step earlier has had one token too many computed, which is dropped.  Nobody is preempted
-while a result is outstanding, for it may end sequences and free their blocks.  Blocks filled by a prompt are published at once, because others wait for them; those filled by
-decoding when the sequence leaves its row, which keeps hashing out of the steady step.
+while a result is outstanding, for it may end sequences and free their blocks.
+
+Blocks filled by a prompt are published at once, because others wait for them; those filled by decoding when the
+sequence leaves its row, which keeps hashing out of the steady step.
 """
 
 from __future__ import annotations
