@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -12,6 +13,8 @@ from tp_engine.api.beam_search import BeamSearch
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
+
+Result = TypeVar("Result")
 
 
 def run_searches(
@@ -41,14 +44,18 @@ def run_searches(
 async def run_search(search: BeamSearch, generate: Callable[[EngineRequest], Awaitable[RequestOutput]]) -> None:
     """Run one search to its end; the requests of a round run together, and all of them end with this task."""
     while not search.done:
-        tasks = [asyncio.ensure_future(generate(request)) for request in search.next_requests()]
-        try:
-            outputs = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        search.advance(outputs)
+        search.advance(await gather_or_cancel([generate(request) for request in search.next_requests()]))
+
+
+async def gather_or_cancel(work: Sequence[Awaitable[Result]]) -> list[Result]:
+    """All results in order.  When one fails, or the caller is cancelled, the others are ended before this returns."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _that_fit(searches: Sequence[BeamSearch], model: ModelInfo) -> Sequence[BeamSearch]:

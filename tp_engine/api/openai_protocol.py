@@ -59,6 +59,8 @@ class GenerationBody(BaseModel):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
     @property

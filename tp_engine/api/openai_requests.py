@@ -8,12 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_engine.api.beam_search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai_protocol import ChatBody, CompletionBody
 from tp_engine.api.openai_responses import AnswerShape
-from tp_engine.api.openai_sampling import chat_params, completion_params, completion_prompts
+from tp_engine.api.openai_sampling import (
+    beam_search_params,
+    chat_params,
+    completion_params,
+    completion_prompts,
+    num_top_logprobs,
+)
+from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
 from tp_engine.request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSearches:
+    """One beam search per prompt; otherwise as ``PreparedAnswer``."""
+
+    shape: AnswerShape
+    searches: list[BeamSearch]
+    echoes: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +65,8 @@ def prepare(
     """
     arrival_s = time.monotonic()
     shape = AnswerShape.of(body, model)
-    if isinstance(body, ChatBody):
-        params = chat_params(body, defaults)
-        prompts: list[Any] = [{"prompt_token_ids": _chat_token_ids(body, processor)}]
-    else:
-        params = completion_params(body, defaults)
-        prompts = list(completion_prompts(body))
+    params = chat_params(body, defaults) if isinstance(body, ChatBody) else completion_params(body, defaults)
+    prompts = _prompts(body, processor)
     requests = [
         processor.process(
             prompt,
@@ -65,6 +78,36 @@ def prepare(
         for number, prompt in enumerate(prompts)
     ]
     return PreparedAnswer(shape=shape, requests=requests, echoes=_echoes(body, prompts, processor))
+
+
+def prepare_searches(
+    body: ChatBody | CompletionBody, processor: InputProcessor, engine: ModelInfo, model: str
+) -> PreparedSearches:
+    """As ``prepare``, for a body with ``use_beam_search``; the model's own sampling parameters have no say in it."""
+    arrival_s = time.monotonic()
+    shape = AnswerShape.of(body, model)
+    params = beam_search_params(body, engine.max_model_len)
+    fields = {"logprobs": num_top_logprobs(body), "cache_salt": body.cache_salt}
+    if body.skip_special_tokens is not None:
+        fields["skip_special_tokens"] = body.skip_special_tokens
+    prompts = _prompts(body, processor)
+    searches = []
+    for number, prompt in enumerate(prompts):
+        request = processor.process(
+            prompt,
+            one_token(params, **fields),
+            request_id=f"{shape.response_id}-{number}",
+            priority=body.priority or 0,
+            arrival_s=arrival_s,
+        )
+        searches.append(BeamSearch(request, params, engine))
+    return PreparedSearches(shape=shape, searches=searches, echoes=_echoes(body, prompts, processor))
+
+
+def _prompts(body: ChatBody | CompletionBody, processor: InputProcessor) -> list[Any]:
+    if isinstance(body, ChatBody):
+        return [{"prompt_token_ids": _chat_token_ids(body, processor)}]
+    return list(completion_prompts(body))
 
 
 def _chat_token_ids(body: ChatBody, processor: InputProcessor) -> list[int]:

@@ -8,20 +8,29 @@ from typing import Any
 
 from tp_engine.api.openai_protocol import ChatBody, CompletionBody, GenerationBody
 from tp_engine.errors import RequestError
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias"}
+# What would change the log-probabilities or the end of a beam.  What only steers a draw (top_p, seed) changes nothing.
+_NOT_IN_BEAM_SEARCH = (
+    "allowed_token_ids",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "presence_penalty",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+)
 
 
 def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a completion; ``defaults`` (the model's own) fill what the request leaves open."""
-    if body.suffix:
-        raise RequestError("suffix is not supported; put the text into the prompt", param="suffix")
+    _refuse_suffix_and_echoed_logprobs(body)
     if body.best_of not in (None, body.n or 1):
         raise RequestError(f"best_of is {body.best_of}; only best_of equal to n is supported", param="best_of")
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo with logprobs is not supported; ask for prompt_logprobs instead", param="echo")
     given = _given(body)
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
@@ -33,13 +42,41 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
 def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a chat; without ``max_tokens`` the answer may fill the remaining context."""
     _refuse_tools_and_formats(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     given = _given(body)
-    if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
+    if (num_logprobs := num_top_logprobs(body)) is not None:
+        given["logprobs"] = num_logprobs
     given["max_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return SamplingParams(**{**(defaults or {}), **given})
+
+
+def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> BeamSearchParams:
+    """The search of a body with ``use_beam_search``; a chat without a limit may use ``context_tokens``.
+
+    Its width is ``best_of``, or else ``n``; the ``n`` best are the answer.
+    """
+    _refuse_in_beam_search(body)
+    width = n = 1 if body.n is None else body.n
+    if isinstance(body, ChatBody):
+        _refuse_tools_and_formats(body)
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    else:
+        _refuse_suffix_and_echoed_logprobs(body)
+        width = n if body.best_of is None else body.best_of
+        limit = SamplingParams().max_tokens if body.max_tokens is None else body.max_tokens
+    if not 1 <= n <= width:
+        raise RequestError(f"n is {n}; it must be from 1 to the number of beams, {width}", param="n")
+    names = ("ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output")
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    return BeamSearchParams(beam_width=width, max_tokens=context_tokens if limit is None else limit, **given)
+
+
+def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """Alternatives per generated token; None where no log-probabilities were asked for."""
+    if not isinstance(body, ChatBody):
+        return body.logprobs
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
@@ -67,6 +104,23 @@ def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise RequestError(f"logit_bias has the key {text[:40]!r}; keys must be token ids", param="logit_bias")
     return int(text)
+
+
+def _refuse_in_beam_search(body: GenerationBody) -> None:
+    if body.stream:
+        raise RequestError("a beam search knows its answer only at the end; leave stream out", param="stream")
+    neutral = SamplingParams()
+    for name in _NOT_IN_BEAM_SEARCH:
+        value = getattr(body, name)
+        if value is not None and value not in ([], {}, "", getattr(neutral, name)):
+            raise RequestError(f"{name} is not supported with use_beam_search; leave it out", param=name)
+
+
+def _refuse_suffix_and_echoed_logprobs(body: CompletionBody) -> None:
+    if body.suffix:
+        raise RequestError("suffix is not supported; put the text into the prompt", param="suffix")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo with logprobs is not supported; ask for prompt_logprobs instead", param="echo")
 
 
 def _refuse_tools_and_formats(body: ChatBody) -> None:

@@ -17,6 +17,7 @@ from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
+from tp_engine.server.beam_search import beam_search_answer
 from tp_engine.server.guards import read_body
 from tp_engine.server.merge import merge
 from tp_engine.server.replies import EventStream, json_reply, until_disconnect
@@ -33,6 +34,8 @@ async def answer(state: ServerState, request: Request, kind: type[ChatBody] | ty
     with contextlib.ExitStack() as held:
         processor = state.llm.input_processor
         held.enter_context(state.admission.hold(num_prompts(body)))
+        if body.use_beam_search:
+            return json_reply(await until_disconnect(request.receive, beam_search_answer(state, body, model)))
         prepared = await asyncio.get_running_loop().run_in_executor(
             state.tokenizing, prepare, body, processor, model, state.sampling_defaults
         )

@@ -1,0 +1,37 @@
+"""The way of a generation request with ``use_beam_search``: body -> one search per prompt -> a whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tp_engine.api.beam_search import BeamSearch
+from tp_engine.api.beam_search_outputs import request_output
+from tp_engine.api.beam_search_runs import gather_or_cancel
+from tp_engine.api.openai_protocol import ChatBody, CompletionBody
+from tp_engine.api.openai_requests import prepare_searches
+from tp_engine.api.openai_responses import JsonObject
+from tp_engine.outputs import RequestOutput
+from tp_engine.server.state import ServerState
+
+
+async def beam_search_answer(state: ServerState, body: ChatBody | CompletionBody, model: str) -> JsonObject:
+    """Search all prompts of a body and put the best sequences of each into one answer.
+
+    Cancelling it ends the searches.  Raises ``RequestError``.
+    """
+    llm = state.llm
+    prepared = await asyncio.get_running_loop().run_in_executor(
+        state.tokenizing, prepare_searches, body, llm.input_processor, llm.model_info, model
+    )
+    outputs = await gather_or_cancel([_search(state, search, body.n or 1) for search in prepared.searches])
+    return prepared.shape.answer(outputs, prepared.echoes)
+
+
+async def _search(state: ServerState, search: BeamSearch, n: int) -> RequestOutput:
+    """One search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
+    clock = state.metrics.clock(len(search.request.prompt_token_ids))
+    await state.llm.run_search(search)
+    output = request_output(search, state.llm.decoder, n=n)
+    for sequence in output.outputs:
+        clock.tick(sequence.index, len(sequence.token_ids), sequence.finish_reason)
+    return output
