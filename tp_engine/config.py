@@ -50,6 +50,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt plus output in tokens (default: the model's)")
     max_num_seqs: int = option(256, "most sequences in one step")
     max_num_batched_tokens: int = option(2048, "most tokens in one step")
+    async_scheduling: bool = option(True, "send the plan of the next step to the other ranks while a step runs")
     enable_prefix_caching: bool = option(True, "share the KV blocks of equal prefixes")
     max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
     seed: int = option(0, "seed of requests that bring none, and of dummy weights")

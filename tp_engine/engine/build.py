@@ -39,6 +39,7 @@ def build_engine(
         publisher=publisher,
         model_info=model_info(effective, num_blocks),
         plan_timeout_s=effective.config.collective_timeout_s,
+        num_ahead=int(effective.config.async_scheduling and groups.info.world_size > 1),
         check_ranks=check_ranks,
         leave=leave_groups,
     )

@@ -1,14 +1,22 @@
-"""The loop that rank 0 turns: schedule -> publish -> run -> update."""
+"""The loop that rank 0 turns: schedule -> publish -> run -> update.
+
+With ``num_ahead`` = 1 the plan of the next step is in the ring before this one runs, so that no rank waits for rank 0
+between two steps; what sampling adds to that step reaches the ranks from device to device::
+
+    rank 0    plan 1  plan 2 | run 1 | update 1  plan 3 | run 2 | update 2  plan 4 | run 3 | ...
+    rank 1                   | run 1 |                  | run 2 |                  | run 3 | ...
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import EngineDeadError
 from tp_engine.ipc.plan_channel import PlanPublisher
-from tp_engine.plan import Control, StepPlan
+from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
@@ -20,8 +28,8 @@ _DYING_S = 2.0
 class Engine:
     """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
 
-    ``leave`` is called once at the end, after the stop plan: it waits for the ranks that this process started.
-    ``check_ranks`` raises ``RankError`` when one of them has died.
+    ``num_ahead`` plans are sent before the oldest step runs.  ``leave`` is called once at the end, after the stop plan:
+    it waits for the ranks that this process started.  ``check_ranks`` raises ``RankError`` when one of them has died.
     """
 
     def __init__(
@@ -32,6 +40,7 @@ class Engine:
         publisher: PlanPublisher | None,
         model_info: ModelInfo,
         plan_timeout_s: float,
+        num_ahead: int,
         check_ranks: Callable[[], None],
         leave: Callable[[], None],
     ) -> None:
@@ -40,6 +49,8 @@ class Engine:
         self._scheduler = scheduler
         self._publisher = publisher
         self._plan_timeout_s = plan_timeout_s
+        self._num_ahead = num_ahead
+        self._in_flight: deque[StepPlan] = deque()
         self._check_ranks = check_ranks
         self._leave = leave
         self._failure: BaseException | None = None
@@ -47,8 +58,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
-        return self._scheduler.has_unfinished
+        """Whether any request is waiting or running, or a step that was sent has not run yet."""
+        return self._scheduler.has_unfinished or bool(self._in_flight)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``RequestError`` leaves the engine as it was."""
@@ -62,13 +73,12 @@ class Engine:
     def step(self) -> list[SequenceDelta]:
         """Run one step on all ranks and return what it added; ``[]`` when there is nothing to do."""
         self._check_alive()
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return []
         try:
-            self._publish(plan)
-            pending = self._worker.execute(plan)
-            return self._scheduler.update(plan, pending.result())
+            self._send_plans()
+            if not self._in_flight:
+                return []
+            plan, result = self._run_oldest()
+            return self._scheduler.update(plan, result)
         except BaseException as error:
             self._failure = error
             if isinstance(error, RuntimeError):
@@ -102,6 +112,8 @@ class Engine:
         self._closed = True
         try:
             if self._publisher is not None and self._failure is None:
+                while self._in_flight:
+                    self._run_oldest()
                 self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
         finally:
             self._worker.close()
@@ -118,6 +130,16 @@ class Engine:
         while time.monotonic() < deadline_s:
             self._check_ranks()
             time.sleep(0.01)
+
+    def _send_plans(self) -> None:
+        while len(self._in_flight) <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
+            self._publish(plan)
+            self._in_flight.append(plan)
+
+    def _run_oldest(self) -> tuple[StepPlan, StepResult]:
+        """Run the oldest plan that was sent; every other rank runs it too."""
+        plan = self._in_flight.popleft()
+        return plan, self._worker.execute(plan).result()
 
     def _publish(self, plan: StepPlan) -> None:
         if self._publisher is not None:
