@@ -1,0 +1,37 @@
+"""Plans sent ahead give the tokens of plans that are not.  Oracle: the same job with ``async_scheduling`` off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.launch import torchrun
+from tests.dist.test_parity import CACHED, PLAIN, make_case
+
+
+@pytest.mark.timeout(200)
+def test_async_scheduling_changes_no_token(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Greedy and sampled, stopped by ids and by length, n = 2, preempted, chunked and cached: all outputs are equal."""
+    folder = checkpoint("qwen3", num_kv_heads=2, vocab_size=97, head_dim=16)
+    sampled = {"temperature": 0.9, "top_p": 0.95, "n": 2, "stop_token_ids": list(range(3, 97, 9))}
+    cases: list[dict[str, Any]] = []
+    for settings in (PLAIN, CACHED):
+        for params in ({"temperature": 0.0, "ignore_eos": True}, sampled):
+            for is_async in (True, False):
+                case = make_case(folder, 2, {**settings, "async_scheduling": is_async})
+                cases.append({**case, "params": params})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    job = torchrun(
+        2, ["-m", "tests.dist.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")], timeout_s=180
+    )
+    assert job.returncode == 0, job.stdout[-6000:]
+    results = json.loads((tmp_path / "out.json").read_text())
+    for ahead, behind in zip(results[::2], results[1::2], strict=True):
+        assert ahead["batch"] == behind["batch"]
+        assert ahead["alone"] == behind["alone"]
+    lengths = {len(sample) for result in results[2:4] for output in result["batch"] for sample in output}
+    assert len(lengths) > 5, "stop ids ended sequences at many lengths"
