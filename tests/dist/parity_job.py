@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N -m tests.dist.parity_job CASES.json OUT.json
 
 A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case
-first runs its prompts as one batch, then the first prompt alone.
+first runs its prompts as one batch, then the first prompt alone, then a beam search of the first two.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tp_engine import LLM, SamplingParams, env
+from tp_engine import LLM, BeamSearchParams, SamplingParams, env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.rank_group import serve_rank
 
+BEAMS = {"beam_width": 3, "max_tokens": 6}
+
 
 def run_case(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of the whole batch and of the first prompt alone; the blocks must add up afterwards."""
+    """Tokens of the whole batch, of the first prompt alone, and of beams; the blocks must add up afterwards."""
     params = [SamplingParams(**{"max_tokens": n, **case["params"]}) for n in case["max_tokens"]]
     batch = llm.generate(case["prompts"], params, use_tqdm=False)
     alone = llm.generate(case["prompts"][:1], params[:1], use_tqdm=False)
-    llm.engine.check_integrity()
     stats = llm.engine.stats()
-    assert stats.num_used_blocks == 0
+    beams = llm.beam_search(case["prompts"][:2], BeamSearchParams(ignore_eos=True, **BEAMS))
+    llm.engine.check_integrity()
+    assert llm.engine.stats().num_used_blocks == 0
     return {
         "batch": [[sample.token_ids for sample in output.outputs] for output in batch],
         "alone": [sample.token_ids for sample in alone[0].outputs],
+        "beams": [[[one.tokens, one.cum_logprob] for one in output.sequences] for output in beams],
         "num_preemptions": stats.num_preemptions,
         "num_cached_tokens": sum(output.num_cached_tokens for output in batch),
     }

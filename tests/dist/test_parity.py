@@ -1,4 +1,4 @@
-"""Greedy tokens of every architecture at every world size equal those of Hugging Face transformers, in fp32.
+"""Greedy tokens and beams of every architecture at every world size equal those of transformers, in fp32.
 
 One torchrun job per world size runs all cases, because starting ranks costs more than running tiny models.
 """
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.dist.launch import torchrun
+from tests.dist.parity_job import BEAMS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -79,6 +80,31 @@ def expected_tokens(folder: Path) -> list[list[int]]:
     return answers
 
 
+@lru_cache
+def expected_beams(folder: Path) -> list[list[tuple[list[int], float]]]:
+    """The oracle: (prompt and generated tokens, sum of log-probabilities) of transformers' beam search, best first."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in make_prompts(model.config.vocab_size)[:2]:
+        ids, width, count = torch.tensor([prompt]), BEAMS["beam_width"], BEAMS["max_tokens"]
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=width, num_return_sequences=width,
+            max_new_tokens=count, length_penalty=0.0, eos_token_id=None, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        answers.append(list(zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True)))
+    return answers
+
+
+def assert_same_beams(found: list[list[Any]], expected: list[list[tuple[list[int], float]]], case: object) -> None:
+    """The same sequences in the same order, their sums equal but for rounding."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs], case
+        assert [total for _, total in ours] == pytest.approx([total for _, total in theirs], abs=5e-3), case
+
+
 def make_case(folder: Path, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     options = {
@@ -91,8 +117,11 @@ def make_case(folder: Path, world_size: int, settings: dict[str, Any]) -> dict[s
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_greedy_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: transformers generate.  Batch of 16 and alone, chunked or not, preempted or not, cached or not."""
+def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: transformers generate, greedy and with beams.
+
+    Batch of 16 and alone, chunked or not, preempted or not, cached or not.
+    """
     models = MODELS_OF_3_RANKS if world_size == 3 else MODELS
     folders = {name: checkpoint(name, **shape) for name, shape in models.items()}
     variants = {"plain": PLAIN, "tight": TIGHT, "cached": CACHED}
@@ -111,5 +140,6 @@ def test_greedy_tokens_equal_transformers(world_size: int, checkpoint: Callable[
         expected = expected_tokens(folders[model])
         assert [samples[0] for samples in result["batch"]] == expected, (model, variant)
         assert result["alone"][0] == expected[0], (model, variant)
+        assert_same_beams(result["beams"], expected_beams(folders[model]), (model, variant))
         assert (result["num_preemptions"] > 0) == (variant != "plain"), (model, variant)
         assert (result["num_cached_tokens"] > 0) == (variant == "cached"), (model, variant)

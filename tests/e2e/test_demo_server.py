@@ -61,6 +61,11 @@ def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
             assert expected in ask_streamed(client, question), question
         right = [answer in ask(client, question) for question, answer in (recall_question(40, s) for s in range(5))]
         assert sum(right) >= 4
+        beams = client.chat.completions.create(
+            model="demo_model", messages=[{"role": "user", "content": "12+34="}], n=3, max_tokens=8,
+            extra_body={"use_beam_search": True},
+        )  # fmt: skip
+        assert "46" in (beams.choices[0].message.content or "") and len(beams.choices) == 3
         assert client.models.list().data[0].id == "demo_model"
         metrics = httpx.get(server.url + "/metrics", timeout=10).text
         assert "tp_engine" in metrics
