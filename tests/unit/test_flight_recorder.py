@@ -40,8 +40,8 @@ def rank(number: int, phase: str = "collective", **changes: Any) -> RankRecord:
     """A living rank that has been inside of step 812 for 9.8 s."""
     fields = {
         "rank": number, "pid": 100 + number, "process": "alive", "state": "ready", "phase": phase,
-        "phase_entered_ns": ago(9.8), "step_started": STEP, "step_done": STEP - 1, "heartbeat_ns": ago(0.2),
-        "steps": [step(STEP - 1, ago(9.9)), step(STEP)],
+        "count": 7, "busy_since_ns": ago(9.8), "step_started": STEP, "step_done": STEP - 1,
+        "heartbeat_ns": ago(0.2), "steps": [step(STEP - 1, ago(9.9)), step(STEP)],
     }  # fmt: skip
     return RankRecord(**{**fields, **changes})
 
@@ -58,6 +58,7 @@ def record(*ranks: RankRecord, cause: str = "rank 1: process 101 ended with sign
         written_at="2026-11-21T09:00:00Z",
         written_ns=NOW_NS,
         written_by="rank 0",
+        created_ns=ago(20),
         cause=cause,
         culprit=1,
         world_size=len(ranks),
@@ -67,7 +68,7 @@ def record(*ranks: RankRecord, cause: str = "rank 1: process 101 ended with sign
     )
 
 
-WAITING = "Ranks 0, 2 and 3 have been in collective of step 812 for 9.8 s."
+WAITING = "Ranks 0, 2 and 3 are in collective 7 of step 812, begun 9.8 s ago."
 
 
 @pytest.mark.parametrize(
@@ -75,28 +76,31 @@ WAITING = "Ranks 0, 2 and 3 have been in collective of step 812 for 9.8 s."
     [
         (
             rank(1, process="gone", exit="signal 9", heartbeat_ns=ago(9.7)),
-            "Rank 1 does not go on: it is in collective of step 812, dead (signal 9), last sign of life 9.7 s ago.",
+            "Rank 1 does not go on: it is in collective 7 of step 812, begun 9.8 s ago, "
+            "dead (signal 9), last sign of life 9.7 s ago.",
         ),
         (
             rank(1, "step_begin", process="stopped", heartbeat_ns=ago(9.6)),
-            "Rank 1 has not reached it: it is in step_begin of step 812, stopped, last sign of life 9.6 s ago.",
+            "Rank 1 has not reached it: it is in step_begin of step 812, begun 9.8 s ago, stopped, "
+            "last sign of life 9.6 s ago.",
         ),
         (
             rank(1, "step_begin", heartbeat_ns=ago(9.6)),
-            "Rank 1 has not reached it: it is in step_begin of step 812, not running, last sign of life 9.6 s ago.",
+            "Rank 1 has not reached it: it is in step_begin of step 812, begun 9.8 s ago, "
+            "not running, last sign of life 9.6 s ago.",
         ),
         (
             rank(1, "step_begin"),
-            "Rank 1 has not reached it: it is in step_begin of step 812, running, for 9.8 s.",
+            "Rank 1 has not reached it: it is in step_begin of step 812, begun 9.8 s ago, running.",
         ),
         (
             rank(1, state="failed", failure=TRACEBACK, process="gone", heartbeat_ns=ago(3)),
-            "Rank 1 does not go on: it is in collective of step 812, failed (RuntimeError: no kernel), "
-            "last sign of life 3.0 s ago.",
+            "Rank 1 does not go on: it is in collective 7 of step 812, begun 9.8 s ago, "
+            "failed (RuntimeError: no kernel), last sign of life 3.0 s ago.",
         ),
         (
             idle(1, step_started=STEP - 1, step_done=STEP - 1, steps=[step(STEP - 1, ago(9.9))]),
-            "Rank 1 has not reached it: it is between steps, with step 811 done, running, for 9.9 s.",
+            "Rank 1 has not reached it: it is between steps, step 811 done 9.9 s ago, running.",
         ),
     ],
     ids=["dead", "stopped", "silent", "stuck", "failed", "without the plan"],
@@ -108,10 +112,10 @@ def test_who_waits_for_whom(culprit: RankRecord, sentence: str) -> None:
 
 def test_the_others_may_wait_for_rank_0() -> None:
     """Oracle: rank 0 samples on its own while the others are in the broadcast of the ids."""
-    found = explain(record(rank(0, "sample"), rank(1), rank(2)))
+    found = explain(record(rank(0, "sample", count=6), rank(1), rank(2)))
     assert found == [
-        "Ranks 1 and 2 have been in collective of step 812 for 9.8 s.",
-        "Rank 0 does not go on: it is in sample of step 812, running, for 9.8 s.",
+        "Ranks 1 and 2 are in collective 7 of step 812, begun 9.8 s ago.",
+        "Rank 0 has not reached it: it is in sample of step 812, begun 9.8 s ago, running.",
     ]
 
 
@@ -119,25 +123,26 @@ def test_nobody_waits_for_a_rank_that_died_idle() -> None:
     """Oracle: the sentences written here."""
     found = explain(record(idle(0), idle(1, process="gone", exit="signal 9", heartbeat_ns=ago(1)), idle(2)))
     assert found == [
-        "Ranks 0 and 2 have been between steps, with step 812 done for 9.8 s.",
-        "Rank 1 is between steps, with step 812 done, dead (signal 9), last sign of life 1.0 s ago.",
+        "Ranks 0 and 2 are between steps, step 812 done 9.8 s ago.",
+        "Rank 1 is between steps, step 812 done 9.8 s ago, dead (signal 9), last sign of life 1.0 s ago.",
     ]
 
 
 def test_all_ranks_in_one_collective_accuse_the_operation() -> None:
     """Oracle: no rank is named as the one that is behind."""
     found = explain(record(rank(0), rank(1)))
-    assert found[0] == "Ranks 0 and 1 have been in collective of step 812 for 9.8 s."
+    assert found[0] == "Ranks 0 and 1 are in collective 7 of step 812, begun 9.8 s ago."
     assert len(found) == 2 and "No rank is behind" in found[1]
 
 
 def test_start_up_is_explained_by_its_phases() -> None:
-    """Oracle: rank 0 has reached the agreement, rank 1 died while loading."""
+    """Oracle: rank 0 has loaded its part, rank 1 died while loading."""
     start = {"state": "starting", "step_started": 0, "step_done": 0, "steps": []}
-    dead = rank(1, "load", process="gone", exit="exit code 1", heartbeat_ns=ago(4), **start)
-    assert explain(record(rank(0, "agree", **start), dead)) == [
-        "Rank 0 has been in agree while starting for 9.8 s.",
-        "Rank 1 has not reached it: it is in load while starting, dead (exit code 1), last sign of life 4.0 s ago.",
+    dead = rank(1, "load", process="gone", exit="exit code 1", heartbeat_ns=ago(4), count=0, **start)
+    assert explain(record(rank(0, "load", count=1, **start), dead)) == [
+        "Rank 0 is in load of the start-up (its own part is done), begun 20.0 s ago.",
+        "Rank 1 has not reached it: it is in load of the start-up, begun 20.0 s ago, "
+        "dead (exit code 1), last sign of life 4.0 s ago.",
     ]
 
 
@@ -154,11 +159,37 @@ def test_a_diverged_plan_is_named_with_both_values() -> None:
     steps = [step(810, ago(10)), step(811, ago(9.9), plan_checksum=0x77), step(812, plan_checksum=0x78)]
     good = [step(810, ago(10)), step(811, ago(9.9)), step(812)]
     found = explain(record(rank(0, steps=good), rank(1, steps=steps), rank(2, steps=good)))
-    assert found[0] == (
-        "Rank 1 received another plan than rank 0 from step 811 on: rank 0 sent 0x000000000000ae2b, "
-        "rank 1 received 0x0000000000000077."
-    )
+    assert found[0] == "Rank 1 received another plan than rank 0 in step 811: 0x77, rank 0 has 0xae2b."
     assert sum("another plan" in line for line in found) == 1
+
+
+def test_diverged_inputs_are_named_with_both_values() -> None:
+    """Oracle: equal plans, other digests of the inputs in step 812."""
+    others = [step(811, ago(9.9), input_digest=5), step(812, input_digest=6)]
+    found = explain(record(rank(0, steps=[others[0], step(812, input_digest=7)]), rank(1, steps=others)))
+    assert found[0] == "Rank 1 made other inputs of the plan than rank 0 in step 812: 0x6, rank 0 has 0x7."
+
+
+def test_a_rank_that_is_a_collective_behind_is_named() -> None:
+    """Oracle: rank 1 entered one collective less of the same step."""
+    found = explain(record(rank(0), rank(1, count=6)))
+    assert found[1] == "Rank 1 has not reached it: it is in collective 6 of step 812, begun 9.8 s ago, running."
+
+
+def test_a_rank_that_failed_because_of_another_was_waiting() -> None:
+    """Oracle: rank 0's collective raised when rank 1 died; rank 0 blames it."""
+    victim = rank(0, state="failed", failure="Connection closed by peer", blamed_rank=1)
+    found = explain(record(victim, rank(1, "step_begin", process="gone", exit="signal 9")))
+    assert found[0] == "Rank 0 is in collective 7 of step 812, begun 9.8 s ago."
+    assert found[1].startswith("Rank 1 has not reached it") and "dead (signal 9)" in found[1]
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    """Oracle: an empty slot of the board."""
+    start = {"state": "starting", "step_started": 0, "step_done": 0, "steps": []}
+    absent = RankRecord(rank=1, process="none", state="absent", phase="none")
+    found = explain(record(rank(0, "group_init", count=0, **start), absent))
+    assert found == ["Rank 0 is in group_init of the start-up, begun 20.0 s ago.", "Rank 1 never came."]
 
 
 def test_a_step_that_was_never_sent_is_named() -> None:
@@ -256,6 +287,6 @@ def test_the_command_prints_a_record(tmp_path: Path) -> None:
     path = save_record(record(rank(0), rank(1)), str(tmp_path))
     command = [sys.executable, "-m", "tp_engine.flight_recorder"]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0 and "Ranks 0 and 1 have been in collective of step 812" in done.stdout
+    assert done.returncode == 0 and "Ranks 0 and 1 are in collective 7 of step 812" in done.stdout
     missing = subprocess.run([*command, str(tmp_path / "none.json")], capture_output=True, text=True)
     assert missing.returncode == 2 and "can not be read: No such file" in missing.stderr and not missing.stdout

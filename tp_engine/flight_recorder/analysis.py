@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tp_engine.flight_recorder.record import FlightRecord
-from tp_engine.flight_recorder.standing import Standing, standings
+from tp_engine.flight_recorder.record import FlightRecord, StepRecord
+from tp_engine.flight_recorder.standing import ABSENT, Standing, standings
 
 
 def explain(record: FlightRecord) -> list[str]:
@@ -42,44 +42,55 @@ def _groups(ranks: Sequence[Standing]) -> list[list[Standing]]:
 
 
 def _whereabouts(group: Sequence[Standing]) -> str:
-    verb = "has been" if len(group) == 1 else "have been"
-    since = [one.since_s for one in group if one.since_s is not None]
-    duration = f" for {min(since):.1f} s" if since else ""
-    return f"{numbered([one.rank for one in group]).capitalize()} {verb} {group[0].place}{duration}."
+    verb = "is" if len(group) == 1 else "are"
+    return f"{numbered([one.rank for one in group]).capitalize()} {verb} {_where(group[0])}."
 
 
 def _awaited(one: Standing, waiting: Standing) -> str:
     """Why the ranks that wait do so because of this one."""
+    if one.trouble == ABSENT:
+        return _apart(one)
     fact = "has not reached it: it is" if one.position < waiting.position else "does not go on: it is"
-    return f"{numbered([one.rank]).capitalize()} {fact} {one.place}{_condition(one)}."
+    return f"Rank {one.rank} {fact} {_where(one)}{_condition(one)}."
 
 
 def _apart(one: Standing) -> str:
     """A rank that nobody waits for in a step."""
-    return f"{numbered([one.rank]).capitalize()} is {one.place}{_condition(one)}."
+    if one.trouble == ABSENT:
+        return f"Rank {one.rank} never came."
+    return f"Rank {one.rank} is {_where(one)}{_condition(one)}."
+
+
+def _where(one: Standing) -> str:
+    separator = " " if one.when.startswith("done") else ", "
+    return one.place + separator + one.when if one.when else one.place
 
 
 def _condition(one: Standing) -> str:
-    text = f", {one.trouble}" if one.trouble else ", running"
-    if one.trouble and one.silent_s is not None:
-        return f"{text}, last sign of life {one.silent_s:.1f} s ago"
-    return text if one.trouble or one.since_s is None else f"{text}, for {one.since_s:.1f} s"
+    if not one.trouble:
+        return ", running"
+    return f", {one.trouble}" + ("" if one.silent_s is None else f", last sign of life {one.silent_s:.1f} s ago")
 
 
 def _divergence(record: FlightRecord) -> list[str]:
-    """The first step whose plan differs between rank 0 and another rank, and steps that rank 0 never sent."""
-    sent = {step.step_id: step.plan_checksum for step in record.ranks[0].steps if step.plan_checksum}
+    """For each rank the first step in which it differs from rank 0, and steps that rank 0 never sent."""
+    sent = {step.step_id: step for step in record.ranks[0].steps}
     lines = []
     for rank in record.ranks[1:]:
-        for step in rank.steps:
-            expected = sent.get(step.step_id)
-            if expected is not None and step.plan_checksum and step.plan_checksum != expected:
-                lines.append(
-                    f"Rank {rank.rank} received another plan than rank 0 from step {step.step_id} on: rank 0 sent "
-                    f"0x{expected:016x}, rank {rank.rank} received 0x{step.plan_checksum:016x}."
-                )
-                break
-        last = rank.steps[-1].step_id if rank.steps else 0
-        if sent and last > max(sent):
+        differences = (_difference(rank.rank, sent[step.step_id], step) for step in rank.steps if step.step_id in sent)
+        lines += [line for line in differences if line][:1]
+        if sent and rank.steps and rank.steps[-1].step_id > max(sent):
+            last = rank.steps[-1].step_id
             lines.append(f"Rank {rank.rank} has step {last}, but step {max(sent)} is the last that rank 0 sent.")
     return lines
+
+
+def _difference(rank: int, sent: StepRecord, received: StepRecord) -> str:
+    """What differs between rank 0's step and that of ``rank``; empty if nothing does, as far as is known."""
+    for what, one, other in (
+        ("received another plan", sent.plan_checksum, received.plan_checksum),
+        ("made other inputs of the plan", sent.input_digest, received.input_digest),
+    ):
+        if one and other and one != other:
+            return f"Rank {rank} {what} than rank 0 in step {sent.step_id}: {other:#x}, rank 0 has {one:#x}."
+    return ""

@@ -24,12 +24,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     The rank waits for the plan until ``received_ns`` (on rank 0: until it is published), begins with it at
     ``started_ns``, has launched the model and the sampler at ``launched_ns`` and is done at ``done_ns``.
-    ``plan_checksum`` is what the rank received, 0 where it is not known.
+    ``plan_checksum`` (64 bits) is that of the plan as the rank received it, ``input_digest`` (32 bits, only with
+    ``check_inputs``) that of what it made of it; 0 where they are not known.
     """
 
     step_id: int
     plan_bytes: int = 0
     plan_checksum: int = 0
+    input_digest: int = 0
     decode_rows: int = 0
     prefill_tokens: int = 0
     received_ns: int = 0
@@ -41,22 +43,28 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rank as it was last seen.
 
-    ``state`` and ``phase`` are those of the job board, in lower case.  ``process`` is what the kernel says: ``alive``,
-    ``stopped`` (SIGSTOP), ``gone``, or ``unknown``.  ``exit`` is how the process ended, where its parent knows it, such
-    as ``signal 9``.  ``failure`` is the traceback that a failing rank left.
+    ``state`` and ``phase`` are those of the job board, in lower case; ``count`` is the number of this step's
+    collectives that the rank has entered, or 1 where it has done its part of a start-up phase.  ``process`` is what the
+    kernel says: ``alive``, ``stopped`` (SIGSTOP), ``gone``, or ``none`` for a rank that never came.  ``exit`` is how it
+    ended, where its parent knows it, such as ``signal 9``.  ``failure`` is the traceback that a failing rank left,
+    ``blamed_rank`` another rank that caused its failure.
     """
 
     rank: int
     pid: int = 0
-    process: str = "unknown"
+    process: str
     exit: str | None = None
     state: str
     phase: str
-    phase_entered_ns: int = 0
+    count: int = 0
+    step_received: int = 0
     step_started: int = 0
     step_done: int = 0
+    busy_since_ns: int = 0
     heartbeat_ns: int = 0
     cpu_ns: int = 0
+    failed_ns: int = 0
+    blamed_rank: int | None = None
     failure: str = ""
     steps: list[StepRecord] = []
 
@@ -65,13 +73,14 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The whole job.
 
     ``cause`` is the error that ended it and ``culprit`` the rank that it names, if any.  ``written_at`` is UTC in ISO
-    8601, ``written_ns`` the same moment on the clock of the other times.
+    8601, ``written_ns`` the same moment on the clock of the other times, ``created_ns`` the start of the job.
     """
 
     format: int
     written_at: str
     written_ns: int
     written_by: str
+    created_ns: int = 0
     cause: str
     culprit: int | None = None
     world_size: int

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tp_engine.flight_recorder.analysis import explain
 from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecord
 from tp_engine.flight_recorder.standing import Standing, standings
 
 _TRACEBACK_LINES = 25
+_TELLING = (
+    "model", "tensor_parallel_size", "device", "dtype", "attention_backend", "block_size", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "hang_soft_limit_s", "hang_hard_limit_s",
+)  # fmt: skip
 
 
 def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
@@ -16,7 +20,7 @@ def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
     return [
         f"Cause: {record.cause}",
         f"Written by {record.written_by} at {record.written_at}, {record.world_size} ranks; " + _pairs(record.versions),
-        f"Configuration: {_pairs(record.config)}",
+        f"Configuration: {_pairs({name: record.config[name] for name in _TELLING if name in record.config})}",
         "",
         *_ranks(record),
         "",
@@ -27,7 +31,7 @@ def report_lines(record: FlightRecord, *, num_steps: int) -> list[str]:
     ]
 
 
-def _pairs(values: dict[str, str] | dict[str, str | int | float | bool | None]) -> str:
+def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) or "unknown"
 
 
