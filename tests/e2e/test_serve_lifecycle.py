@@ -95,6 +95,24 @@ def test_first_signal_drains_and_second_is_not_needed() -> None:
         assert not frontend.is_running()
 
 
+def test_a_beam_search_is_finished_in_a_drain() -> None:
+    """Oracle: the whole answer, although each of its rounds is a new request to the engine; exit code 0."""
+    with started("--port", "0") as job:
+        url = job.url()
+        answers = []
+        body = {"prompt": "x", "max_tokens": 100, "n": 2, "ignore_eos": True, "use_beam_search": True}
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
+        with httpx.Client(base_url=url, timeout=DEADLINE_S) as late:
+            asking.start()
+            wait_until(lambda: 'prompt_tokens_total{model_name="demo_model"} 1.0' in late.get("/metrics").text, "it")
+            job.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: late.get("/ready").status_code == 503, "the drain")
+        asking.join(DEADLINE_S)
+        job.ends_with(0, 10)
+        assert answers[0].status_code == 200, answers[0].text
+        assert answers[0].json()["usage"]["completion_tokens"] == 200
+
+
 def test_second_signal_stops_at_once() -> None:
     """Oracle: the end comes long before the request could have finished."""
     with started("--port", "0") as job:

@@ -192,6 +192,26 @@ def test_drain_refuses_finishes_and_stops() -> None:
     assert service.error is None
 
 
+def test_serving_out_refuses_nothing_and_ends_with_the_frontend() -> None:
+    """Oracle: a request that follows another one finishes; the loop ends without an error when the frontend leaves."""
+
+    async def scenario() -> None:
+        client, recorder = await connected(service.address)
+        client.add_request(request("first", max_tokens=3))
+        service.service.serve_out(DEADLINE_S)
+        await recorder.until(lambda: "first" in recorder.finish_reasons())
+        client.add_request(request("second", max_tokens=3))
+        await recorder.until(lambda: "second" in recorder.finish_reasons())
+        assert recorder.finish_reasons() == {"first": "length", "second": "length"}
+        assert not client.draining
+        await client.close()
+
+    with fake_service(FakeEngine(arith, step_delay_s=0.005)) as service:
+        asyncio.run(scenario())
+        service.join()
+    assert service.error is None
+
+
 def test_drain_deadline_aborts_what_still_runs() -> None:
     """Oracle: a request of 10,000 slow tokens ends with abort soon after a deadline of 0.1 s."""
 

@@ -4,6 +4,8 @@
 
     serving --Drain, request_drain--> draining --nothing runs, or the deadline--> stopped
        |                                 |
+       +--serve_out--> the same, but nothing is refused, and the end is the frontend's going
+       |                                 |
        +--------Stop, request_stop-------+------> stopped (running requests are aborted)
        |                                 |
        +--engine fails--> EngineDead is sent, the error is raised
@@ -48,8 +50,8 @@ class EngineLike(Protocol):
 class EngineService:
     """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.
 
-    ``request_drain`` and ``request_stop`` may be called from any thread and from a signal handler.  The frontend must
-    connect within ``connect_timeout_s``.  The engine stays the caller's to close.
+    ``request_drain``, ``serve_out`` and ``request_stop`` may be called from any thread and from a signal handler.  The
+    frontend must connect within ``connect_timeout_s``.  The engine stays the caller's to close.
     """
 
     def __init__(self, engine: EngineLike, address: str, *, connect_timeout_s: float = 120.0) -> None:
@@ -58,12 +60,22 @@ class EngineService:
         self._connect_timeout_s = connect_timeout_s
         self._connected = False
         self._drain_timeout_s: float | None = None
+        self._refusing = False
         self._stop_requested = False
         self._drain_deadline_s: float | None = None
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
 
     def request_drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish the running ones within ``timeout_s``, then stop."""
+        self._refusing = True
+        self.serve_out(timeout_s)
+
+    def serve_out(self, timeout_s: float) -> None:
+        """Stop when the frontend has gone, or after ``timeout_s``.
+
+        For a frontend that was told to take nothing new: only it knows what it has taken, and a beam search goes on
+        with requests that are new here.
+        """
         self._drain_timeout_s = timeout_s
         self._socket.wake()
 
@@ -104,7 +116,8 @@ class EngineService:
             return True
         if self._drain_deadline_s is None:
             return False
-        return not self._engine.has_unfinished or time.monotonic() >= self._drain_deadline_s
+        is_done = self._refusing and not self._engine.has_unfinished
+        return is_done or time.monotonic() >= self._drain_deadline_s
 
     def _turn(self) -> None:
         """One round: all messages that are here, then one step."""
@@ -124,7 +137,8 @@ class EngineService:
         if self._drain_timeout_s is not None and self._drain_deadline_s is None:
             self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
             logger.info("draining: %d requests may finish within %g s", len(self._unfinished), self._drain_timeout_s)
-            self._socket.send(messages.Draining())
+            if self._refusing:
+                self._socket.send(messages.Draining())
 
     def _handle(self, data: bytes) -> None:
         try:
@@ -144,13 +158,13 @@ class EngineService:
                 self._socket.hide()
                 self._socket.send(messages.Ready(model_info=self._engine.model_info))
             case messages.Drain(timeout_s=timeout_s):
-                self._drain_timeout_s = timeout_s
+                self._refusing, self._drain_timeout_s = True, timeout_s
             case messages.Stop():
                 self._stop_requested = True
 
     def _add(self, request: EngineRequest) -> None:
         try:
-            if self._leaving:
+            if self._refusing or self._stop_requested:
                 raise RequestError("the engine is shutting down; send the request elsewhere", code=CODE_UNAVAILABLE)
             self._engine.add_request(request)
         except RequestError as error:

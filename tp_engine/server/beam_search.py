@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.beam_search import BeamSearch
 from tp_engine.api.beam_search_outputs import request_output
 from tp_engine.api.beam_search_runs import gather_or_cancel
@@ -23,15 +24,15 @@ async def beam_search_answer(state: ServerState, body: ChatBody | CompletionBody
     prepared = await asyncio.get_running_loop().run_in_executor(
         state.tokenizing, prepare_searches, body, llm.input_processor, llm.model_info, model
     )
-    outputs = await gather_or_cancel([_search(state, search, body.n or 1) for search in prepared.searches])
+    outputs = await gather_or_cancel([_search(state, llm, search, body.n or 1) for search in prepared.searches])
     return prepared.shape.answer(outputs, prepared.echoes)
 
 
-async def _search(state: ServerState, search: BeamSearch, n: int) -> RequestOutput:
+async def _search(state: ServerState, llm: AsyncLLM, search: BeamSearch, n: int) -> RequestOutput:
     """One search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
     clock = state.metrics.clock(len(search.request.prompt_token_ids))
-    await state.llm.run_search(search)
-    output = request_output(search, state.llm.decoder, n=n)
+    await llm.run_search(search)
+    output = request_output(search, llm.decoder, n=n)
     for sequence in output.outputs:
         clock.tick(sequence.index, len(sequence.token_ids), sequence.finish_reason)
     return output

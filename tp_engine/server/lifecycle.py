@@ -6,8 +6,8 @@
       bind the port, start the frontend  --->    /health, /ready says 503     load
       load the engine                            wait for the engine          run plans
       run the service                  <----->   serve
-      first signal: drain              ----->    503 for new requests         ignore signals
-      nothing runs any more            <-----    end
+      first signal: serve it out       ----->    503 for new requests         ignore signals
+      the frontend has gone            <-----    end, when nothing runs any more
       stop plan                        ------------------------------------>  end
 """
 
@@ -111,7 +111,7 @@ def _run(
     def drain() -> None:
         logger.info("stopping; running requests get %g s, a second signal ends them now", shutdown_timeout_s)
         frontend.drain()
-        service.request_drain(shutdown_timeout_s)
+        service.serve_out(shutdown_timeout_s)
         end_process_after(shutdown_timeout_s + _LEAVE_S, 1)
 
     def stop() -> None:
