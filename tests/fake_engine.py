@@ -22,7 +22,7 @@ from tp_engine.engine.service import EngineLike, EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.stats import SchedulerStats
 
 THREAD_DEADLINE_S = 20.0
@@ -111,6 +111,17 @@ def fake_logprobs(token_ids: Sequence[int], num_alternatives: int) -> TokenLogpr
     )
 
 
+def in_columns(deltas: Sequence[SequenceDelta]) -> StepOutput:
+    """As ``Scheduler.update`` puts it: those with one token and nothing else in columns."""
+    plain = [delta for delta in deltas if not (delta.finish_reason or delta.logprobs or delta.prompt_logprobs)]
+    return StepOutput(
+        request_ids=[delta.request_id for delta in plain],
+        indices=[delta.index for delta in plain],
+        token_ids=[delta.new_token_ids[0] for delta in plain],
+        deltas=[delta for delta in deltas if delta not in plain],
+    )
+
+
 @dataclass
 class FakeEngine:
     """``max_running`` sequences get a token in each step of ``step_delay_s``; step number ``fail_at_step`` raises."""
@@ -151,7 +162,7 @@ class FakeEngine:
             for sequence in ended
         ]
 
-    def step(self) -> list[SequenceDelta]:
+    def step(self) -> StepOutput:
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("rank 1: this step was told to fail")
@@ -160,7 +171,7 @@ class FakeEngine:
         deltas = [sequence.next_delta(now_s) for sequence in self._sequences[: self.max_running]]
         ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
         self._sequences = [s for s in self._sequences if (s.request.request_id, s.index) not in ended]
-        return deltas
+        return in_columns(deltas)
 
     def stats(self) -> SchedulerStats:
         num_running = min(len(self._sequences), self.max_running)

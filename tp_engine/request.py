@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tp_engine.plan import TokenLogprobs
@@ -53,3 +54,26 @@ class SequenceDelta:
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     error: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutput:
+    """What one step added, in columns where one token is all: sequence ``indices[i]`` of ``request_ids[i]`` got
+    ``token_ids[i]``.  Those with more to tell (a first token, log-probabilities, an end) are in ``deltas``.
+
+    Iterating gives a record for every sequence.  A steady step of many sequences makes none on its way to the
+    process that needs them.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    deltas: list[SequenceDelta] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids) + len(self.deltas)
+
+    def __iter__(self) -> Iterator[SequenceDelta]:
+        for request_id, index, token_id in zip(self.request_ids, self.indices, self.token_ids, strict=True):
+            yield SequenceDelta(request_id=request_id, index=index, new_token_ids=[token_id])
+        yield from self.deltas

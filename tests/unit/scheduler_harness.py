@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -251,7 +251,7 @@ class Simulation:
         tokens = expected_tokens(prompt, params.seed + index, longest, stop_ids)
         return tokens, FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH
 
-    def _take(self, deltas: list[SequenceDelta]) -> None:
+    def _take(self, deltas: Iterable[SequenceDelta]) -> None:
         for delta in deltas:
             output = self.outputs[delta.request_id, delta.index]
             assert output.finish_reason is None, "a record after the last one"

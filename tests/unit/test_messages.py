@@ -14,7 +14,7 @@ from tp_engine.engine import messages
 from tp_engine.engine.messages import ToEngine, ToFrontend, decode_to_engine, decode_to_frontend, encode
 from tp_engine.errors import RequestError
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 
 EVERY_PARAM = SamplingParams(
@@ -88,22 +88,27 @@ TO_ENGINE: list[ToEngine] = [
 
 TO_FRONTEND: list[ToFrontend] = [
     messages.Ready(model_info=MODEL_INFO),
-    messages.Deltas(
-        deltas=[
-            SequenceDelta(request_id="a", index=0, new_token_ids=[3]),
-            SequenceDelta(
-                request_id="b",
-                index=2,
-                new_token_ids=[3, 4, 5],
-                finish_reason=FinishReason.STOP,
-                stop_reason=5,
-                logprobs=logprobs(3, 21),
-                prompt_logprobs=[logprobs(4, 1), logprobs(0, 3)],
-                num_cached_tokens=32,
-                first_scheduled_s=0.1,
-                error="text",
-            ),
-        ]
+    messages.Added(output=StepOutput()),
+    messages.Added(
+        output=StepOutput(
+            request_ids=["a", "c"],
+            indices=[0, 1],
+            token_ids=[3, 70_000],
+            deltas=[
+                SequenceDelta(
+                    request_id="b",
+                    index=2,
+                    new_token_ids=[3, 4, 5],
+                    finish_reason=FinishReason.STOP,
+                    stop_reason=5,
+                    logprobs=logprobs(3, 21),
+                    prompt_logprobs=[logprobs(4, 1), logprobs(0, 3)],
+                    num_cached_tokens=32,
+                    first_scheduled_s=0.1,
+                    error="text",
+                ),
+            ],
+        )
     ),
     messages.Rejected(request_id="a", message="too long", param="prompt", code="context_length_exceeded"),
     messages.Rejected(request_id="a", message="no"),
@@ -131,8 +136,8 @@ def test_arrays_that_are_not_contiguous_arrive() -> None:
     wide = logprobs(6, 8)
     part = TokenLogprobs(token_ids=wide.token_ids[1:3, :4], logprobs=wide.logprobs[1:3, :4], ranks=wide.ranks[::2])
     delta = SequenceDelta(request_id="a", index=0, new_token_ids=[1, 2], logprobs=part)
-    decoded = decode_to_frontend(encode(messages.Deltas(deltas=[delta])))
-    assert isinstance(decoded, messages.Deltas) and (got := decoded.deltas[0].logprobs) is not None
+    decoded = decode_to_frontend(encode(messages.Added(output=StepOutput(deltas=[delta]))))
+    assert isinstance(decoded, messages.Added) and (got := decoded.output.deltas[0].logprobs) is not None
     assert np.array_equal(got.logprobs, part.logprobs) and np.array_equal(got.token_ids, part.token_ids)
     assert np.array_equal(got.ranks, part.ranks)
 
@@ -143,7 +148,7 @@ def test_arrays_of_other_types_are_refused() -> None:
         part = TokenLogprobs(token_ids=wrong, logprobs=wrong, ranks=wrong)  # type: ignore[arg-type]
         delta = SequenceDelta(request_id="a", index=0, new_token_ids=[1], logprobs=part)
         with pytest.raises(TypeError, match="can not cross the socket"):
-            encode(messages.Deltas(deltas=[delta]))
+            encode(messages.Added(output=StepOutput(deltas=[delta])))
 
 
 @pytest.mark.parametrize(

@@ -88,4 +88,4 @@ def test_results_must_come_in_order() -> None:
     assert first is not None and second is not None
     simulation.worker.execute(first)
     with pytest.raises(AssertionError, match="is due"):
-        simulation.scheduler.apply(second, simulation.worker.execute(second))
+        simulation.scheduler.update(second, simulation.worker.execute(second))

@@ -28,12 +28,12 @@ def add(scheduler: Scheduler, prompt: list[int], name: str = "r", priority: int 
 
 
 def feed(scheduler: Scheduler, *token_ids: int) -> list[SequenceDelta]:
-    """One step whose sampled rows get these tokens."""
+    """One step whose sampled rows get these tokens; the record of each."""
     plan = scheduler.schedule()
     assert plan is not None
-    deltas = scheduler.update(plan, StepResult(step_id=plan.step_id, token_ids=np.array(token_ids, dtype=np.int32)))
+    output = scheduler.update(plan, StepResult(step_id=plan.step_id, token_ids=np.array(token_ids, dtype=np.int32)))
     scheduler.check_integrity()
-    return deltas
+    return sorted(output, key=lambda delta: (delta.request_id, delta.index))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_logprobs_reach_their_rows_past_an_aborted_one() -> None:
     result = StepResult(step_id=plan.step_id, token_ids=np.arange(rows, dtype=np.int32), logprobs=logprobs)
     deltas = scheduler.update(plan, result)
     found = {delta.request_id: delta for delta in deltas}
-    assert list(found) == ["b", "c", "d"]
+    assert sorted(found) == ["b", "c", "d"]
     assert found["b"].new_token_ids == [1] and found["b"].logprobs is not None
     assert found["b"].logprobs.token_ids.tolist() == [[10]] and found["b"].logprobs.ranks.tolist() == [10]
     assert found["c"].logprobs is None

@@ -20,7 +20,7 @@ from tp_engine.engine.messages import CODE_UNAVAILABLE
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import ServiceSocket, new_address, remove_address
 from tp_engine.errors import EngineDeadError, RequestError
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 
 DEADLINE_S = 10.0
@@ -35,8 +35,8 @@ class Recorder:
         self.ended: EngineDeadError | None = None
         self._changed = asyncio.Event()
 
-    def on_deltas(self, deltas: Sequence[SequenceDelta]) -> None:
-        self.deltas += deltas
+    def on_output(self, output: StepOutput) -> None:
+        self.deltas += output
         self._changed.set()
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from tp_engine.api.output_processor import OutputProcessor
@@ -12,7 +12,7 @@ from tp_engine.engine.client import EngineClient
 from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, StepOutput
 
 
 class RequestStreams:
@@ -66,9 +66,9 @@ class RequestStreams:
                 self._outputs.forget(request_id)
                 self._client.abort([request_id])
 
-    def on_deltas(self, deltas: Sequence[SequenceDelta]) -> None:
+    def on_output(self, output: StepOutput) -> None:
         """Hand each request its updates; end in the engine what a stop string ended here."""
-        processed = self._outputs.process(deltas)
+        processed = self._outputs.process(output)
         for update in processed.updates:
             self._put(update.request_id, update)
         if processed.aborts:

@@ -13,7 +13,7 @@ from tp_engine.engine import messages
 from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.stats import SchedulerStats
 
 logger = get_logger(__name__)
@@ -24,8 +24,8 @@ _LINGER_MS = 1000
 class EngineEvents(Protocol):
     """What the client reports to its owner, always from the event loop's thread."""
 
-    def on_deltas(self, deltas: Sequence[SequenceDelta]) -> None:
-        """One step's deltas."""
+    def on_output(self, output: StepOutput) -> None:
+        """What one step, or an abort, added."""
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
         """The engine refused a request."""
@@ -153,8 +153,8 @@ class EngineClient:
 
     def _dispatch(self, data: bytes) -> None:
         match messages.decode_to_frontend(data):
-            case messages.Deltas(deltas=deltas):
-                self._events.on_deltas(deltas)
+            case messages.Added(output=output):
+                self._events.on_output(output)
             case messages.Rejected(request_id=request_id, message=text, param=param, code=code):
                 self._events.on_rejected(request_id, RequestError(text, param=param, code=code))
             case messages.Stats(stats=stats):

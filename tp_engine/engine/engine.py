@@ -17,7 +17,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import EngineDeadError
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.plan import Control, StepPlan, StepResult
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
 from tp_engine.worker.worker import Worker
@@ -70,13 +70,13 @@ class Engine:
         """End requests now; unknown ids are ignored."""
         return self._scheduler.abort(request_ids)
 
-    def step(self) -> list[SequenceDelta]:
-        """Run one step on all ranks and return what it added; ``[]`` when there is nothing to do."""
+    def step(self) -> StepOutput:
+        """Run one step on all ranks and return what it added; empty when there is nothing to do."""
         self._check_alive()
         try:
             self._send_plans()
             if not self._in_flight:
-                return []
+                return StepOutput()
             plan, result = self._run_oldest()
             return self._scheduler.update(plan, result)
         except BaseException as error:

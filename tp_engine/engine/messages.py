@@ -3,7 +3,7 @@
 ::
 
     frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, Drain, Stop
-    rank 0 -> frontend    Ready, Deltas, Rejected, Stats, Draining, Stopped, EngineDead
+    rank 0 -> frontend    Ready, Added, Rejected, Stats, Draining, Stopped, EngineDead
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.stats import SchedulerStats
 
 # What an EngineRequest is refused with while the engine drains; a server answers it with HTTP 503.
@@ -84,10 +84,10 @@ class Ready(_Message, frozen=True, kw_only=True):
     model_info: ModelInfo
 
 
-class Deltas(_Message, frozen=True, kw_only=True):
-    """All that one step added, in the engine's order."""
+class Added(_Message, frozen=True, kw_only=True):
+    """All that one step, or an abort, added."""
 
-    deltas: list[SequenceDelta]
+    output: StepOutput
 
 
 class Rejected(_Message, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class EngineDead(_Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | Drain | Stop
-ToFrontend: TypeAlias = Ready | Deltas | Rejected | Stats | Draining | Stopped | EngineDead
+ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Draining | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
 _ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}

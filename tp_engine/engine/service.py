@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -25,7 +25,7 @@ from tp_engine.engine.messages import CODE_UNAVAILABLE, ModelInfo
 from tp_engine.engine.service_socket import ServiceSocket
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.stats import SchedulerStats
 
 logger = get_logger(__name__)
@@ -42,7 +42,7 @@ class EngineLike(Protocol):
     def has_unfinished(self) -> bool: ...
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]: ...
-    def step(self) -> list[SequenceDelta]: ...
+    def step(self) -> StepOutput: ...
     def stats(self) -> SchedulerStats: ...
     def check_health(self) -> None: ...
 
@@ -150,7 +150,7 @@ class EngineService:
             case messages.AddRequest(request=request):
                 self._add(request)
             case messages.AbortRequests(request_ids=request_ids):
-                self._publish(self._engine.abort(request_ids))
+                self._abort(request_ids)
             case messages.GetStats():
                 self._socket.send(messages.Stats(stats=self._engine.stats()))
             case messages.Hello():
@@ -185,13 +185,16 @@ class EngineService:
             case _:
                 raise error
 
-    def _publish(self, deltas: Sequence[SequenceDelta]) -> None:
-        if not deltas:
+    def _abort(self, request_ids: list[str]) -> None:
+        self._publish(StepOutput(deltas=self._engine.abort(request_ids)))
+
+    def _publish(self, output: StepOutput) -> None:
+        if not output:
             return
-        for delta in deltas:
+        for delta in output.deltas:
             if delta.finish_reason is not None:
                 self._note_finished(delta.request_id)
-        self._socket.send(messages.Deltas(deltas=list(deltas)))
+        self._socket.send(messages.Added(output=output))
 
     def _note_finished(self, request_id: str) -> None:
         num_running = self._unfinished.pop(request_id, 1) - 1
@@ -199,4 +202,4 @@ class EngineService:
             self._unfinished[request_id] = num_running
 
     def _abort_all(self) -> None:
-        self._publish(self._engine.abort(list(self._unfinished)))
+        self._abort(list(self._unfinished))

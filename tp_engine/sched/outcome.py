@@ -1,11 +1,12 @@
-"""What a step gave each sequence, in columns; turned into records at the engine's edge."""
+"""What a step gave each sequence, in columns; the few with more than a token to tell get a record."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from tp_engine.plan import IntArray, StepResult, TokenLogprobs
-from tp_engine.request import FinishReason, SequenceDelta
+from tp_engine.request import FinishReason, SequenceDelta, StepOutput
+from tp_engine.sched.occupants import Occupants
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.stop_check import Ending
 
@@ -18,30 +19,46 @@ class StepOutcome:
     sequences that got their first token.
     """
 
-    sequences: list[Sequence]
+    occupants: Occupants
     token_ids: IntArray
     endings: dict[int, Ending] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     first: list[int] = field(default_factory=list)
 
-    def deltas(self) -> list[SequenceDelta]:
-        """One record per sequence.  To be called once: prompt logprobs go out with it."""
-        made = [
-            SequenceDelta(
-                request_id=sequence.group.request.request_id,
-                index=sequence.index,
-                new_token_ids=[token_id],
-                first_scheduled_s=sequence.first_scheduled_s,
-            )
-            for sequence, token_id in zip(self.sequences, self.token_ids.tolist(), strict=True)
-        ]
-        for position, end in self.endings.items():
-            made[position].finish_reason, made[position].stop_reason = end.reason, end.stop_reason
-        for position, logprobs in self.logprobs.items():
-            made[position].logprobs = logprobs
-        for position in self.first:
-            _add_first(made[position], self.sequences[position])
-        return made
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Who got a token."""
+        return self.occupants.sequences
+
+    def output(self) -> StepOutput:
+        """For the engine's caller.  To be called once: prompt logprobs go out with it."""
+        request_ids, indices = self.occupants.names
+        token_ids = self.token_ids.tolist()
+        special = {*self.endings, *self.logprobs, *self.first}
+        if not special:
+            return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids)
+        plain = [position for position in range(len(token_ids)) if position not in special]
+        return StepOutput(
+            request_ids=[request_ids[position] for position in plain],
+            indices=[indices[position] for position in plain],
+            token_ids=[token_ids[position] for position in plain],
+            deltas=[self._delta(position, token_ids[position]) for position in sorted(special)],
+        )
+
+    def _delta(self, position: int, token_id: int) -> SequenceDelta:
+        sequence = self.sequences[position]
+        delta = SequenceDelta(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            new_token_ids=[token_id],
+            logprobs=self.logprobs.get(position),
+            first_scheduled_s=sequence.first_scheduled_s,
+        )
+        if (end := self.endings.get(position)) is not None:
+            delta.finish_reason, delta.stop_reason = end.reason, end.stop_reason
+        if position in self.first:
+            _add_first(delta, sequence)
+        return delta
 
 
 def aborted(sequence: Sequence) -> SequenceDelta:

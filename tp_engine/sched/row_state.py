@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import NO_IDS, IntArray
 from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.occupants import Occupants
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
 
 _VACANT_STEP = np.iinfo(np.int64).max
@@ -53,7 +54,7 @@ class RowState:
         self._vacant = list(range(rows))
         self._prefilling: dict[int, Sequence] = {}
         self._decode_rows: IntArray | None = NO_IDS
-        self._decode_sequences: list[Sequence] = []
+        self._decode_occupants = Occupants([])
         self._steps_to_end = 0
 
     @property
@@ -120,7 +121,7 @@ class RowState:
         """Rows in DECODE in rising order; the same array as long as none joins or leaves.  Not to be changed."""
         if self._decode_rows is None:
             self._decode_rows = np.flatnonzero(self.phase == Phase.DECODE).astype(np.int32)
-            self._decode_sequences = self._look_up(self._decode_rows)
+            self._decode_occupants = Occupants(self._look_up(self._decode_rows))
             left = self.max_tokens[self._decode_rows] - 1 - self.num_scheduled[self._decode_rows]
             self._steps_to_end = int(left.min(initial=np.iinfo(np.int64).max))
         return self._decode_rows
@@ -133,9 +134,9 @@ class RowState:
         """All sequences that have a row, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
 
-    def occupants(self, rows: IntArray) -> list[Sequence]:
-        """The sequences at ``rows``, which must be occupied."""
-        return self._decode_sequences if rows is self._decode_rows else self._look_up(rows)
+    def occupants(self, rows: IntArray) -> Occupants:
+        """Who sits at ``rows``, which must be occupied."""
+        return self._decode_occupants if rows is self._decode_rows else Occupants(self._look_up(rows))
 
     def num_live_tokens(self, num_used_blocks: int, block_size: int) -> int:
         """Tokens with K/V in used blocks, those of shared blocks once: only a row's own tail is ever unfilled."""
@@ -157,7 +158,7 @@ class RowState:
             assert scheduled < known if s.phase is Phase.PREFILL else scheduled >= known - 1
             assert (scheduled + 1 >= self.max_tokens[s.row]) == (s.phase is Phase.ENDING) or s.phase is Phase.PREFILL
         assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is Phase.DECODE]
-        assert self.occupants(self.decode_rows()) == [s for s in occupied if s.phase is Phase.DECODE]
+        assert self.occupants(self.decode_rows()).sequences == [s for s in occupied if s.phase is Phase.DECODE]
         assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]
 
     def _look_up(self, rows: IntArray) -> list[Sequence]:

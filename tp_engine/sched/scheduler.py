@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tp_engine.errors import RequestError
 from tp_engine.plan import IntArray, StepPlan, StepResult
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.draft import StepDraft
@@ -116,12 +116,8 @@ class Scheduler:
             self._batch.released = []
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
-        """Take in a step's result; one record per sequence that got a token, in batch order."""
-        return self.apply(plan, result).deltas()
-
-    def apply(self, plan: StepPlan, result: StepResult) -> StepOutcome:
-        """``update`` without making records.  Rows whose occupant left after ``schedule`` are skipped."""
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Take in the result of the oldest step in flight.  Rows whose occupant left meanwhile are skipped."""
         expected = self._step_id - self._num_in_flight + 1
         assert result.step_id == plan.step_id == expected, (
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
@@ -144,7 +140,7 @@ class Scheduler:
         for position in outcome.endings:
             self._finish(outcome.sequences[position])
         self._pending.settle(plan.step_id)
-        return outcome
+        return outcome.output()
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
@@ -193,7 +189,7 @@ class Scheduler:
         living = rows.since_step[plan.prefill_rows] <= plan.step_id
         confirmed = plan.prefill_rows[living]
         rows.num_computed[confirmed] += plan.prefill_tokens[living]
-        sequences = rows.occupants(confirmed)
+        sequences = rows.occupants(confirmed).sequences
         for sequence in sequences:
             self._batch.blocks.publish(sequence)
         if result.prompt_logprobs:

@@ -83,5 +83,5 @@ class StepBuilder:
         return needing
 
     def _first_in_order(self, rows: IntArray, count: int) -> IntArray:
-        chosen = sorted(self._rows.occupants(rows), key=lambda sequence: sequence.key)[:count]
+        chosen = sorted(self._rows.occupants(rows).sequences, key=lambda sequence: sequence.key)[:count]
         return np.array(sorted(sequence.row for sequence in chosen), dtype=np.int32)
