@@ -1,0 +1,255 @@
+"""Whole jobs that are made to fail: started, watched, and searched for what they leave behind.
+
+Three kinds: ``script`` (a Python script whose ``LLM`` starts its own ranks), ``batch`` and ``serve`` (torchrun with
+``launch/batch.py`` and ``launch/serve.py``).  Every process of a job inherits a marker in its environment, by which it
+is found however it was orphaned, and by which nothing else is ever killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKER = "TP_ENGINE_TEST_JOB"
+STRUCK = "injected by TP_ENGINE_FAULT"
+SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 12.0
+DETECTION_S = 10.0
+"""Within this time a job has ended, counted from the limit that applies (at once for a death)."""
+
+_URL = re.compile(r"serving \S+ at (http://\S+?),? ")
+_POLL_S = 0.02
+
+# No ``if __name__ == "__main__"``: starting ranks must not run the script again.
+_SCRIPT = """
+import json, sys, time
+from tp_engine import LLM, SamplingParams
+options, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+with LLM(**options) as llm:
+    print("ready", flush=True)
+    for _ in range(rounds):
+        found = llm.generate([[65, 66, 67], [68] * 20], params, use_tqdm=False)
+        print("tokens", *found[0].outputs[0].token_ids, flush=True)
+    if not rounds:
+        time.sleep(3600)
+"""
+
+
+@dataclass
+class Job:
+    """A running job.  ``lines`` grows while it runs: (time.monotonic(), text)."""
+
+    kind: str
+    process: subprocess.Popen[str]
+    marker: str
+    flight_records: Path
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+    def text(self) -> str:
+        """All that the job has printed so far, standard output and error."""
+        return "".join(line for _, line in self.lines)
+
+    def seen_s(self, text: str) -> float | None:
+        """When the first line with ``text`` came (time.monotonic()), or None."""
+        return next((seconds for seconds, line in list(self.lines) if text in line), None)
+
+    def wait_for(self, text: str, timeout_s: float) -> float:
+        """Wait for a line with ``text`` and return when it came."""
+        deadline_s = time.monotonic() + timeout_s
+        while (seen_s := self.seen_s(text)) is None:
+            assert self.process.poll() is None, f"the job ended before {text!r}:\n{self.tail()}"
+            assert time.monotonic() < deadline_s, f"no {text!r} within {timeout_s:g} s:\n{self.tail()}"
+            time.sleep(_POLL_S)
+        return seen_s
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Wait until the engine runs."""
+        self.wait_for({"script": "ready", "batch": "", "serve": "serving "}[self.kind], timeout_s)
+
+    def url(self) -> str:
+        """Where a serving job serves."""
+        found = _URL.search(self.text())
+        assert found is not None, self.tail()
+        return found[1]
+
+    def wait_end(self, deadline_s: float) -> int:
+        """The exit code of the script or of torchrun, which must come by ``deadline_s`` (time.monotonic())."""
+        try:
+            return self.process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job runs on:\n{self._stacks()}\n{self.tail()}") from None
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the job."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == self.marker:
+                    found.append(process)
+        return found
+
+    def rank(self, rank: int) -> psutil.Process | None:
+        """The process of ``rank``, if it is there."""
+        if self.kind == "script":
+            return self._own_rank(rank)
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if child.environ().get("RANK") == str(rank):
+                        return child
+        return None
+
+    def leftovers(self, grace_s: float = DETECTION_S) -> list[str]:
+        """Living processes after ``grace_s`` seconds at most, and names in /dev/shm."""
+        deadline_s = time.monotonic() + grace_s
+        while (left := self.processes()) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        names = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob("tp_engine-*")]
+        return [
+            f"process {process.pid} ({process.status()}): {' '.join(process.cmdline())}" for process in left
+        ] + names
+
+    def kill(self) -> None:
+        """End whatever is left."""
+        while left := self.processes():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
+
+    def tail(self) -> str:
+        """The end of the output."""
+        return self.text()[-6000:]
+
+    def _own_rank(self, rank: int) -> psutil.Process | None:
+        with contextlib.suppress(psutil.Error):
+            script = psutil.Process(self.process.pid)
+            ranks = [child for child in script.children() if "tp_engine.engine.rank_main" in child.cmdline()]
+            ranks.sort(key=lambda child: (child.create_time(), child.pid))
+            return [script, *ranks][rank] if rank <= len(ranks) else None
+        return None
+
+    def _stacks(self) -> str:
+        lines = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, OSError):
+                wchan = Path(f"/proc/{process.pid}/wchan").read_text()
+                lines.append(f"  {process.pid} {process.status()} {wchan} {' '.join(process.cmdline())[:150]}")
+        return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def job(
+    kind: str,
+    folder: Path,
+    *,
+    fault: str = "",
+    num_ranks: int = 2,
+    rounds: int = 1,
+    options: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Job]:
+    """A job with the demo model and small limits; nothing of it lives after the block.
+
+    ``folder`` is for its files.  ``rounds``: a script calls ``generate`` so often (0: it stays idle), a batch has so
+    many requests.  ``options`` are further fields of ``EngineConfig``.
+    """
+    engine = _engine_options(folder) | dict(options or {})
+    marker = secrets.token_hex(8)
+    process = subprocess.Popen(
+        _command(kind, folder, engine, num_ranks, rounds),
+        cwd=ROOT,
+        env={**os.environ, **_environment(fault), **(environment or {}), MARKER: marker},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    started = Job(kind, process, marker, folder / "flight")
+    reader = threading.Thread(target=_read, args=(started,), daemon=True)
+    reader.start()
+    try:
+        yield started
+    finally:
+        started.kill()
+        reader.join(5.0)
+
+
+def port_is_free(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex((host, int(port))) != 0
+
+
+def _engine_options(folder: Path) -> dict[str, object]:
+    return {
+        "device": "cpu",
+        "num_gpu_blocks_override": 64,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "startup_timeout_s": STARTUP_LIMIT_S,
+        "collective_timeout_s": 30.0,
+        "hang_soft_limit_s": SOFT_LIMIT_S,
+        "hang_hard_limit_s": HARD_LIMIT_S,
+        "flight_recorder_dir": str(folder / "flight"),
+    }
+
+
+def _command(kind: str, folder: Path, engine: Mapping[str, object], num_ranks: int, rounds: int) -> list[str]:
+    if kind == "script":
+        return [sys.executable, "-c", _SCRIPT, json.dumps({**engine, "tensor_parallel_size": num_ranks}), str(rounds)]
+    flags = [text for name, value in engine.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    if kind == "serve":
+        return [*torchrun, "launch/serve.py", "--port", "0", "--shutdown-timeout-s", "8", *flags]
+    source = folder / "in.jsonl"
+    _write_requests(source, rounds)
+    return [*torchrun, "launch/batch.py", "-i", str(source), "-o", str(folder / "out.jsonl"), *flags]
+
+
+def _write_requests(path: Path, number: int) -> None:
+    body = {"prompt": [65, 66, 67], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    path.write_text("".join(json.dumps({**line, "custom_id": f"request-{i}"}) + "\n" for i in range(number)))
+
+
+def _environment(fault: str) -> dict[str, str]:
+    return {
+        "TP_ENGINE_FAULT": fault,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _read(started: Job) -> None:
+    assert started.process.stdout is not None
+    for line in started.process.stdout:
+        started.lines.append((time.monotonic(), line))
+
+
+def interrupt(process: psutil.Process | subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send a signal to one process, if it still exists."""
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        process.send_signal(number)
