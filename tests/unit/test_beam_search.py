@@ -120,6 +120,17 @@ def test_requests_are_the_beams_with_the_prompt_before_them() -> None:
     assert [len(beam.token_ids) for beam in search.best()] == [5, 5, 5]
 
 
+def test_a_search_that_has_begun_goes_before_those_that_wait() -> None:
+    """Oracle: a lower priority runs first; else each round would wait behind everything that came since the last."""
+    search = search_of(BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
+    priorities = []
+    while not search.done:
+        requests = search.next_requests()
+        priorities.append({request.priority for request in requests})
+        search.advance([output_of(request, made_up) for request in requests])
+    assert priorities == [{0}, {-1}, {-1}]
+
+
 def test_an_aborted_request_ends_the_search_with_what_there_is() -> None:
     """Oracle: the finish reason, as for any other aborted request."""
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))

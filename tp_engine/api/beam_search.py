@@ -101,13 +101,15 @@ class BeamSearch:
         return -(-self._num_prompt_tokens // block_size) + self.num_live * own
 
     def next_requests(self) -> list[EngineRequest]:
-        """One request of one token per live beam."""
+        """One request of one token per live beam; once begun, a search goes before what waits at its priority."""
+        priority = self.request.priority - (1 if self._num_rounds else 0)
         return [
             dataclasses.replace(
                 self.request,
                 request_id=f"{self.request.request_id}-{self._num_rounds}-{number}",
                 prompt_token_ids=self.request.prompt_token_ids + beam.token_ids,
                 params=self._sampling,
+                priority=priority,
             )
             for number, beam in enumerate(self._live)
         ]
