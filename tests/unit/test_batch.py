@@ -99,6 +99,25 @@ def test_every_line_gets_its_result(llm: Any, source: Path, tmp_path: Path) -> N
     assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
 
 
+def test_beam_search(llm: Any, tmp_path: Path) -> None:
+    """Oracle: the fake engine's candidates by hand: a prompt's first byte, then those after it, less likely each."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    beams = {"use_beam_search": True, "max_tokens": 2}
+    lines = [
+        completion("two", ["a", "k"], n=3, **beams),
+        completion("plain", "xab"),
+        completion("best", "p", n=1, best_of=3, **beams),
+        completion("stop", "p", stop=["x"], **beams),
+    ]
+    source.write_text("\n".join(lines) + "\n")
+    run(llm, source, target)
+    results = {result["custom_id"]: result["response"] for result in results_of(target)}
+    texts = {name: [choice["text"] for choice in results[name]["body"]["choices"]] for name in ("two", "plain", "best")}
+    assert texts == {"two": ["aa", "ab", "ba", "kk", "kl", "lk"], "plain": ["xab"], "best": ["pp"]}
+    assert results["stop"]["status_code"] == 400 and results["stop"]["body"]["error"]["param"] == "stop"
+    assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
+
+
 def test_few_lines_are_in_flight(llm: Any, source: Path, tmp_path: Path) -> None:
     """Oracle: the bound on prompts, with one line's prompts above it."""
     most = 0

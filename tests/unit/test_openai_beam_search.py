@@ -9,7 +9,6 @@ import pytest
 
 from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.batch_lines import BatchRequest
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai_protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai_requests import prepare_searches
@@ -115,11 +114,3 @@ def test_one_search_per_prompt() -> None:
     assert [request.prompt_token_ids for request in requests] == [[1, 2], [3]]
     assert {(one.params.cache_salt, one.priority, one.params.logprobs) for one in requests} == {("tenant", -3, 60)}
     assert prepared.echoes is not None and len(prepared.echoes) == 2 and prepared.shape.num_per_prompt == 30
-
-
-def test_batch_files_refuse_it() -> None:
-    """Oracle: the parameter's name."""
-    raw = json.dumps({"prompt": "x", "use_beam_search": True, "n": 2}).encode()
-    with pytest.raises(RequestError) as caught:
-        BatchRequest("batch_req_1", "one", "/v1/completions", raw).parse()
-    assert caught.value.param == "use_beam_search"

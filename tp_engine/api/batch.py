@@ -12,13 +12,15 @@ from tqdm import tqdm
 from tp_engine.api.batch_config import BatchConfig
 from tp_engine.api.batch_files import ResultFile, read_requests
 from tp_engine.api.batch_lines import BatchRequest, LineError, ResultLine, bad_line, line_id, read_line
+from tp_engine.api.batch_prompts import BatchPrompt, PlainPrompt, SearchedPrompt
 from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.api.llm import LLM
-from tp_engine.api.openai_requests import PreparedAnswer, default_model_name, prepare
+from tp_engine.api.openai_requests import default_model_name, prepare, prepare_searches
+from tp_engine.api.openai_responses import AnswerShape
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
-from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest
 
 logger = get_logger(__name__)
 
@@ -41,15 +43,16 @@ def run_batch(
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    """A line whose requests run; ``outputs`` are in the order of its prompts, None until they finish."""
+    """A line whose prompts run."""
 
     request: BatchRequest
-    prepared: PreparedAnswer
-    outputs: list[RequestOutput | None]
+    shape: AnswerShape
+    echoes: list[str] | None
+    prompts: list[BatchPrompt]
 
 
 class BatchJob:
-    """Keeps at most ``max_in_flight`` prompts in the engine, and writes each line's result when it is complete."""
+    """Keeps about ``max_in_flight`` requests in the engine, and writes each line's result when it is complete."""
 
     def __init__(self, llm: LLM, results: ResultFile, *, max_in_flight: int) -> None:
         self._llm = llm
@@ -58,9 +61,7 @@ class BatchJob:
         model = llm.engine.model_info
         self._model_name = default_model_name(model.model)
         self._defaults = load_generation_defaults(model.model, model.revision)
-        self._prompts: dict[
-            str, tuple[_Running, int]
-        ] = {}  # request id -> its line, its place among the line's prompts
+        self._requests: dict[str, tuple[_Running, BatchPrompt]] = {}  # request id -> its line, its prompt
         self._seen: set[str] = set()
         self.num_done = 0
         self.num_failed = 0
@@ -70,14 +71,14 @@ class BatchJob:
         """Run ``lines``, pairs of line number and text; False if stopped before the end."""
         with tqdm(desc="lines", unit="") as progress:
             for number, text in lines:
-                while len(self._prompts) >= self._max_in_flight and not stop_requested():
+                while len(self._requests) >= self._max_in_flight and not stop_requested():
                     self._step(progress)
                 if stop_requested():
                     return False
                 self._admit(number, text, progress)
-            while self._prompts and not stop_requested():
+            while self._requests and not stop_requested():
                 self._step(progress)
-        return not self._prompts
+        return not self._requests
 
     def summary(self, complete: bool) -> str:
         """One line for the log."""
@@ -106,19 +107,32 @@ class BatchJob:
     def _start(self, request: BatchRequest, progress: tqdm) -> None:
         started: list[str] = []
         try:
-            body = request.parse()
-            prepared = prepare(body, self._llm.input_processor, body.model or self._model_name, self._defaults)
-            running = _Running(request, prepared, [None] * len(prepared.requests))
-            for place, engine_request in enumerate(prepared.requests):
-                self._llm.engine.add_request(engine_request)
-                self._llm.output_processor.add(engine_request)
-                self._prompts[engine_request.request_id] = (running, place)
-                started.append(engine_request.request_id)
+            running = self._prepare(request)
+            for prompt in running.prompts:
+                for engine_request in prompt.next_requests():
+                    self._submit(engine_request, running, prompt)
+                    started.append(engine_request.request_id)
         except RequestError as error:
             self._llm.output_processor.process(self._llm.engine.abort(started))
             for request_id in started:
-                del self._prompts[request_id]
+                del self._requests[request_id]
             self._write(request.failure(error), progress)
+
+    def _prepare(self, request: BatchRequest) -> _Running:
+        body, processor = request.parse(), self._llm.input_processor
+        model_name = body.model or self._model_name
+        if body.use_beam_search:
+            searched = prepare_searches(body, processor, self._llm.engine.model_info, model_name)
+            decoder, n = self._llm.output_processor.decoder, body.n or 1
+            searches: list[BatchPrompt] = [SearchedPrompt(search, decoder, n) for search in searched.searches]
+            return _Running(request, searched.shape, searched.echoes, searches)
+        prepared = prepare(body, processor, model_name, self._defaults)
+        return _Running(request, prepared.shape, prepared.echoes, [PlainPrompt(one) for one in prepared.requests])
+
+    def _submit(self, engine_request: EngineRequest, running: _Running, prompt: BatchPrompt) -> None:
+        self._llm.engine.add_request(engine_request)
+        self._llm.output_processor.add(engine_request)
+        self._requests[engine_request.request_id] = (running, prompt)
 
     def _step(self, progress: tqdm) -> None:
         """One step of the engine; lines that it completes are written."""
@@ -126,11 +140,13 @@ class BatchJob:
         processed = processor.process(engine.step())
         processor.process(engine.abort(processed.aborts))
         for output in processed.finished:
-            running, place = self._prompts.pop(output.request_id)
-            running.outputs[place] = output
-            outputs = [one for one in running.outputs if one is not None]
-            if len(outputs) == len(running.outputs):
-                body = running.prepared.shape.answer(outputs, running.prepared.echoes)
+            running, prompt = self._requests.pop(output.request_id)
+            if prompt.take(output):
+                for engine_request in prompt.next_requests():
+                    self._submit(engine_request, running, prompt)
+            outputs = [one.output for one in running.prompts if one.output is not None]
+            if len(outputs) == len(running.prompts):
+                body = running.shape.answer(outputs, running.echoes)
                 self._write(running.request.result(200, body), progress)
 
     def _write(self, line: ResultLine, progress: tqdm) -> None:

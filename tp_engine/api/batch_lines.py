@@ -65,8 +65,6 @@ class BatchRequest:
         body = parse_body(ENDPOINTS[self.url], self.raw_body)
         if body.stream:
             raise RequestError("stream is true; a batch has no streams, leave it out", param="stream")
-        if body.use_beam_search:
-            raise RequestError("use_beam_search is not supported in batch files; leave it out", param="use_beam_search")
         return body
 
     def result(self, status: int, body: dict[str, Any]) -> ResultLine:
