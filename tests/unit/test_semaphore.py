@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,10 +12,12 @@ from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
 
 @pytest.fixture
-def semaphore() -> Semaphore:
-    semaphore = Semaphore(mmap.mmap(-1, SEMAPHORE_BYTES), 0)
+def semaphore() -> Iterator[Semaphore]:
+    memory = mmap.mmap(-1, SEMAPHORE_BYTES)
+    semaphore = Semaphore(memory, 0)
     semaphore.initialise(0)
-    return semaphore
+    yield semaphore
+    memory.close()
 
 
 @pytest.mark.parametrize(
