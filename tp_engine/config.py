@@ -16,7 +16,7 @@ from tp_engine.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
+ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 
 
@@ -56,6 +56,9 @@ class EngineConfig:
     seed: int = option(0, "seed of requests that bring none, and of dummy weights")
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
+    hang_soft_limit_s: float = option(30.0, "a job that does not get ahead for so long logs the stacks of all ranks")
+    hang_hard_limit_s: float = option(120.0, "a job that does not get ahead for so long is ended, with the cause named")
+    check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
     flight_recorder_dir: str | None = option(
         None, "folder for the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"
     )
@@ -78,6 +81,8 @@ class EngineConfig:
             "max_num_batched_tokens",
             "startup_timeout_s",
             "collective_timeout_s",
+            "hang_soft_limit_s",
+            "hang_hard_limit_s",
         )
         optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
         for name in positive + optional:
@@ -93,6 +98,11 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "
                 f"{self.max_num_seqs} sequences: raise it, or lower max_num_seqs"
+            )
+        if self.hang_soft_limit_s > self.hang_hard_limit_s:
+            raise ConfigError(
+                f"hang_soft_limit_s is {self.hang_soft_limit_s} and hang_hard_limit_s is {self.hang_hard_limit_s}; the "
+                "soft limit must not be above the hard one"
             )
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")

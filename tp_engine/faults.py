@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import MutableSequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
 from tp_engine import env
 from tp_engine.errors import ConfigError
@@ -53,6 +52,13 @@ _COLLECTIVE: Final = int(Phase.COLLECTIVE)
 PHASES = tuple(phase.label for phase in Phase if phase)
 
 
+class Words(Protocol):
+    """A list of integers, or a slot of the board."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """What ``rank`` does when it reaches ``phase`` for the ``nth`` time; ``sleep_s`` is for the action ``sleep``."""
@@ -87,13 +93,13 @@ class PhaseNote:
     def __init__(self, rank: int = 0, *, faults: tuple[Fault, ...] = ()) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._reached: dict[Phase, int] = {}
-        self._words: MutableSequence[int] = [0]
+        self._words: Words = [0]
         self._index = 0
         self._count = 0
         self._phase = Phase.NONE
         self._in_step = False
 
-    def show_on(self, words: MutableSequence[int], index: int) -> None:
+    def show_on(self, words: Words, index: int) -> None:
         """From now on write to ``words[index]``: the rank has found the board."""
         words[index] = self._words[self._index]
         self._words, self._index = words, index
@@ -114,8 +120,9 @@ class PhaseNote:
         self._words[self._index] = self._count << _COUNT_SHIFT | self._phase
 
     def collective(self) -> None:
-        """``reach`` for each of a step's many collectives; those of the start belong to their own phase."""
+        """``reach`` for each of a step's many collectives; those of the start only count, in their own phase."""
         if not self._in_step:
+            self.done()
             return
         if self._faults:
             self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE

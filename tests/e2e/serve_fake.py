@@ -18,7 +18,7 @@ from tp_engine.server import lifecycle
 from tp_engine.server.config import ServerConfig
 
 
-def start_fake_engine(_config: EngineConfig) -> Any:
+def start_fake_engine(_config: EngineConfig, *, ends_process: bool) -> Any:
     print("loading", flush=True)
     time.sleep(float(os.environ.get("TEST_START_DELAY_S", "0")))
     return new_engine(step_delay_s=0.005)

@@ -76,11 +76,11 @@ def test_the_word_shows_phase_and_count() -> None:
     note = PhaseNote()
     note.show_on(here, 0)
     note.reach(Phase.LOAD)
-    note.collective()
     assert split_phase(here[0]) == (Phase.LOAD, 0)
     note.show_on(board, 1)
     note.done()
-    assert split_phase(board[1]) == (Phase.LOAD, 1)
+    note.collective()
+    assert split_phase(board[1]) == (Phase.LOAD, 2)
     note.reach(Phase.STEP_BEGIN)
     for _ in range(300):
         note.collective()

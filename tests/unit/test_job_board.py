@@ -28,7 +28,8 @@ from tp_engine.faults import Phase, PhaseNote
 from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
 slot = JobBoard.open(sys.argv[1]).slots[1]
 slot.register()
-note = PhaseNote(1, words=slot.words, index=PHASE_WORD)
+note = PhaseNote(1)
+note.show_on(slot.words, PHASE_WORD)
 note.reach(Phase.STEP_BEGIN)
 note.collective()
 note.collective()
@@ -47,7 +48,7 @@ def test_what_a_process_writes_another_reads() -> None:
     slot = board.slots[1]
     assert (slot.pid, slot.state) == (process.pid, State.FAILED) and slot.started_ticks > 0
     assert 0 < slot.heartbeat_ns <= slot.failed_ns <= time.monotonic_ns() and slot.cpu_ns > 0
-    assert (slot.phase, slot.num_collectives) == (Phase.COLLECTIVE, 2)
+    assert (slot.phase, slot.count) == (Phase.COLLECTIVE, 2)
     assert (slot.step_received, slot.step_started, slot.step_done) == (7, 7, 0) and slot.busy_since_ns > 0
     assert split_echo(int(board.echoes[1, 7])) == (7, 0x34567890)
     assert slot.records[7].tolist() == list(range(9)) and not slot.records[:7].any() and not slot.records[8:].any()
@@ -123,7 +124,8 @@ def test_process_start_tells_processes_apart() -> None:
 def test_a_step_costs_microseconds() -> None:
     """Oracle: 100 notes of a step's kind in less than 2 ms of this thread's CPU time, thrice the measured at most."""
     slot = JobBoard.create(1).slots[0]
-    note = PhaseNote(words=slot.words, index=PHASE_WORD)
+    note = PhaseNote()
+    note.show_on(slot.words, PHASE_WORD)
 
     def cost_s() -> float:
         began_s = time.thread_time()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tp_engine.dist.rank import RankInfo
+from tp_engine.faults import PhaseNote
 
 
 class Communicator(Protocol):
@@ -50,24 +51,29 @@ class SingleRank:
 class ProcessGroupCommunicator:
     """Collectives through a torch.distributed process group (NCCL or gloo)."""
 
-    def __init__(self, info: RankInfo, group: dist.ProcessGroup) -> None:
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup, note: PhaseNote) -> None:
         self.info = info
         self._group = group
+        self._note = note
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note.collective()
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note.collective()
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        self._note.collective()
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)] if self.info.is_first else None
         dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
         return torch.cat(parts, dim=-1) if parts is not None else None
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note.collective()
         dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.dist.rank import RankInfo
+from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
+from tp_engine.faults import Phase, PhaseNote
 
 Store: TypeAlias = dist.Store
 
@@ -61,13 +65,27 @@ class HostGroup:
 
 
 class RankGroups:
-    """This process's membership: who it is, and how it talks to the others.  ``close`` leaves."""
+    """This process's membership: who it is, how it talks to the others, and what they know of it (``note``).
 
-    def __init__(self, info: RankInfo, communicator: Communicator, host: HostGroup, *, owns_default: bool) -> None:
+    ``close`` leaves.
+    """
+
+    def __init__(
+        self, info: RankInfo, communicator: Communicator, host: HostGroup, note: PhaseNote, *, owns_default: bool
+    ) -> None:
         self.info = info
         self.communicator = communicator
         self.host = host
+        self.note = note
         self._owns_default = owns_default
+
+    def abort(self) -> None:
+        """End the collectives between devices that are under way, from any thread: they raise, as later ones do.
+
+        For NCCL alone; gloo's raise by themselves when a peer ends.
+        """
+        if self._owns_default and dist.is_initialized() and dist.get_backend() == "nccl":
+            _abort_process_group()
 
     def close(self) -> None:
         """Destroy the process groups that ``join`` made."""
@@ -76,10 +94,11 @@ class RankGroups:
         self._owns_default = False
 
 
-def alone() -> RankGroups:
+def alone(note: PhaseNote) -> RankGroups:
     """The groups of a world of one: no sockets, no collectives."""
     communicator = SingleRank()
-    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), owns_default=False)
+    note.reach(Phase.GROUP_INIT)
+    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), note, owns_default=False)
 
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:
@@ -101,11 +120,21 @@ def launched_store(*, timeout_s: float) -> Store:
     return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
 
 
-def join(info: RankInfo, store: Store, *, device_type: str, start_s: float, collective_s: float) -> RankGroups:
+def join(
+    info: RankInfo,
+    store: Store,
+    note: PhaseNote,
+    check: Callable[[], None],
+    *,
+    device_type: str,
+    start_s: float,
+    collective_s: float,
+) -> RankGroups:
     """Meet the other ranks and return the groups; every rank calls this.
 
     ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every
-    collective between devices.  Raises ``RankError`` when the others do not come in time.
+    collective between devices.  ``check`` is called again and again while this rank waits for the others, and raises
+    when one has died.  Raises ``RankError`` when the others do not come in time.
     """
     backend = "nccl" if device_type == "cuda" else "gloo"
     if dist.is_initialized():
@@ -114,12 +143,27 @@ def join(info: RankInfo, store: Store, *, device_type: str, start_s: float, coll
             "this process already has a torch.distributed process group; before starting an engine, close the other "
             "one or call torch.distributed.destroy_process_group()",
         )
+    note.reach(Phase.GROUP_INIT)
+    watched = WatchedStore(store, check, timeout_s=start_s)
     try:
+        _meet(watched, info)
+        # NCCL's own threads use the store too, and should not depend on Python.
+        store = watched if backend == "gloo" else store
         dist.init_process_group(
             backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=start_s)
         )
         host = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_s))
         device = dist.new_group(backend=backend, timeout=timedelta(seconds=collective_s))
+    except RankError:
+        raise
     except (RuntimeError, TimeoutError) as error:
         raise RankError(info.rank, f"not all {info.world_size} ranks met within {start_s:g} s ({error})") from error
-    return RankGroups(info, ProcessGroupCommunicator(info, device), HostGroup(info, host), owns_default=True)
+    communicator = ProcessGroupCommunicator(info, device, note)
+    return RankGroups(info, communicator, HostGroup(info, host), note, owns_default=True)
+
+
+def _meet(store: WatchedStore, info: RankInfo) -> None:
+    """All ranks are here: whoever dies later is missed in a collective, not in a rendezvous."""
+    keys = [f"rank {rank} joins" for rank in range(info.world_size)]
+    store.set(keys[info.rank], "1")
+    store.wait(keys)

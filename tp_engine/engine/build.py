@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 
 from tp_engine.dist.groups import RankGroups
+from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.engine.engine import Engine
+from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
 
-def build_engine(
-    effective: EffectiveConfig, groups: RankGroups, *, check_ranks: Callable[[], None], leave: Callable[[], None]
-) -> Engine:
-    """Start this rank's worker, open the plan channel to the others, and put the scheduler on top."""
+def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, leave: Callable[[bool], None]) -> Engine:
+    """Start this rank's worker, open the plan channel to the others, and put the scheduler on top.
+
+    ``leave`` sees the ranks end that this process started; it is told whether the job has failed.
+    """
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
+        undo.enter_context(job.reporting())  # before the groups close, which the others take for a death
+        job.record_flights(effective.config)
         worker = Worker(effective, groups)
         undo.callback(worker.close)
         num_blocks = worker.start()
-        publisher = _open_channel(effective, groups)
+        publisher = _open_channel(effective, groups, job)
+        if publisher is not None:
+            undo.callback(publisher.close)
+        job.note.reach(Phase.READY)
+        job.ready()
         undo.pop_all()
-
-    def leave_groups() -> None:
-        try:
-            leave()
-        finally:
-            groups.close()
-
     return Engine(
         worker=worker,
         scheduler=Scheduler(_limits(effective, num_blocks)),
@@ -40,9 +42,18 @@ def build_engine(
         model_info=model_info(effective, num_blocks),
         plan_timeout_s=effective.config.collective_timeout_s,
         num_ahead=int(effective.config.async_scheduling and groups.info.world_size > 1),
-        check_ranks=check_ranks,
-        leave=leave_groups,
+        job=job,
+        echoes=EchoCheck(job.board, checks_inputs=effective.config.check_inputs),
+        leave=lambda: _leave(groups, job, leave),
     )
+
+
+def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.close)
+        stack.callback(groups.close)
+        stack.callback(leave, job.has_failed)
+        job.leave()
 
 
 def _limits(effective: EffectiveConfig, num_blocks: int) -> SchedulerLimits:
@@ -78,14 +89,14 @@ def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
     )
 
 
-def _open_channel(effective: EffectiveConfig, groups: RankGroups) -> PlanPublisher | None:
+def _open_channel(effective: EffectiveConfig, groups: RankGroups, job: Job) -> PlanPublisher | None:
     """Rank 0's side of the plan channel; None for a world of one."""
     num_readers = groups.info.world_size - 1
     if num_readers == 0:
         return None
-    publisher = PlanPublisher(num_readers)
+    publisher = PlanPublisher(num_readers, alive=job.alive)
     try:
-        groups.host.broadcast_bytes(f"{publisher.name} {os.getpid()}".encode())
+        groups.host.broadcast_bytes(publisher.name.encode())
         publisher.wait_attached(timeout_s=effective.config.startup_timeout_s)
     except BaseException:
         publisher.close()

@@ -9,12 +9,15 @@ between two steps; what sampling adds to that step reaches the ranks from device
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from tp_engine.engine.echo_check import EchoCheck
+from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.step_trace import StepTrace
 from tp_engine.errors import EngineDeadError
+from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
@@ -22,14 +25,12 @@ from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
 from tp_engine.worker.worker import Worker
 
-_DYING_S = 2.0
-
 
 class Engine:
     """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
 
-    ``num_ahead`` plans are sent before the oldest step runs.  ``leave`` is called once at the end, after the stop plan:
-    it waits for the ranks that this process started.  ``check_ranks`` raises ``RankError`` when one of them has died.
+    ``num_ahead`` plans are sent before the oldest step runs.  ``job`` knows how the other ranks are; ``echoes``
+    compares what they received.  ``leave`` is called once at the end, after the stop plan: it sees the other ranks end.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class Engine:
         model_info: ModelInfo,
         plan_timeout_s: float,
         num_ahead: int,
-        check_ranks: Callable[[], None],
+        job: Job,
+        echoes: EchoCheck,
         leave: Callable[[], None],
     ) -> None:
         self.model_info = model_info
@@ -51,7 +53,9 @@ class Engine:
         self._plan_timeout_s = plan_timeout_s
         self._num_ahead = num_ahead
         self._in_flight: deque[StepPlan] = deque()
-        self._check_ranks = check_ranks
+        self._job = job
+        self._trace = StepTrace(job.slot)
+        self._echoes = echoes
         self._leave = leave
         self._failure: BaseException | None = None
         self._closed = False
@@ -81,8 +85,7 @@ class Engine:
             return self._scheduler.update(plan, result)
         except BaseException as error:
             self._failure = error
-            if isinstance(error, RuntimeError):
-                self._blame_dead_rank()
+            self._job.blame(error)
             raise
 
     def stats(self) -> SchedulerStats:
@@ -99,7 +102,7 @@ class Engine:
 
     def check_health(self) -> None:
         """Raise ``RankError`` if a rank has died; cheap enough for every turn of an idle loop."""
-        self._check_ranks()
+        self._job.check()
 
     def check_integrity(self) -> None:
         """Assert that all blocks are accounted for."""
@@ -111,25 +114,26 @@ class Engine:
             return
         self._closed = True
         try:
-            if self._publisher is not None and self._failure is None:
-                while self._in_flight:
-                    self._run_oldest()
-                self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
+            if self._failure is None:
+                self._stop_ranks()
         finally:
             self._worker.close()
             if self._publisher is not None:
                 self._publisher.close()
             self._leave()
 
-    def _blame_dead_rank(self) -> None:
-        """Raise ``RankError`` if a rank's death is behind a failed step.
-
-        A collective fails as soon as a dying peer's sockets close, which is shortly before its process has ended.
-        """
-        deadline_s = time.monotonic() + _DYING_S
-        while time.monotonic() < deadline_s:
-            self._check_ranks()
-            time.sleep(0.01)
+    def _stop_ranks(self) -> None:
+        """Run what was sent, then tell the others that it was all."""
+        try:
+            while self._in_flight:
+                self._run_oldest()
+            self._job.stopping()
+            self._job.note.reach(Phase.SHUTDOWN)
+            self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
+        except BaseException as error:
+            self._failure = error
+            self._job.blame(error)
+            raise
 
     def _send_plans(self) -> None:
         while len(self._in_flight) <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
@@ -139,11 +143,21 @@ class Engine:
     def _run_oldest(self) -> tuple[StepPlan, StepResult]:
         """Run the oldest plan that was sent; every other rank runs it too."""
         plan = self._in_flight.popleft()
-        return plan, self._worker.execute(plan).result()
+        self._trace.begin(plan.step_id)
+        pending = self._worker.execute(plan)
+        self._trace.launched(plan.step_id)
+        result = pending.result()
+        if len(result.token_ids):
+            self._echoes.check(plan.step_id)
+        self._trace.done(plan.step_id)
+        return plan, result
 
     def _publish(self, plan: StepPlan) -> None:
+        num_bytes = checksum = 0
         if self._publisher is not None:
             self._publisher.publish(plan, timeout_s=self._plan_timeout_s)
+            num_bytes, checksum = self._publisher.last_num_bytes, self._publisher.last_checksum
+        self._trace.received(plan, num_bytes, checksum)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -14,7 +14,7 @@ import torch
 
 import tp_engine
 from tp_engine.config import EngineConfig
-from tp_engine.engine.processes import describe_exit
+from tp_engine.engine.incident import describe_exit
 from tp_engine.flight_recorder.files import save_record
 from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord
 from tp_engine.ipc.job_board import NUM_RECORDS, RECORD_FIELDS, JobBoard, RankSlot, split_echo

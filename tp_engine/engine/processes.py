@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tp_engine.engine.incident import describe_exit
 from tp_engine.errors import RankError
 
-_WATCH_INTERVAL_S = 0.5
+_watched_parents: set[int] = set()
 
 
-def process_alive(pid: int) -> bool:
-    """Whether ``pid`` exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
+    """End this process with exit code 1 when ``parent_pid`` has ended, ``grace_s`` later; the second call does nothing.
 
-
-def die_with_parent(parent_pid: int) -> None:
-    """End this process soon after ``parent_pid`` is no longer its parent.
-
-    A thread polls, because the kernel's parent-death signal fires when the parent's *thread* ends, which in a program
-    that builds engines in threads is not when the parent does.
+    A thread waits for the parent's end in the kernel.  The kernel's own parent-death signal is of no use: it fires when
+    the parent's *thread* ends, which in a program that builds engines in threads is not when the parent does.
     """
+    if parent_pid in _watched_parents:
+        return
+    _watched_parents.add(parent_pid)
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        os._exit(1)
+    if os.getppid() != parent_pid:  # it had ended before, and its number belongs to another process
+        os._exit(1)
 
     def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(_WATCH_INTERVAL_S)
+        select.select([parent], [], [])
+        time.sleep(grace_s)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -68,6 +68,15 @@ class ChildRanks:
             if code is not None:
                 raise RankError(rank, f"process {child.pid} ended with {describe_exit(code)}")
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each rank."""
+        return {rank: child.pid for rank, child in enumerate(self._children, start=self._first_rank)}
+
+    def exit_code(self, rank: int) -> int | None:
+        """How a rank's process ended, negative for a signal; None while it runs."""
+        return self._children[rank - self._first_rank].poll()
+
     def is_alive(self) -> bool:
         """Whether all of them run."""
         return all(child.poll() is None for child in self._children)
@@ -97,8 +106,3 @@ class ChildRanks:
                 child.kill()
         for child in self._children:
             child.wait()
-
-
-def describe_exit(code: int) -> str:
-    """``-9`` -> ``'signal 9'``, ``1`` -> ``'exit code 1'``."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -4,10 +4,11 @@
 
     start_engine (rank 0)                                  serve_rank / rank_main (ranks 1 to N-1)
       resolve the configuration                              the same
-      start the other ranks, unless torchrun did             check in at the store
+      put up the job's board, start its watchdog             (torchrun: wait for the board's address)
+      start the other ranks, unless torchrun did  ------->   attach to the board, start the watchdog
       join the process groups                  <-------->    join
       worker.start: load, profile, agree       <-------->    worker.start
-      create the ring, tell its name           --------->    attach
+      create the ring, tell its address        --------->    attach
       Engine                                   == plans =>   run each plan until the stop plan
 """
 
@@ -27,45 +28,67 @@ from tp_engine.dist.groups import RankGroups, Store
 from tp_engine.dist.rank import RankInfo
 from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.processes import ChildRanks, process_alive
+from tp_engine.engine.job import Job
+from tp_engine.engine.processes import ChildRanks, die_with_parent
+from tp_engine.engine.rank_spec import RankSpec
+from tp_engine.engine.worker_loop import run_worker
 from tp_engine.errors import ConfigError
-from tp_engine.ipc.plan_channel import PlanSubscriber
-from tp_engine.log import get_logger
-from tp_engine.plan import FIRST_STEP_ID, Control
+from tp_engine.faults import Phase, PhaseNote, configured_faults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
-from tp_engine.worker.worker import Worker
-
-logger = get_logger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
+_FAILED_STOP_S = 1.0
+_LAST_WORDS_S = 4.0
+_BOARD_KEY = "board"
 
 
-class RankSpec(msgspec.Struct, kw_only=True):
-    """What rank 0 tells a rank that it starts, as JSON on its standard input."""
+def start_engine(config: EngineConfig, *, ends_process: bool = False) -> Engine:
+    """Rank 0's engine, all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
 
-    config: dict[str, str | int | float | bool | None]
-    rank: int
-    store_host: str
-    store_port: int
-    parent_pid: int
-
-
-def start_engine(config: EngineConfig) -> Engine:
-    """Rank 0's engine, all ranks ready.  ``ConfigError`` is raised before any process or device is touched."""
-    launched, effective = env.launched_rank(), check_config(config)
-    if launched is not None and launched.world_size > 1:
-        groups = _join_launched(effective, launched)
-        return build_engine(effective, groups, check_ranks=lambda: None, leave=lambda: None)
-    if config.tensor_parallel_size == 1:
-        return build_engine(effective, process_groups.alone(), check_ranks=lambda: None, leave=lambda: None)
-    return _spawn(effective)
+    ``ends_process``: this process is the engine's alone, so that the watchdog may end it when the job has failed and
+    its main thread does not notice.
+    """
+    launched, effective, faults = env.launched_rank(), check_config(config), configured_faults()
+    adopts = launched is not None and launched.world_size > 1
+    if launched is not None:
+        die_with_parent(os.getppid(), grace_s=_LAST_WORDS_S)
+    note = PhaseNote(0, faults=faults)
+    job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts)
+    with _closed_on_error(job):
+        note.reach(Phase.IMPORT)
+        if adopts:
+            assert launched is not None
+            store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
+            store.set(_BOARD_KEY, job.board.address)
+            return build_engine(
+                effective, _join(effective, _info(launched), store, job), job, leave=lambda _failed: None
+            )
+        if effective.config.tensor_parallel_size == 1:
+            return build_engine(effective, process_groups.alone(note), job, leave=lambda _failed: None)
+        return _spawn(effective, job)
 
 
 def serve_rank(config: EngineConfig) -> None:
     """Ranks other than 0 of a torchrun job: run rank 0's plans until it says stop."""
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
-    run_worker(effective, _join_launched(effective, launched))
+    die_with_parent(os.getppid(), grace_s=_LAST_WORDS_S)
+    note = PhaseNote(launched.rank, faults=configured_faults())
+    note.reach(Phase.IMPORT)
+    store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
+    address = store.get(_BOARD_KEY).decode()
+    job = Job.attach(address, note, effective.config, launched.rank, same_parent=True)
+    with job.reporting():
+        run_worker(effective, _join(effective, _info(launched), store, job), job)
+
+
+def serve_own_rank(spec: RankSpec, config: EngineConfig, job: Job) -> None:
+    """A rank that rank 0 started: run rank 0's plans until it says stop."""
+    effective = resolve(config)
+    world_size = config.tensor_parallel_size
+    info = RankInfo(rank=spec.rank, world_size=world_size, local_rank=spec.rank, local_world_size=world_size)
+    store = process_groups.join_store(spec.store_host, spec.store_port, timeout_s=config.startup_timeout_s)
+    run_worker(effective, _join(effective, info, store, job), job)
 
 
 def check_config(config: EngineConfig) -> EffectiveConfig:
@@ -74,28 +97,6 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
     if launched is not None and launched.world_size > 1:
         config = _sized_by_launcher(config, launched)
     return resolve(config)
-
-
-def run_worker(effective: EffectiveConfig, groups: RankGroups) -> None:
-    """The life of a rank other than 0, from joining to the stop plan."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(groups.close)
-        worker = Worker(effective, groups)
-        stack.callback(worker.close)
-        worker.start()
-        name, _, rank0_pid = groups.host.broadcast_bytes(b"").decode().partition(" ")
-        subscriber = PlanSubscriber(
-            name,
-            groups.info.rank - 1,
-            first_step_id=FIRST_STEP_ID,
-            alive=lambda: process_alive(int(rank0_pid)),
-        )
-        stack.callback(subscriber.close)
-        while True:
-            plan = subscriber.receive()
-            if plan.control & Control.STOP:
-                return
-            worker.execute(plan)
 
 
 def _sized_by_launcher(config: EngineConfig, launched: env.LaunchedRank) -> EngineConfig:
@@ -113,29 +114,31 @@ def _sized_by_launcher(config: EngineConfig, launched: env.LaunchedRank) -> Engi
     return dataclasses.replace(config, tensor_parallel_size=launched.world_size)
 
 
-def _join_launched(effective: EffectiveConfig, launched: env.LaunchedRank) -> RankGroups:
-    info = RankInfo(
+def _info(launched: env.LaunchedRank) -> RankInfo:
+    return RankInfo(
         rank=launched.rank,
         world_size=launched.world_size,
         local_rank=launched.local_rank,
         local_world_size=launched.local_world_size,
     )
-    store = process_groups.launched_store(timeout_s=effective.config.startup_timeout_s)
-    return join(effective, info, store)
 
 
-def join(effective: EffectiveConfig, info: RankInfo, store: Store) -> RankGroups:
+def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job) -> RankGroups:
     """Join the process groups with the configuration's time limits."""
-    return process_groups.join(
+    groups = process_groups.join(
         info,
         store,
+        job.note,
+        job.check,
         device_type=effective.config.device,
         start_s=effective.config.startup_timeout_s,
         collective_s=effective.config.collective_timeout_s,
     )
+    job.watchdog.abort = groups.abort
+    return groups
 
 
-def _spawn(effective: EffectiveConfig) -> Engine:
+def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
     """Start ranks 1 to N-1 as children of this process and build the engine."""
     config, world_size = effective.config, effective.config.tensor_parallel_size
     store = process_groups.host_store(timeout_s=config.startup_timeout_s)
@@ -146,35 +149,34 @@ def _spawn(effective: EffectiveConfig) -> Engine:
             store_host="127.0.0.1",
             store_port=store.port,
             parent_pid=os.getpid(),
+            board=job.board.address,
         )
         for rank in range(1, world_size)
     ]
     children = ChildRanks("tp_engine.engine.rank_main", [msgspec.json.encode(spec) for spec in specs])
-    with _killed_on_error(children):
-        children.wait_until(
-            lambda: store.check([check_in_key(rank) for rank in range(1, world_size)]),
-            timeout_s=config.startup_timeout_s,
-            what="start",
-        )
-        groups = join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store)
+    try:
+        job.adopt(children)
+        groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job)
         return build_engine(
-            effective, groups, check_ranks=children.check, leave=lambda: children.wait(timeout_s=_STOP_TIMEOUT_S)
-        )
-
-
-def check_in_key(rank: int) -> str:
-    """The store's key by which a started rank says that it is there."""
-    return f"rank {rank} is here"
+            effective, groups, job,
+            leave=lambda failed: children.wait(timeout_s=_FAILED_STOP_S if failed else _STOP_TIMEOUT_S),
+        )  # fmt: skip
+    except BaseException as error:
+        try:
+            job.blame(error)
+        finally:
+            children.kill()
+        raise
 
 
 @contextlib.contextmanager
-def _killed_on_error(children: ChildRanks) -> Iterator[None]:
-    """If starting fails, name the rank that died, if one did, and leave no process behind."""
+def _closed_on_error(job: Job) -> Iterator[None]:
+    """If starting fails, name the rank that is behind it, and stop watching."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         try:
-            children.check()
+            job.blame(error)
         finally:
-            children.kill()
+            job.close()
         raise

@@ -8,34 +8,31 @@ import sys
 import msgspec
 
 from tp_engine.config import EngineConfig
-from tp_engine.dist import groups as process_groups
-from tp_engine.dist.rank import RankInfo
+from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent
-from tp_engine.engine.rank_group import RankSpec, check_in_key, join, run_worker
+from tp_engine.engine.rank_spec import RankSpec
+from tp_engine.faults import Phase, PhaseNote, configured_faults
 from tp_engine.log import configure_logging, get_logger
-from tp_engine.worker.effective_config import resolve
 
 logger = get_logger(__name__)
+
+_LAST_WORDS_S = 4.0
 
 
 def main() -> int:
     """Join, run plans until the stop plan; the exit code is 0 for a stop that was asked for."""
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
-    die_with_parent(spec.parent_pid)
+    die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; rank 0 decides
     configure_logging(f"rank {spec.rank}")
+    config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     try:
-        effective = resolve(EngineConfig(**spec.config))  # type: ignore[arg-type]  # checked by EngineConfig itself
-        config = effective.config
-        info = RankInfo(
-            rank=spec.rank,
-            world_size=config.tensor_parallel_size,
-            local_rank=spec.rank,
-            local_world_size=config.tensor_parallel_size,
-        )
-        store = process_groups.join_store(spec.store_host, spec.store_port, timeout_s=config.startup_timeout_s)
-        store.set(check_in_key(spec.rank), "1")
-        run_worker(effective, join(effective, info, store))
+        job = Job.attach(spec.board, PhaseNote(spec.rank, faults=configured_faults()), config, spec.rank)
+        with job.reporting():
+            job.note.reach(Phase.IMPORT)
+            from tp_engine.engine.rank_group import serve_own_rank  # torch: seconds, which the watchdog already sees
+
+            serve_own_rank(spec, config, job)
     except Exception:
         logger.exception("rank %d failed", spec.rank)
         return 1

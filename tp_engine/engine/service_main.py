@@ -24,7 +24,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; the parent decides
     configure_logging("rank 0")
     try:
-        engine = start_engine(EngineConfig(**spec.config))  # type: ignore[arg-type]  # checked by EngineConfig itself
+        config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+        engine = start_engine(config, ends_process=True)
         try:
             service = EngineService(engine, spec.address)
             try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tp_engine.engine.processes import describe_exit
+from tp_engine.engine.incident import describe_exit
 from tp_engine.server.config import ServerConfig
 
 _FLUSH_S = 3.0

@@ -96,7 +96,7 @@ def _start(
             startup_timeout_s=config.startup_timeout_s,
         )
         stack.callback(frontend.end)
-    engine = start_engine(config)
+    engine = start_engine(config, ends_process=True)
     stack.callback(engine.close)
     return engine, frontend, address
 

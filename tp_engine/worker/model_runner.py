@@ -9,6 +9,7 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.dist.collectives import Communicator
+from tp_engine.faults import Phase, PhaseNote
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
@@ -48,6 +49,7 @@ class ModelRunner:
         kv_cache: torch.Tensor,
         communicator: Communicator,
         sampling: SamplingState | None,
+        note: PhaseNote,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -55,6 +57,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._communicator = communicator
         self._sampling = sampling
+        self._note = note
         self._sampler = None if sampling is None else Sampler(sampling)
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
@@ -95,6 +98,7 @@ class ModelRunner:
         layout, num_sampled = inputs.layout, len(inputs.layout.sampled_rows)
         if num_sampled == 0:
             return None, None
+        self._note.reach(Phase.SAMPLE)
         last = hidden if layout.is_decode_only else hidden.index_select(0, layout.logit_index)
         logits = self._model.compute_logits(last)
         logprobs = None

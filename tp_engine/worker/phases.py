@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from tp_engine.dist.groups import HostGroup
 from tp_engine.errors import RankError
+from tp_engine.faults import PhaseNote
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -18,8 +19,9 @@ Result = TypeVar("Result")
 class Phases:
     """Runs one phase after another on all ranks."""
 
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: HostGroup, note: PhaseNote) -> None:
         self._group = group
+        self._note = note
 
     def run(self, name: str, body: Callable[[], Result]) -> Result:
         """A phase that may contain collectives: a failure ends this rank, which its peers notice by themselves."""
@@ -37,6 +39,7 @@ class Phases:
             result, failure = self.run(name, body), None
         except Exception as error:
             failure = error
+        self._note.done()
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         reports = self._group.all_gather_bytes(text.encode())
         if failure is not None:

@@ -8,6 +8,7 @@ import torch
 
 from tp_engine.attention.registry import select_backend
 from tp_engine.dist.groups import RankGroups
+from tp_engine.faults import Phase
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM
@@ -38,7 +39,7 @@ class Worker:
     def __init__(self, effective: EffectiveConfig, groups: RankGroups) -> None:
         self._effective = effective
         self._groups = groups
-        self._phases = Phases(groups.host)
+        self._phases = Phases(groups.host, groups.note)
         config, model = effective.config, effective.model
         self._backend = select_backend(
             config.attention_backend,
@@ -76,6 +77,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self._runner is not None, "start() comes first"
+        self._groups.note.reach(Phase.STEP_BEGIN)
         return self._runner.run(plan)
 
     def memory_growth_bytes(self) -> int:
@@ -108,6 +110,7 @@ class Worker:
         return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)
 
     def _load(self, device: torch.device) -> CausalLM:
+        self._groups.note.reach(Phase.LOAD)
         effective, config = self._effective, self._effective.config
         model = build_model(
             effective.model,
@@ -131,18 +134,26 @@ class Worker:
         return model
 
     def _profile(self, model: CausalLM, device: Device, profiler: MemoryProfiler) -> MemoryLedger:
+        self._groups.note.reach(Phase.PROFILE)
         run_largest_step(model, self._effective, device.torch_device, samples=self._groups.info.is_first)
         return profiler.finish()
 
     def _settle(self, ledger: MemoryLedger) -> int:
         config = self._effective.config
-        return settle_blocks(
-            lambda: choose_blocks(
+
+        def choose() -> int:
+            self._groups.note.reach(Phase.AGREE)
+            num_blocks = choose_blocks(
                 ledger,
                 self._kv_shape,
                 num_blocks_override=config.num_gpu_blocks_override,
                 cache_bytes_override=config.kv_cache_memory_bytes,
-            ),
+            )
+            self._groups.note.done()
+            return num_blocks
+
+        return settle_blocks(
+            choose,
             self._groups.host,
             self._kv_shape,
             max_model_len=self._effective.max_model_len,
@@ -172,4 +183,5 @@ class Worker:
             kv_cache=kv_cache,
             communicator=self._groups.communicator,
             sampling=sampling,
+            note=self._groups.note,
         )

@@ -1,0 +1,140 @@
+"""Is the job hung, and through whom?  Looks at the board and decides; touches no process.
+
+::
+
+    stopped   a rank gives no sign of life: its process is stopped (SIGSTOP), or something holds its interpreter
+    stuck     a step, or the start, does not get ahead: no rank reaches another phase, collective or step, and, where
+              CPU time proves life, the ranks use less than a tenth of one core
+
+Time counts from the last progress.  A process that was not running itself (Ctrl-Z of the whole job, a machine that
+slept) begins to count anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tp_engine.engine.incident import where
+from tp_engine.faults import Phase
+from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State
+
+_PRESENT: Final = (State.STARTING, State.READY, State.STOPPING)
+_GAP_S: Final = 2.0
+_SILENT_S: Final = 2.0
+_LIVING_SHARE: Final = 0.1
+_PROGRESS_WORDS: Final = (8, PHASE_WORD, 10, 11, 12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangLimits:
+    """After ``soft_s`` a hang is logged, after ``hard_s`` it ends the job; the start as a whole has ``startup_s``."""
+
+    soft_s: float
+    hard_s: float
+    startup_s: float
+    cpu_proves_life: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """``culprits``: the ranks that hold up the others, empty where that can not be told."""
+
+    culprits: tuple[int, ...]
+    age_s: float
+    is_hard: bool
+    text: str
+
+
+class HangWatch:
+    """``rank``'s view of the job; ``look`` is to be called every half second or so."""
+
+    def __init__(self, board: JobBoard, rank: int, limits: HangLimits, *, now_ns: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._limits = limits
+        self._begin(now_ns)
+
+    def look(self, now_ns: int) -> Hang | None:
+        """What is wrong now, if anything is: hard before soft, stopped before stuck."""
+        if now_ns - self._looked_ns > _GAP_S * 1e9:
+            self._begin(now_ns)
+        self._note_progress(now_ns)
+        found = [hang for hang in (self._stopped(now_ns), self._stuck(now_ns)) if hang is not None]
+        return next((hang for hang in found if hang.is_hard), found[0] if found else None)
+
+    def acting_rank(self, hang: Hang) -> int:
+        """The lowest rank that is there and not a culprit ends the job; rank 0 where nobody is."""
+        able = [slot.rank for slot in self._board.slots if slot.state in _PRESENT and slot.rank not in hang.culprits]
+        return min(able, default=0)
+
+    def _begin(self, now_ns: int) -> None:
+        self._looked_ns = self._counting_from_ns = self._progress_ns = now_ns
+        self._signature: tuple[int, ...] = ()
+        self._cpu_ns = self._total_cpu_ns()
+
+    def _total_cpu_ns(self) -> int:
+        return sum(slot.cpu_ns for slot in self._board.slots)
+
+    def _note_progress(self, now_ns: int) -> None:
+        slots = self._board.slots
+        signature = tuple(slot.words[index] for slot in slots for index in _PROGRESS_WORDS)
+        cpu_ns = self._total_cpu_ns()
+        lives = self._limits.cpu_proves_life and cpu_ns - self._cpu_ns > _LIVING_SHARE * (now_ns - self._looked_ns)
+        if signature != self._signature or lives or not self._is_busy():
+            self._progress_ns = now_ns
+        self._signature, self._cpu_ns, self._looked_ns = signature, cpu_ns, now_ns
+
+    def _is_starting(self) -> bool:
+        return any(slot.state in (State.ABSENT, State.STARTING) for slot in self._board.slots)
+
+    def _is_busy(self) -> bool:
+        return self._is_starting() or any(slot.busy_since_ns for slot in self._board.slots if slot.state in _PRESENT)
+
+    def _silence_s(self, slot: RankSlot, now_ns: int) -> float:
+        if slot.rank == self._rank or slot.state not in _PRESENT:
+            return 0.0
+        return (now_ns - max(slot.heartbeat_ns, self._counting_from_ns)) / 1e9
+
+    def _stopped(self, now_ns: int) -> Hang | None:
+        silence_s = {slot.rank: self._silence_s(slot, now_ns) for slot in self._board.slots}
+        age_s = max(silence_s.values())
+        if age_s < self._limits.soft_s:
+            return None
+        culprits = tuple(rank for rank, seconds in silence_s.items() if seconds >= self._limits.soft_s)
+        return self._hang(culprits, age_s, self._limits.hard_s, "stopped, without a sign of life")
+
+    def _stuck(self, now_ns: int) -> Hang | None:
+        limits, age_s = self._limits, (now_ns - self._progress_ns) / 1e9
+        starting = self._is_starting()
+        soft_s, hard_s = (limits.startup_s / 2, limits.startup_s) if starting else (limits.soft_s, limits.hard_s)
+        if age_s < soft_s:
+            return None
+        silent = tuple(slot.rank for slot in self._board.slots if self._silence_s(slot, now_ns) > _SILENT_S)
+        if silent:
+            return self._hang(silent, age_s, hard_s, "stopped, and the job has not got ahead")
+        return self._hang(self._behind(), age_s, hard_s, "stuck: the job has not got ahead")
+
+    def _behind(self) -> tuple[int, ...]:
+        """The ranks that the others wait for; nobody where all are equally far."""
+        slots = [slot for slot in self._board.slots if slot.state not in (State.LEFT, State.FAILED)]
+        place = {slot.rank: _place(slot) for slot in slots}
+        least, most = min(place.values()), max(place.values())
+        return tuple(rank for rank in place if place[rank] == least) if least < most else ()
+
+    def _hang(self, culprits: tuple[int, ...], age_s: float, hard_s: float, what: str) -> Hang:
+        slots = self._board.slots
+        if culprits:
+            names = "; ".join(f"rank {rank} is {where(slots[rank])}" for rank in culprits)
+        else:
+            names = f"all ranks are {where(slots[self._rank])}"
+        return Hang(culprits=culprits, age_s=age_s, is_hard=age_s >= hard_s, text=f"{what} for {age_s:.1f} s: {names}")
+
+
+def _place(slot: RankSlot) -> tuple[int, ...]:
+    """How far a rank is; a rank that sleeps in a phase is behind one that waits in that phase's next collective."""
+    if slot.state in (State.ABSENT, State.STARTING):
+        return (slot.state, slot.phase, slot.count)
+    if slot.phase >= Phase.STEP_BEGIN and slot.busy_since_ns:
+        return (State.READY, slot.step_started, slot.count)
+    return (State.READY, slot.step_started + 1, 0)

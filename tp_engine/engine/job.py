@@ -1,0 +1,198 @@
+"""This process's membership in a job: its slot of the board, its phases, its watchdog.
+
+::
+
+    rank 0                                      another rank
+      Job.create                                  Job.attach(address of the board)
+      phases of the start       <-- all see -->   phases of the start
+      ready                                       ready
+      leave (after the stop plan)                 leave (when the stop plan has come)
+      an error: report, blame                     an error: report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from time import monotonic, sleep
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from tp_engine.config import EngineConfig
+from tp_engine.engine.hang_watch import HangLimits
+from tp_engine.engine.incident import Incident
+from tp_engine.engine.processes import ChildRanks
+from tp_engine.engine.watchdog import Watchdog
+from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError
+from tp_engine.faults import PhaseNote
+from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
+
+if TYPE_CHECKING:
+    from tp_engine.engine.flight_recording import FlightRecorder
+
+_DYING_S = 2.0
+_FAREWELL_S = 8.0
+_OWN_FAULT = (MemoryBudgetError, WeightError, PlanError)
+
+
+class Job:
+    """Made by ``create`` or ``attach``; ``note`` takes the phases.  End it with ``close``.
+
+    ``ends_process``: this process is ours alone.  ``same_parent``: torchrun started all ranks, so that each may end the
+    others; else rank 0 started them, and it alone may.
+    """
+
+    def __init__(
+        self,
+        board: JobBoard,
+        note: PhaseNote,
+        config: EngineConfig,
+        rank: int,
+        *,
+        ends_process: bool,
+        same_parent: bool,
+    ) -> None:
+        self.board = board
+        self.rank = rank
+        self.slot = board.slots[rank]
+        self.note = note
+        note.show_on(self.slot.words, PHASE_WORD)
+        self.slot.register()
+        limits = HangLimits(
+            soft_s=config.hang_soft_limit_s,
+            hard_s=config.hang_hard_limit_s,
+            startup_s=config.startup_timeout_s,
+            cpu_proves_life=config.device == "cpu",
+        )
+        self.watchdog = Watchdog(board, rank, limits, ends_process=ends_process, may_kill=same_parent or rank == 0)
+        self._recorder: FlightRecorder | None = None
+        self.watchdog.start()
+
+    @classmethod
+    def create(cls, note: PhaseNote, config: EngineConfig, *, ends_process: bool, same_parent: bool) -> Job:
+        """Rank 0's, with a new board for ``config.tensor_parallel_size`` ranks."""
+        board = JobBoard.create(config.tensor_parallel_size)
+        return cls(board, note, config, 0, ends_process=ends_process, same_parent=same_parent)
+
+    @classmethod
+    def attach(
+        cls, address: str, note: PhaseNote, config: EngineConfig, rank: int, *, same_parent: bool = False
+    ) -> Job:
+        """Another rank's; its process is always ours alone.  ``RankError`` if rank 0 has ended."""
+        return cls(JobBoard.open(address), note, config, rank, ends_process=True, same_parent=same_parent)
+
+    def adopt(self, children: ChildRanks) -> None:
+        """Watch the ranks that this process has started, from now on."""
+
+        def exit_code(rank: int) -> int | None:
+            code = children.exit_code(rank)
+            if code is not None:
+                self.board.slots[rank].note_exit(code)
+            return code
+
+        self.watchdog.exit_code = exit_code
+        for rank, pid in children.pids.items():
+            self.watchdog.adopt(rank, pid)
+
+    def record_flights(self, config: EngineConfig) -> None:
+        """Leave a flight record when the job ends abnormally: rank 0 does, or rank 1 where rank 0 is the reason."""
+        from tp_engine.engine.flight_recording import FlightRecorder  # torch
+
+        self._recorder = FlightRecorder(self.board, config, writer=f"rank {self.rank}")
+
+        def record(incident: Incident) -> None:
+            if self.rank == (1 if incident.rank == 0 else 0) and self._recorder is not None:
+                self._recorder.write(incident.error().args[0], incident.rank)
+
+        self.watchdog.on_incident = record
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has failed, or has seen another one fail."""
+        return self.slot.state == State.FAILED or self.watchdog.incident is not None
+
+    def check(self) -> None:
+        """Raise ``RankError`` for the rank that has died, failed or hung, if one has."""
+        self.watchdog.check()
+
+    def alive(self, _rank: int = 0) -> bool:
+        """For waits on another rank: raises ``RankError`` for the rank that ended the job, else True."""
+        self.check()
+        return True
+
+    def ready(self) -> None:
+        """The start is over."""
+        self.slot.state = State.READY
+
+    def stopping(self) -> None:
+        """The stop that was asked for has begun."""
+        if self.slot.state != State.FAILED:
+            self.slot.state = State.STOPPING
+
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        """Within, an error is left on the board before anything is cleaned up, so that it precedes its consequences."""
+        return _Reporting(self)
+
+    def report(self, error: BaseException) -> None:
+        """Leave ``error`` with its traceback on the board, for all ranks to see."""
+        blamed = error.rank if isinstance(error, RankError) and error.rank != self.rank else None
+        self.slot.fail("".join(traceback.format_exception(error)), blamed_rank=blamed)
+
+    def blame(self, error: BaseException) -> None:
+        """Raise ``RankError`` if another rank is behind this rank's ``error``; return if it is this rank's own.
+
+        A collective fails as soon as a dying peer's sockets close, which is shortly before its process has ended.
+        """
+        self.report(error)
+        may_follow = isinstance(error, RuntimeError) and not isinstance(error, _OWN_FAULT)
+        if self._is_explained(error):
+            return
+        deadline_s = monotonic() + (_DYING_S if may_follow else 0.0)
+        while monotonic() < deadline_s:
+            try:
+                self.check()
+            except RankError as cause:
+                raise cause from error
+            sleep(0.01)
+        if self._recorder is not None:
+            self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", self.rank)
+
+    def leave(self) -> None:
+        """The orderly end: say so, and see the others leave.
+
+        ``RankError`` for one that failed meanwhile, or that is still there after some seconds; that one is hung, and is
+        killed where torchrun is everybody's parent, because nobody else would.
+        """
+        if self.slot.state == State.FAILED:
+            return
+        self.slot.state = State.LEFT
+        deadline_s = monotonic() + _FAREWELL_S
+        while (missing := self.watchdog.missing()) and monotonic() < deadline_s:
+            self.check()
+            sleep(0.01)
+        if missing:
+            self.watchdog.end_missing(f"did not leave within {_FAREWELL_S:g} s")
+        self.check()
+
+    def close(self) -> None:
+        """Stop watching.  A job that did not leave counts as failed."""
+        if self.slot.state not in (State.LEFT, State.FAILED):
+            self.slot.fail("the engine was closed before it was ready")
+        self.watchdog.stop()
+        self.board.stop_sharing()
+
+    def _is_explained(self, error: BaseException) -> bool:
+        return isinstance(error, RankError) and self.watchdog.incident is not None
+
+
+class _Reporting(contextlib.AbstractContextManager[None]):
+    """A class, because a generator that an ExitStack forgets would end with an error of its own."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._job.report(error)

@@ -1,0 +1,48 @@
+"""The life of a rank other than 0, from its process groups to the stop plan."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tp_engine.dist.groups import RankGroups
+from tp_engine.engine.job import Job
+from tp_engine.engine.step_trace import StepTrace
+from tp_engine.faults import Phase
+from tp_engine.ipc.plan_channel import PlanSubscriber
+from tp_engine.plan import FIRST_STEP_ID, Control
+from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.worker import Worker
+
+
+def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None:
+    """Load, run each plan until the stop plan, and leave."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(groups.close)
+        stack.enter_context(job.reporting())  # before the groups close, which the others take for a death
+        job.record_flights(effective.config)
+        worker = Worker(effective, groups)
+        stack.callback(worker.close)
+        worker.start()
+        name = groups.host.broadcast_bytes(b"").decode()
+        subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
+        stack.callback(subscriber.close)
+        job.note.reach(Phase.READY)
+        job.ready()
+        _run_plans(worker, subscriber, job)
+    job.leave()
+    job.close()
+
+
+def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
+    trace = StepTrace(job.slot)
+    while True:
+        plan = subscriber.receive()
+        trace.received(plan, subscriber.last_num_bytes, subscriber.last_checksum)
+        if plan.control & Control.STOP:
+            job.stopping()
+            job.note.reach(Phase.SHUTDOWN)
+            return
+        trace.begin(plan.step_id)
+        worker.execute(plan)
+        trace.launched(plan.step_id)
+        trace.done(plan.step_id)
