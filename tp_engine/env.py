@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tp_engine.errors import ConfigError
 
@@ -52,6 +53,16 @@ def default_api_key() -> str | None:
 def fault() -> str:
     """``TP_ENGINE_FAULT``: what the tests make ranks suffer; see ``tp_engine.faults``."""
     return os.environ.get("TP_ENGINE_FAULT", "")
+
+
+def wants_native_kernels() -> bool:
+    """``TP_ENGINE_NATIVE``: 0 switches the compiled CPU kernels off."""
+    return os.environ.get("TP_ENGINE_NATIVE", "1") != "0"
+
+
+def cache_dir() -> Path:
+    """``TP_ENGINE_CACHE_DIR``: where compiled kernels are kept, ``~/.cache/tp_engine`` unless set."""
+    return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

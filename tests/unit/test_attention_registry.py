@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import fake_flash_attn
-from tp_engine.attention import flash_attn, triton_backend
+from tp_engine.attention import flash_attn, native_backend, triton_backend
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.config import ATTENTION_BACKENDS
 from tp_engine.errors import ConfigError
@@ -22,23 +22,28 @@ ON_CUDA: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "bloc
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU machine with both packages."""
+    """As on a machine with both packages and a compiler."""
     monkeypatch.setattr(flash_attn, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(triton_backend, "has_triton", lambda: True)
+    monkeypatch.setattr(native_backend, "native_library", lambda: object())
 
 
 @pytest.fixture
 def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with neither package."""
+    """As on a machine with nothing."""
     monkeypatch.setattr(flash_attn, "find_spec", lambda name: None)
     monkeypatch.setattr(triton_backend, "has_triton", lambda: False)
+    monkeypatch.setattr(native_backend, "native_library", lambda: None)
 
 
 @pytest.mark.usefixtures("all_installed")
 @pytest.mark.parametrize(
     ("facts", "chosen"),
     [
-        (ON_CPU, "torch"),
+        (ON_CPU, "native"),
+        (ON_CPU | {"dtype": torch.float16, "kv_cache_dtype": torch.bfloat16}, "native"),
+        (ON_CPU | {"dtype": torch.float64}, "torch"),
+        (ON_CPU | {"head_dim": 320}, "torch"),
         (ON_CUDA, "flash_attn"),
         (ON_CUDA | {"block_size": 16}, "triton"),
         (ON_CUDA | {"dtype": torch.float32}, "triton"),
@@ -47,7 +52,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: flash_attn where its rules hold, else triton on CUDA, else torch; the log says what and why."""
+    """Oracle: flash_attn where its rules hold, then triton on CUDA; native on CPUs; then torch.  The log says why."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         assert check_backend("auto", **facts) == chosen
     assert f"attention backend: {chosen} (" in caplog.text
@@ -57,6 +62,7 @@ def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixtu
 def test_auto_without_packages() -> None:
     """Oracle: torch runs everywhere."""
     assert check_backend("auto", **ON_CUDA) == "torch"
+    assert check_backend("auto", **ON_CPU) == "torch"
 
 
 @pytest.mark.usefixtures("none_installed")
@@ -67,10 +73,22 @@ def test_named_backend_that_is_not_installed(name: str) -> None:
         check_backend(name, **ON_CUDA)
 
 
+@pytest.mark.usefixtures("none_installed")
+def test_native_backend_without_a_compiler() -> None:
+    """Oracle: a clear message with the remedy."""
+    with pytest.raises(
+        ConfigError, match=r"attention_backend is native: .* not available here .*; use attention_backend"
+    ):
+        check_backend("native", **ON_CPU)
+
+
 @pytest.mark.usefixtures("all_installed")
 @pytest.mark.parametrize(
     ("name", "facts", "message"),
     [
+        ("native", ON_CUDA, "runs on CPUs, not cuda"),
+        ("native", ON_CPU | {"dtype": torch.float64}, "dtype is torch.float64"),
+        ("native", ON_CPU | {"head_dim": 320}, "head_dim is 320"),
         ("flash_attn", ON_CPU, "needs a CUDA device"),
         ("triton", ON_CPU, "needs a CUDA device"),
         ("flash_attn", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),
@@ -90,8 +108,9 @@ def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], messa
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the backend's own name; every name that the configuration offers is known."""
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
-    assert select_backend("auto", **ON_CPU).name == "torch"
+    assert select_backend("torch", **ON_CPU).name == "torch"
     assert select_backend("torch", **ON_CUDA).name == "torch"
     assert select_backend("flash_attn", **ON_CUDA).name == "flash_attn"
     for name in ATTENTION_BACKENDS:
-        assert check_backend(name, **ON_CUDA) in ATTENTION_BACKENDS
+        facts = ON_CPU if name == "native" else ON_CUDA
+        assert check_backend(name, **facts) in ATTENTION_BACKENDS

@@ -1,4 +1,4 @@
-"""The torch attention backend against loops over tokens and heads (rows B3, B9, B10)."""
+"""The CPU attention backends against loops over tokens and heads (rows B3, B9, B10)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.paged_batches import PagedBatch, make_batch
-from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.batch_plan import MAX_BATCHED_QUERY, plan_groups
 from tp_engine.attention.calls import TILE
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.kernels.native.library import native_library
+
+BACKENDS = {"torch": TorchBackend, "native": NativeBackend}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    """A new backend of each kind that runs here."""
+    if request.param == "native" and native_library() is None:
+        pytest.skip("the native kernels can not be built here")
+    made: AttentionBackend = BACKENDS[request.param]()
+    return made
 
 
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
@@ -25,8 +38,7 @@ def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | Non
     )
 
 
-def run(batch: PagedBatch, backend: TorchBackend | None = None) -> torch.Tensor:
-    backend = backend or TorchBackend()
+def run(batch: PagedBatch, backend: AttentionBackend) -> torch.Tensor:
     backend.prepare(batch.metadata)
     return backend.forward(batch.query, batch.key, batch.value, batch.kv_cache, batch.metadata, batch.shape)
 
@@ -36,62 +48,63 @@ MIXED = [(1, 40), (1, 3), (1, 1), (1, 120), (1, 0), (5, 5), (7, 30), (7, 64), (4
 
 @pytest.mark.parametrize("window", [None, 1, 9, 48])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 256])
-def test_mixed_batch(block_size: int, window: int | None) -> None:
+def test_mixed_batch(backend: AttentionBackend, block_size: int, window: int | None) -> None:
     """Oracle: loops.  Decodes, then chunks with and without cached context, a padding request, padding tokens."""
     batch = make_batch(MIXED, shape_of(4, 2, 32, window), block_size=block_size, padding_tokens=3)
-    torch.testing.assert_close(run(batch), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 1)])
-def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def test_head_shapes(backend: AttentionBackend, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Oracle: loops, for query groups of 1, 2, 4 and 8."""
     batch = make_batch([(1, 33), (1, 7), (3, 20), (3, 3), (34, 50)], shape_of(num_heads, num_kv_heads, head_dim))
-    torch.testing.assert_close(run(batch), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("request_lens", [(1, 1), (1, 50), (6, 6), (6, 50), (50, 50), (50, 90)])
-def test_one_request(request_lens: tuple[int, int], window: int | None, consecutive: bool) -> None:
+def test_one_request(
+    backend: AttentionBackend, request_lens: tuple[int, int], window: int | None, consecutive: bool
+) -> None:
     """Oracle: loops.  Consecutive blocks are read in place."""
     batch = make_batch([request_lens], shape_of(4, 2, 16, window), consecutive_blocks=consecutive)
-    torch.testing.assert_close(run(batch), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("cached", [0, 70])
-def test_query_of_several_tiles(cached: int, window: int | None) -> None:
+def test_query_of_several_tiles(backend: AttentionBackend, cached: int, window: int | None) -> None:
     """Oracle: loops."""
     length = 2 * TILE + 30
     batch = make_batch([(length, length + cached)], shape_of(2, 1, 8, window))
-    torch.testing.assert_close(run(batch), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
+def test_half_precision(backend: AttentionBackend, dtype: torch.dtype, tolerance: float) -> None:
     """Oracle: loops in float32 over the same rounded inputs."""
     batch = make_batch(MIXED, shape_of(4, 2, 32), dtype=dtype)
-    out = run(batch)
+    out = run(batch, backend)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), batch.expected(), rtol=tolerance, atol=tolerance)
 
 
-def test_cache_of_another_dtype() -> None:
+def test_cache_of_another_dtype(backend: AttentionBackend) -> None:
     """Oracle: loops in float32; fresh prompts read the rounded cache too, so chunking does not change results."""
     requests = [(1, 9), (1, 30), (40, 40), (5, 5)]
     batch = make_batch(requests, shape_of(2, 1, 16), cache_dtype=torch.bfloat16)
     batch.all_keys = [keys.bfloat16() for keys in batch.all_keys]
     batch.all_values = [values.bfloat16() for values in batch.all_values]
-    torch.testing.assert_close(run(batch), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
-def test_layers_with_and_without_window_and_many_steps() -> None:
+def test_layers_with_and_without_window_and_many_steps(backend: AttentionBackend) -> None:
     """Oracle: loops.  One prepare serves all layers; the next prepare forgets the last step.
 
     Buffers that the first steps left behind serve the last one, which runs outside inference mode.
     """
-    backend = TorchBackend()
     steps = [[(1, 40), (3, 30)], [(1, 12), (1, 70), (33, 40)], [(1, 200), (1, 5), (300, 310)], [(1, 9), (40, 90)]]
     for seed, requests in enumerate(steps):
         batch = make_batch(requests, shape_of(4, 2, 16), seed=seed)
@@ -103,19 +116,22 @@ def test_layers_with_and_without_window_and_many_steps() -> None:
                 torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
 
 
-def test_inputs_may_be_slices_of_merged_projections() -> None:
+def test_inputs_may_be_slices_of_merged_projections(backend: AttentionBackend) -> None:
     """Oracle: the same inputs, contiguous."""
     batch = make_batch(MIXED, shape_of(4, 2, 16))
-    expected = run(batch)
+    expected = run(batch, backend)
     merged = torch.cat([states.flatten(1) for states in (batch.query, batch.key, batch.value)], dim=1)
     batch.query, batch.key, batch.value = (part.unflatten(1, (-1, 16)) for part in merged.split([64, 32, 32], dim=1))
-    torch.testing.assert_close(run(batch), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(run(batch, backend), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_batch(data: st.DataObject) -> None:
+def test_any_batch(name: str, data: st.DataObject) -> None:
     """Oracle: loops, over random chunk boundaries, block sizes, windows and shuffled blocks."""
+    if name == "native" and native_library() is None:
+        pytest.skip("the native kernels can not be built here")
     decodes = data.draw(st.lists(st.integers(0, 90).map(lambda seq_len: (1, seq_len)), max_size=6))
     chunk = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair)))
     prefills = data.draw(st.lists(chunk, max_size=4))
@@ -126,7 +142,7 @@ def test_any_batch(data: st.DataObject) -> None:
     shape = shape_of(group * kv_heads, kv_heads, 8, window)
     block_size = data.draw(st.sampled_from([4, 8, 16]))
     batch = make_batch(decodes + prefills, shape, block_size=block_size, seed=data.draw(st.integers(0, 99)))
-    torch.testing.assert_close(run(batch), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(batch, BACKENDS[name]()), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=200, deadline=None)

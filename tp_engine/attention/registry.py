@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.attention import flash_attn, triton_backend
+from tp_engine.attention import flash_attn, native_backend, triton_backend
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.flash_attn import FlashAttnBackend
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
@@ -21,11 +22,13 @@ _logger = get_logger(__name__)
 _WHY_NOT: dict[str, Callable[[AttentionNeeds], str | None]] = {
     "flash_attn": flash_attn.why_not,
     "triton": triton_backend.why_not,
+    "native": native_backend.why_not,
     "torch": lambda needs: None,
 }
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "flash_attn": FlashAttnBackend,
     "triton": TritonBackend,
+    "native": NativeBackend,
     "torch": TorchBackend,
 }
 

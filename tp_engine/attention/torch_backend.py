@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: the CPU path, and the oracle of the other backends."""
+"""Paged attention in plain PyTorch: it runs everywhere, and is the oracle of the other backends."""
 
 from __future__ import annotations
 
@@ -59,10 +59,7 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         self._store(key, value, kv_cache, metadata)
-        kind = _kind_of(query, kv_cache, shape)
-        calls = self._calls.get(kind)
-        if calls is None:
-            calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
+        kind, calls = self._planned_calls(query, kv_cache, shape, metadata)
         layer = LayerInput(query, key, value, kv_cache, shape, self._reader)
         if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
@@ -70,6 +67,16 @@ class TorchBackend:
         for call in calls:
             out[call.tokens] = call.run(layer, kind.dtype).to(query.dtype)
         return out
+
+    def _planned_calls(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, metadata: AttentionMetadata
+    ) -> tuple[_LayerKind, list[AttentionCall]]:
+        """The calls of this kind of layer, planned by the first of its layers."""
+        kind = _kind_of(query, kv_cache, shape)
+        calls = self._calls.get(kind)
+        if calls is None:
+            calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
+        return kind, calls
 
     def _prepare_store(self, metadata: AttentionMetadata) -> None:
         self._kept = tokens_to_store(metadata.slot_mapping) if metadata.is_padded else None

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its plain PyTorch twin.  The only door to triton."""
+"""Kernels, each beside its plain PyTorch twin: in Triton (this is the only door to it), and in C for CPUs."""

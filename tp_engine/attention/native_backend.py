@@ -1,0 +1,150 @@
+"""Paged attention on CPUs by a compiled kernel, which stores this step's K/V and reads the cache in place."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.batch_plan import Group
+from tp_engine.attention.calls import LayerInput
+from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
+from tp_engine.kernels.native.library import native_library
+from tp_engine.plan import IntArray
+
+MAX_HEAD_DIM = 256
+# Queries of one request beyond which matrix products over copied keys are faster (measured).
+MAX_NATIVE_QUERY = 64
+
+
+class NativeBackend(TorchBackend):
+    """Decodes and short chunks by one call per layer; long chunks by the torch backend's tiles."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = native_library()
+        assert library is not None, "why_not comes first"
+        self._attend = library.paged_attention
+        self._step = Step()
+        self._step_pointer = ctypes.pointer(self._step)
+        self._step_arrays: tuple[object, ...] = ()
+        self._layers: dict[tuple[object, ...], ctypes._Pointer[Layer]] = {}
+        self._has_zeros = False
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Give the kernel this step's lengths; see ``AttentionBackend``."""
+        query_lens, seq_lens = metadata.host_query_lens, metadata.host_seq_lens
+        starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
+        self._calls, self._groups = {}, []
+        self._has_zeros = metadata.is_padded
+        if query_lens.max(initial=0) > MAX_NATIVE_QUERY:
+            is_long = query_lens > MAX_NATIVE_QUERY
+            self._groups = [_group_of(row, starts, query_lens, seq_lens) for row in np.flatnonzero(is_long).tolist()]
+            query_lens = np.where(is_long, np.int32(0), query_lens)
+        self._fill_step(metadata, query_lens, starts)
+
+    def _fill_step(self, metadata: AttentionMetadata, query_lens: IntArray, starts: IntArray) -> None:
+        table, slots = metadata.block_table, metadata.slot_mapping
+        seq_lens = np.ascontiguousarray(metadata.host_seq_lens, dtype=np.int32)
+        assert table.dtype == torch.int32 and table.stride(1) == 1 and slots.dtype == torch.int64
+        self._step_arrays = (query_lens, starts, seq_lens, table, slots)
+        step = self._step
+        step.num_requests, step.num_tokens = len(query_lens), len(slots)
+        step.query_lens, step.query_starts, step.seq_lens = (
+            array.ctypes.data for array in (query_lens, starts, seq_lens)
+        )
+        step.block_table, step.table_stride = table.data_ptr(), table.stride(0)
+        step.slots = slots.data_ptr()
+        step.num_threads = torch.get_num_threads()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        query, key, value = (_with_dense_tokens(states) for states in (query, key, value))
+        out = torch.empty(query.shape, dtype=query.dtype)
+        if self._has_zeros:
+            out.zero_()
+        layer = self._layer(query, kv_cache, shape)
+        failed = self._attend(
+            self._step_pointer,
+            layer,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+        )
+        if failed:
+            raise MemoryError("the attention kernel has no memory for its list of tasks")
+        if self._groups:
+            self._attend_long(LayerInput(query, key, value, kv_cache, shape, self._reader), metadata, out)
+        return out
+
+    def _attend_long(self, layer: LayerInput, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """The requests that the kernel has left out, one by one; their K/V is stored."""
+        kind, calls = self._planned_calls(layer.query, layer.kv_cache, layer.shape, metadata)
+        for call in calls:
+            out[call.tokens] = call.run(layer, kind.dtype).to(out.dtype)
+
+    def _layer(self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> ctypes._Pointer[Layer]:
+        """The kernel's description of a layer, made when it is first seen."""
+        key = (kv_cache.data_ptr(), kv_cache.dtype, kv_cache.shape, query.dtype, shape)
+        layer = self._layers.get(key)
+        if layer is None:
+            assert kv_cache[0].is_contiguous() and kv_cache.shape[3:] == (shape.num_kv_heads, shape.head_dim)
+            layer = self._layers[key] = ctypes.pointer(
+                Layer(
+                    key_cache=kv_cache[0].data_ptr(),
+                    value_cache=kv_cache[1].data_ptr(),
+                    block_size=kv_cache.shape[2],
+                    num_heads=shape.num_heads,
+                    num_kv_heads=shape.num_kv_heads,
+                    head_dim=shape.head_dim,
+                    window=shape.sliding_window or 0,
+                    cache_dtype=DTYPE_CODES[kv_cache.dtype],
+                    dtype=DTYPE_CODES[query.dtype],
+                    scale=shape.scale,
+                )
+            )
+        return layer
+
+
+def _group_of(row: int, starts: IntArray, query_lens: IntArray, seq_lens: IntArray) -> Group:
+    one = slice(row, row + 1)
+    rows = np.array([row], dtype=np.int32)
+    return Group(rows=rows, starts=starts[one], seq_lens=seq_lens[one], query_len=int(query_lens[row]))
+
+
+def _with_dense_tokens(states: torch.Tensor) -> torch.Tensor:
+    """``states`` (N, heads, head_dim), copied unless each token's heads lie together."""
+    is_dense = states.stride(2) == 1 and states.stride(1) == states.shape[2]
+    return states if is_dense else states.contiguous()
+
+
+def why_not(needs: AttentionNeeds) -> str | None:
+    """What keeps this backend from being used, with the remedy; None if it can be used."""
+    if needs.device_type != "cpu":
+        return f"it runs on CPUs, not {needs.device_type}; use another attention_backend"
+    for name, dtype in (("dtype", needs.dtype), ("kv_cache_dtype", needs.kv_cache_dtype)):
+        if dtype not in DTYPE_CODES:
+            return f"{name} is {dtype}; it knows float32, bfloat16 and float16: use attention_backend=torch"
+    if needs.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {needs.head_dim}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
+    if native_library() is None:
+        return "its kernels are not available here (the log says why); use attention_backend=torch"
+    return None

@@ -1,0 +1,107 @@
+"""Compile the C sources once per machine, and keep the result in a folder of the user's.
+
+::
+
+    <cache folder>/native-<key>.so      key: sources, flags, compiler, processor, OpenMP runtime
+                                        the last 32 bytes: SHA-256 of all before them
+
+Several processes may do this at the same time: each compiles into a folder of its own and renames the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tp_engine import env
+
+FOLDER = Path(__file__).parent
+SOURCES = ("attention.c",)
+HEADERS = ("simd.h",)
+COMPILE_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+COMPILE_TIMEOUT_S = 120.0
+_DIGEST_BYTES = 32
+
+
+class BuildError(RuntimeError):
+    """The kernels can not be had on this machine; says why."""
+
+
+def built_library(openmp: Path) -> Path:
+    """The compiled library, which uses the OpenMP runtime at ``openmp``; compiled now unless the cache has it.
+
+    Raises ``BuildError``.
+    """
+    compiler = _find_compiler()
+    path = env.cache_dir() / f"native-{_key(compiler, openmp)}.so"
+    if not is_intact(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+                _compile(compiler, openmp, Path(folder)).replace(path)
+        except OSError as error:
+            raise BuildError(f"can not write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
+    return path
+
+
+def is_intact(path: Path) -> bool:
+    """Whether ``path`` is a whole file that ``built_library`` has written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _find_compiler() -> Path:
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return Path(found).resolve()
+    raise BuildError("there is no C compiler; install gcc")
+
+
+def _key(compiler: Path, openmp: Path) -> str:
+    status = compiler.stat()
+    facts = [str(compiler), str(status.st_size), str(status.st_mtime_ns), str(openmp), *COMPILE_FLAGS, _processor()]
+    digest = hashlib.sha256("\0".join(facts).encode())
+    for name in SOURCES + HEADERS:
+        digest.update((FOLDER / name).read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What the compiler's ``native`` depends on: the model and flags of the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return " ".join(os.uname())
+    kept = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+    return "\n".join(line for line in lines if line.startswith(kept))
+
+
+def _compile(compiler: Path, openmp: Path, folder: Path) -> Path:
+    """The library in ``folder``, with its digest.
+
+    It is linked to the runtime that torch has loaded: a second one would have threads of its own, and too many.
+    """
+    objects = [folder / Path(name).with_suffix(".o") for name in SOURCES]
+    for name, target in zip(SOURCES, objects, strict=True):
+        _run([str(compiler), *COMPILE_FLAGS, "-c", str(FOLDER / name), "-o", str(target)])
+    library = folder / "native.so"
+    _run([str(compiler), "-shared", "-o", str(library), *map(str, objects), str(openmp), "-lm"])
+    content = library.read_bytes()
+    library.write_bytes(content + hashlib.sha256(content).digest())
+    return library
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} failed: {error}") from error
+    if done.returncode != 0:
+        raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-400:]}")

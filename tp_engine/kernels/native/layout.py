@@ -1,0 +1,42 @@
+"""The structures that ``attention.c`` reads, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Step(ctypes.Structure):
+    """What all layers of a step share; whoever fills it keeps the arrays alive."""
+
+    _fields_ = (
+        ("num_requests", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("query_lens", ctypes.c_void_p),
+        ("query_starts", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """What is constant for a layer: its cache and its shape.  ``window`` 0 is none; dtypes as in ``DTYPE_CODES``."""
+
+    _fields_ = (
+        ("key_cache", ctypes.c_void_p),
+        ("value_cache", ctypes.c_void_p),
+        ("block_size", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("cache_dtype", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )

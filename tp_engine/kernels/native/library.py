@@ -1,0 +1,60 @@
+"""The compiled kernels in this process, or why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tp_engine import env
+from tp_engine.kernels.native.build import BuildError, built_library
+from tp_engine.kernels.native.layout import Layer, Step
+from tp_engine.log import get_logger
+
+_logger = get_logger(__name__)
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
+}
+
+
+@cache
+def native_library() -> ctypes.CDLL | None:
+    """The kernels, compiled if need be; None, with one line in the log, where they can not be had or are not wanted."""
+    if not env.wants_native_kernels():
+        _logger.info("native CPU kernels are switched off by TP_ENGINE_NATIVE")
+        return None
+    try:
+        return _load(built_library(_loaded_openmp()))
+    except (BuildError, OSError, AttributeError) as error:
+        _logger.warning("no native CPU kernels, PyTorch computes instead: %s", error)
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    return library
+
+
+def _loaded_openmp() -> Path:
+    """The OpenMP runtime that torch's own threads belong to."""
+    assert torch.get_num_threads() > 0  # torch is loaded, and its runtime with it
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise BuildError(f"the loaded libraries can not be listed: {error}") from error
+    paths = {Path(fields[5]) for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    found = sorted(path for path in paths if path.name.startswith(("libgomp", "libomp", "libiomp5")))
+    torch_root = Path(torch.__file__).parents[1]
+    for path in found:
+        if path.is_relative_to(torch_root):
+            return path
+    if not found:
+        raise BuildError("torch has loaded no OpenMP runtime")
+    return found[0]

@@ -1,0 +1,210 @@
+/* Vectors of VW floats in the compiler's own notation, and rows of the three element types as float32. */
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VW 16
+#elif defined(__AVX2__)
+#define VW 8
+#else
+#define VW 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * VW)));
+typedef int32_t vi __attribute__((vector_size(4 * VW)));
+typedef uint32_t vu __attribute__((vector_size(4 * VW)));
+typedef uint16_t vh __attribute__((vector_size(2 * VW)));
+/* For memory that is aligned to its elements only. */
+typedef float vf_memory __attribute__((vector_size(4 * VW), aligned(4), may_alias));
+typedef uint16_t vh_memory __attribute__((vector_size(2 * VW), aligned(2), may_alias));
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+INLINE int64_t item_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE vf load_vector(const float *p) { return *(const vf_memory *)p; }
+
+INLINE void store_vector(float *p, vf x) { *(vf_memory *)p = x; }
+
+INLINE vf select_vector(vi where, vf yes, vf no) { return (vf)(((vi)yes & where) | ((vi)no & ~where)); }
+
+INLINE vf max_vector(vf a, vf b) { return select_vector(a > b, a, b); }
+
+/* The vector with items i and i ^ n exchanged. */
+#define FOUR_SWAPPED(i, n) (i) ^ n, (i + 1) ^ n, (i + 2) ^ n, (i + 3) ^ n
+#if VW == 16
+#define ALL_SWAPPED(n) FOUR_SWAPPED(0, n), FOUR_SWAPPED(4, n), FOUR_SWAPPED(8, n), FOUR_SWAPPED(12, n)
+#elif VW == 8
+#define ALL_SWAPPED(n) FOUR_SWAPPED(0, n), FOUR_SWAPPED(4, n)
+#else
+#define ALL_SWAPPED(n) FOUR_SWAPPED(0, n)
+#endif
+#define SWAPPED(x, n) __builtin_shufflevector(x, x, ALL_SWAPPED(n))
+
+/* The sum of all items, in each item. */
+INLINE vf sum_of(vf x)
+{
+#if VW == 16
+    x += SWAPPED(x, 8);
+#endif
+#if VW >= 8
+    x += SWAPPED(x, 4);
+#endif
+    x += SWAPPED(x, 2);
+    return x + SWAPPED(x, 1);
+}
+
+/* The largest of all items, in each item. */
+INLINE vf max_of(vf x)
+{
+#if VW == 16
+    x = max_vector(x, SWAPPED(x, 8));
+#endif
+#if VW >= 8
+    x = max_vector(x, SWAPPED(x, 4));
+#endif
+    x = max_vector(x, SWAPPED(x, 2));
+    return max_vector(x, SWAPPED(x, 1));
+}
+
+/* 2^x to float32's precision: Cephes' polynomial around the nearest integer.  Below 2^-126 the result is 0. */
+INLINE vf exp2_vector(vf x)
+{
+    const vf to_integer = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds */
+    const vi is_zero = x <= -126.0f;
+    x = select_vector(x > 127.0f, splat(127.0f), x);
+    const vf shifted = x + to_integer;
+    const vf f = x - (shifted - to_integer);
+    vf p = splat(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    const vi scaled = (vi)p + (vi)((vu)shifted << 23);
+    return (vf)(scaled & ~is_zero);
+}
+
+INLINE vf load_bfloat16(const uint16_t *p)
+{
+    return (vf)(__builtin_convertvector(*(const vh_memory *)p, vu) << 16);
+}
+
+/* Rounds to the nearest, ties to even; NaN stays NaN. */
+INLINE void store_bfloat16(uint16_t *p, vf x)
+{
+    const vu bits = (vu)x;
+    const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const vu is_nan = (vu)(x != x);
+    *(vh_memory *)p = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), vh);
+}
+
+INLINE vf load_float16(const uint16_t *p)
+{
+#if VW == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif VW == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vf x;
+    for (int i = 0; i < VW; i++) {
+        _Float16 half;
+        memcpy(&half, p + i, 2);
+        x[i] = (float)half;
+    }
+    return x;
+#endif
+}
+
+INLINE void store_float16(uint16_t *p, vf x)
+{
+#if VW == 16
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif VW == 8 && defined(__F16C__)
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < VW; i++) {
+        const _Float16 half = (_Float16)x[i];
+        memcpy(p + i, &half, 2);
+    }
+#endif
+}
+
+/* Elements i to i + VW of a row of `dtype`. */
+INLINE vf load_items(const void *row, int64_t i, int dtype)
+{
+    if (dtype == FLOAT32)
+        return load_vector((const float *)row + i);
+    if (dtype == BFLOAT16)
+        return load_bfloat16((const uint16_t *)row + i);
+    return load_float16((const uint16_t *)row + i);
+}
+
+INLINE void store_items(void *row, int64_t i, vf x, int dtype)
+{
+    if (dtype == FLOAT32)
+        store_vector((float *)row + i, x);
+    else if (dtype == BFLOAT16)
+        store_bfloat16((uint16_t *)row + i, x);
+    else
+        store_float16((uint16_t *)row + i, x);
+}
+
+/* The last `count` < VW elements of a row; what is beyond them reads as 0 and is not written. */
+INLINE vf load_tail(const void *row, int64_t i, int64_t count, int dtype)
+{
+    float items[VW] = {0};
+    memcpy(items, (const char *)row + i * item_bytes(dtype), count * item_bytes(dtype));
+    return load_items(items, 0, dtype);
+}
+
+INLINE void store_tail(void *row, int64_t i, int64_t count, vf x, int dtype)
+{
+    float items[VW];
+    store_items(items, 0, x, dtype);
+    memcpy((char *)row + i * item_bytes(dtype), items, count * item_bytes(dtype));
+}
+
+/* A row of `count` elements as float32, with zeros up to a multiple of VW. */
+INLINE void widen_row(float *to, const void *from, int64_t count, int dtype)
+{
+    int64_t i = 0;
+    for (; i + VW <= count; i += VW)
+        store_vector(to + i, load_items(from, i, dtype));
+    if (i < count)
+        store_vector(to + i, load_tail(from, i, count - i, dtype));
+}
+
+/* And back. */
+INLINE void narrow_row(void *to, const float *from, int64_t count, int dtype)
+{
+    int64_t i = 0;
+    for (; i + VW <= count; i += VW)
+        store_items(to, i, load_vector(from + i), dtype);
+    if (i < count)
+        store_tail(to, i, count - i, load_vector(from + i), dtype);
+}
+
+INLINE void convert_row(void *to, int to_dtype, const void *from, int from_dtype, int64_t count)
+{
+    int64_t i = 0;
+    if (to_dtype == from_dtype) {
+        memcpy(to, from, count * item_bytes(to_dtype));
+        return;
+    }
+    for (; i + VW <= count; i += VW)
+        store_items(to, i, load_items(from, i, from_dtype), to_dtype);
+    if (i < count)
+        store_tail(to, i, count - i, load_tail(from, i, count - i, from_dtype), to_dtype);
+}
