@@ -1,4 +1,4 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the interpreted kernel against its PyTorch twin."""
+"""Storing K/V by a kernel: interpreted against its PyTorch twin (``main``), and the launches of real models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import itertools
 
 import torch
 
+from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.store_kv_triton import store_kv_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, merged: bool) -> None:
@@ -33,12 +36,20 @@ def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: tor
 
 
 def main() -> None:
-    dtypes = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
-    dtypes.append((torch.float32, torch.bfloat16))
+    dtypes = [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)]
     heads = [(1, 32), (3, 80), (4, 64), (8, 128), (12, 128)]
     for (num_kv_heads, head_dim), (dtype, cache_dtype), merged in itertools.product(heads, dtypes, (False, True)):
         check(num_kv_heads, head_dim, dtype, cache_dtype, merged)
-    print("all cases agree")
+    print(AGREEMENT)
+
+
+def launch_all() -> None:
+    """K and V as slices of a merged row, for every type and several widths."""
+    for dtype, (num_kv_heads, head_dim) in itertools.product(DTYPES, [(1, 128), (3, 80), (8, 128)]):
+        row = torch.empty(7, 4 * num_kv_heads, head_dim, dtype=dtype, device="meta")
+        cache = torch.empty(2, 100, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
+        slots = torch.empty(7, dtype=torch.int64, device="meta")
+        store_kv_triton(row[:, 2 * num_kv_heads : 3 * num_kv_heads], row[:, 3 * num_kv_heads :], cache, slots)
 
 
 if __name__ == "__main__":

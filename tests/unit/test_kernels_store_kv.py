@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tp_engine import env
+from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.kernels.store_kv import store_kv
-from tp_engine.kernels.triton_support import has_triton
-
-needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
-ROOT = Path(__file__).parents[2]
-TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
@@ -43,41 +34,15 @@ def test_twin_with_padding_only() -> None:
 @needs_triton
 @pytest.mark.parametrize("cases", ["kernel_cases_store_kv", "kernel_cases_triton_backend"])
 def test_interpreted_kernel(cases: str) -> None:
-    """Oracle: the PyTorch twin, bit by bit, and for the whole backend loops over tokens.
-
-    A process of its own, as Triton reads TRITON_INTERPRET when it is imported.
-    """
-    result = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.{cases}"],
-        cwd=ROOT,
-        env=env.child_environment(TRITON_INTERPRET="1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "all cases agree" in result.stdout
+    """Oracle: the PyTorch twin, bit by bit, and for the whole backend loops over tokens."""
+    interpreted(cases)
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dtype", TYPE_NAMES, ids=str)
-def test_kernel_compiles_for(capability: int, dtype: torch.dtype) -> None:
+@quiet
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernel_compiles_for(capability: int) -> None:
     """Oracle: Triton's own compiler, which needs no GPU; slots are addressed with 64 bits."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from tp_engine.kernels.store_kv_triton import block_for, store_kv_kernel
-
-    pointer = f"*{TYPE_NAMES[dtype]}"
-    for width in (128, 3 * 80, 8 * 128):
-        signature = dict.fromkeys(("key", "value", "key_cache", "value_cache"), pointer)
-        signature |= {"slot_mapping": "*i64", "key_stride": "i32", "value_stride": "i32"}
-        signature |= {"WIDTH": "constexpr", "BLOCK": "constexpr"}
-        constants = {"WIDTH": width, "BLOCK": block_for(width)}
-        source = ASTSource(fn=store_kv_kernel, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        assert f"arith.constant {width} : i64" in compiled.asm["ttir"]
+    for kernel in compile_cases("kernel_cases_store_kv", capability):
+        width = kernel.src.constants[(kernel.src.fn.arg_names.index("WIDTH"),)]
+        assert f"arith.constant {width} : i64" in kernel.asm["ttir"]

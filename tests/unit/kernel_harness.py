@@ -1,0 +1,94 @@
+"""How Triton kernels are tested where there is no GPU.
+
+* ``interpreted(module)`` runs a module of cases with TRITON_INTERPRET=1: the kernels' numbers on a CPU.
+* ``compiled_for(capability)`` turns every launch into a compilation for that GPU: call the host wrapper with tensors
+  that resemble the engine's (on the meta device, of any size), and exactly the specialisation that the engine would
+  launch is made into machine code.
+
+``tests/gpu`` runs the same cases on CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tp_engine import env
+from tp_engine.kernels.triton_support import has_triton
+
+ROOT = Path(__file__).parents[2]
+CAPABILITIES = (80, 90, 100)
+AGREEMENT = "all cases agree"
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+# Triton warns of its own environment variable while it compiles for some targets.
+quiet = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+def interpreted(module: str, timeout_s: float = 120.0) -> None:
+    """Run ``tests.unit.<module>`` as a program, interpreted; it must print ``AGREEMENT``.
+
+    A process of its own, as Triton reads TRITON_INTERPRET when it is imported.
+    """
+    result = subprocess.run(
+        [sys.executable, "-m", f"tests.unit.{module}"],
+        cwd=ROOT,
+        env=env.child_environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert AGREEMENT in result.stdout
+
+
+@contextmanager
+def compiled_for(capability: int) -> Iterator[list[Any]]:
+    """Inside, launches compile for a GPU of this capability (90: sm_90) and do not run; yields the compiled kernels."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    kernels: list[Any] = []
+    launch, active = JITFunction.run, driver._active  # where there is no GPU, asking for the active driver fails
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels.append(launch(self, *args, **(kwargs | {"warmup": True})))
+        return kernels[-1]
+
+    driver.set_active(_Target(f"sm_{capability}", GPUTarget("cuda", capability, 32)))
+    JITFunction.run = compile_only
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = launch
+        driver._active = active
+
+
+class _Target:
+    """What Triton asks a driver while it compiles.  Its name keeps compiled kernels of different targets apart."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.get_current_device: Callable[[], str] = lambda: name
+        self.get_current_target: Callable[[], Any] = lambda: target
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+def compile_cases(module: str, capability: int) -> list[Any]:
+    """Compile what ``tests.unit.<module>.launch_all`` launches; returns the kernels."""
+    with compiled_for(capability) as kernels:
+        importlib.import_module(f"tests.unit.{module}").launch_all()
+    assert kernels, f"{module} has launched nothing"
+    for kernel in kernels:
+        assert kernel.asm["cubin"], f"{kernel.name} has no machine code for sm_{capability}"
+    return kernels
