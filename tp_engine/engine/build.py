@@ -25,7 +25,6 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
         undo.enter_context(job.reporting())  # before the groups close, which the others take for a death
-        job.record_flights(effective.config)
         worker = Worker(effective, groups)
         undo.callback(worker.close)
         num_blocks = worker.start()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import platform
 import threading
 import time
 from pathlib import Path
-
-import numpy as np
-import torch
 
 import tp_engine
 from tp_engine.config import EngineConfig
@@ -67,8 +65,8 @@ def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: in
         world_size=board.world_size,
         versions={
             "tp_engine": tp_engine.__version__,
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
+            "torch": importlib.metadata.version("torch"),
+            "numpy": importlib.metadata.version("numpy"),
             "python": platform.python_version(),
             "system": platform.platform(),
         },

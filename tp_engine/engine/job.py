@@ -16,9 +16,9 @@ import contextlib
 import traceback
 from time import monotonic, sleep
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from tp_engine.config import EngineConfig
+from tp_engine.engine.flight_recording import FlightRecorder
 from tp_engine.engine.hang_watch import HangLimits
 from tp_engine.engine.incident import Incident
 from tp_engine.engine.processes import ChildRanks
@@ -26,9 +26,7 @@ from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError
 from tp_engine.faults import PhaseNote
 from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
-
-if TYPE_CHECKING:
-    from tp_engine.engine.flight_recording import FlightRecorder
+from tp_engine.ipc.pulse import Pulse
 
 _DYING_S = 2.0
 _FAREWELL_S = 8.0
@@ -51,6 +49,7 @@ class Job:
         *,
         ends_process: bool,
         same_parent: bool,
+        pulse: Pulse | None = None,
     ) -> None:
         self.board = board
         self.rank = rank
@@ -65,14 +64,18 @@ class Job:
             cpu_proves_life=config.device == "cpu",
         )
         self.watchdog = Watchdog(board, rank, limits, ends_process=ends_process, may_kill=same_parent or rank == 0)
-        self._recorder: FlightRecorder | None = None
+        self._recorder = FlightRecorder(board, config, writer=f"rank {rank}")
+        self.watchdog.on_incident = self._record
+        self.watchdog.pulse = pulse
         self.watchdog.start()
 
     @classmethod
-    def create(cls, note: PhaseNote, config: EngineConfig, *, ends_process: bool, same_parent: bool) -> Job:
-        """Rank 0's, with a new board for ``config.tensor_parallel_size`` ranks."""
+    def create(
+        cls, note: PhaseNote, config: EngineConfig, *, ends_process: bool, same_parent: bool, pulse: Pulse | None = None
+    ) -> Job:
+        """Rank 0's, with a new board for ``config.tensor_parallel_size`` ranks.  ``pulse`` is kept beating."""
         board = JobBoard.create(config.tensor_parallel_size)
-        return cls(board, note, config, 0, ends_process=ends_process, same_parent=same_parent)
+        return cls(board, note, config, 0, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
 
     @classmethod
     def attach(
@@ -93,18 +96,6 @@ class Job:
         self.watchdog.exit_code = exit_code
         for rank, pid in children.pids.items():
             self.watchdog.adopt(rank, pid)
-
-    def record_flights(self, config: EngineConfig) -> None:
-        """Leave a flight record when the job ends abnormally: rank 0 does, or rank 1 where rank 0 is the reason."""
-        from tp_engine.engine.flight_recording import FlightRecorder  # torch
-
-        self._recorder = FlightRecorder(self.board, config, writer=f"rank {self.rank}")
-
-        def record(incident: Incident) -> None:
-            if self.rank == (1 if incident.rank == 0 else 0) and self._recorder is not None:
-                self._recorder.write(incident.error().args[0], incident.rank)
-
-        self.watchdog.on_incident = record
 
     @property
     def has_failed(self) -> bool:
@@ -148,13 +139,15 @@ class Job:
         if self._is_explained(error):
             return
         deadline_s = monotonic() + (_DYING_S if may_follow else 0.0)
-        while monotonic() < deadline_s:
+        while True:
             try:
                 self.check()
             except RankError as cause:
                 raise cause from error
+            if monotonic() > deadline_s:
+                break
             sleep(0.01)
-        if self._recorder is not None:
+        if isinstance(error, Exception):
             self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", self.rank)
 
     def leave(self) -> None:
@@ -180,6 +173,12 @@ class Job:
             self.slot.fail("the engine was closed before it was ready")
         self.watchdog.stop()
         self.board.stop_sharing()
+
+    def _record(self, incident: Incident) -> None:
+        """Leave a flight record: rank 0 does, or rank 1 where rank 0 is the reason and could not by itself."""
+        has_written = self.board.slots[0].state == State.FAILED and self.board.slots[0].blamed_rank is None
+        if self.rank == (1 if incident.rank == 0 else 0) and not (incident.rank == 0 and has_written):
+            self._recorder.write(str(incident.error()), incident.rank)
 
     def _is_explained(self, error: BaseException) -> bool:
         return isinstance(error, RankError) and self.watchdog.incident is not None

@@ -19,7 +19,6 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.enter_context(job.reporting())  # before the groups close, which the others take for a death
-        job.record_flights(effective.config)
         worker = Worker(effective, groups)
         stack.callback(worker.close)
         worker.start()
