@@ -168,11 +168,14 @@ def test_masked_tokens_are_never_drawn() -> None:
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 255, 300, 2000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_argmax_is_argmax(vocab: int, dtype: torch.dtype) -> None:
-    """Oracle: torch.argmax, with ties, infinities and the maximum in the tail."""
+    """Oracle: torch.argmax, with ties, infinities, NaN and the maximum in the tail."""
     logits = torch.randn(64, vocab).to(dtype)
     logits[1] = 0.0
     logits[2] = -torch.inf
     logits[3, -1] = 99.0
     logits[4] = logits[4].round()
+    logits[5, vocab // 2 :] = torch.nan
+    logits[6, -1] = -torch.nan
+    logits[7, :: max(1, vocab // 3)] = torch.inf
     sampler = sampler_for([RowSampling()] * 64, vocab)
     assert sample(sampler, logits, range(64))[0] == logits.argmax(-1).tolist()

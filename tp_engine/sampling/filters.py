@@ -19,11 +19,13 @@ _NUCLEUS_GUESSES = (256, 4096)
 
 
 def row_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Index (m,) int64 of the first maximum of each row of ``scores`` (m, c).
+    """Index (m,) int64 of the first maximum of each row of ``scores`` (m, c); a NaN is above all numbers.
 
-    On CPU a plain argmax reads one element at a time while amax is vectorised: block maxima first is 3 to 10 times
-    faster and gives the same index.
+    On CPU torch's argmax reads one element at a time.  numpy's is vectorised (ten times faster), but knows no bfloat16;
+    there block maxima first are 3 to 10 times faster, because amax is vectorised.  All give the same index.
     """
+    if scores.device.type == "cpu" and scores.dtype is torch.float32:
+        return torch.from_numpy(scores.numpy().argmax(-1))
     num_rows, width = scores.shape
     num_blocks = width // _ARGMAX_BLOCK
     if scores.device.type != "cpu" or num_blocks < 2:
@@ -37,7 +39,8 @@ def row_argmax(scores: torch.Tensor) -> torch.Tensor:
     if tail < width:
         rest = scores[:, tail:]
         last = rest.argmax(-1, keepdim=True)
-        better = (rest.gather(1, last) > maxima.gather(1, best)) | rest.gather(1, last).isnan()
+        rival, champion = rest.gather(1, last), maxima.gather(1, best)
+        better = (rival > champion) | (rival.isnan() & ~champion.isnan())
         index = torch.where(better, last + tail, index)
     return index[:, 0]
 
