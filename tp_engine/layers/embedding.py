@@ -8,10 +8,13 @@ them, and their logits are cut off before anyone sees them::
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tp_engine.dist.rank import RankInfo
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.units import round_up
@@ -22,6 +25,30 @@ VOCAB_ALIGNMENT = 16
 def padded_vocab_size(vocab_size: int, world_size: int) -> int:
     """Rows of all ranks together; each rank's share is a multiple of ``VOCAB_ALIGNMENT``."""
     return round_up(vocab_size, VOCAB_ALIGNMENT * world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabSlice:
+    """The token ids ``first`` to ``first + num_ids - 1``, which one rank holds; ``num_ids`` may be 0.
+
+    They are the first columns of the rank's logits, of which there are ``width``, the same on every rank; the others
+    are padding.
+    """
+
+    vocab_size: int
+    first: int
+    num_ids: int
+    width: int
+
+    @staticmethod
+    def of_rank(vocab_size: int, info: RankInfo) -> VocabSlice:
+        """The slice of one rank; a world of one holds the vocabulary without padding."""
+        if info.world_size == 1:
+            return VocabSlice(vocab_size=vocab_size, first=0, num_ids=vocab_size, width=vocab_size)
+        width = padded_vocab_size(vocab_size, info.world_size) // info.world_size
+        first = info.rank * width
+        num_ids = min(max(vocab_size - first, 0), width)
+        return VocabSlice(vocab_size=vocab_size, first=first, num_ids=num_ids, width=width)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -45,7 +72,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(LocalLinear):
-    """(n, hidden) -> (n, vocab_size) on rank 0, None elsewhere.  ``tied`` shares the embedding's weight."""
+    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares the embedding's weight."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, context: LayerContext, tied: VocabParallelEmbedding | None = None
@@ -55,8 +82,12 @@ class ParallelLMHead(LocalLinear):
         weight = tied.weight if tied is not None else None
         super().__init__(hidden_size, num_rows, bias=False, context=context, weight=weight)
         self._communicator = context.communicator
-        self._vocab_size = vocab_size
+        self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = self._communicator.gather(self._method(hidden, None))
-        return logits[:, : self._vocab_size] if logits is not None else None
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._method(hidden, None)[:, : self.slice.width]
+
+    def gather(self, local_logits: torch.Tensor) -> torch.Tensor | None:
+        """All ranks' slices (n, width) -> (n, vocab_size) on rank 0, None elsewhere.  A collective."""
+        logits = self._communicator.gather(local_logits)
+        return logits[:, : self.slice.vocab_size] if logits is not None else None

@@ -1,4 +1,4 @@
-"""A language model on one rank: token ids in, hidden states out, logits on rank 0."""
+"""A language model on one rank: token ids in, hidden states out, then this rank's slice of the logits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ class CausalLM(nn.Module):
         assert x is not None
         return self.norm.add_and_norm(x, residual)
 
+    def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` (n, hidden) -> (n, width), this rank's slice of the logits.  No collective."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """``hidden`` (n, hidden) -> (n, vocab_size) on rank 0, None elsewhere.  A collective: all ranks call it."""
-        logits: torch.Tensor | None = self.lm_head(hidden)
-        return logits
+        return self.lm_head.gather(self.lm_head(hidden))
