@@ -12,13 +12,14 @@ from typing import Any
 
 from tests.e2e.frontend import new_engine
 from tp_engine.config import EngineConfig
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.options import Options
 from tp_engine.options.launch import run_launched
 from tp_engine.server import lifecycle
 from tp_engine.server.config import ServerConfig
 
 
-def start_fake_engine(_config: EngineConfig, *, ends_process: bool) -> Any:
+def start_fake_engine(_config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Any:
     print("loading", flush=True)
     time.sleep(float(os.environ.get("TEST_START_DELAY_S", "0")))
     return new_engine(step_delay_s=0.005)

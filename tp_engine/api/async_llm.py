@@ -155,9 +155,13 @@ class AsyncLLM:
         self._ready_client.drain(timeout_s)
         await self._ready_client.wait_ended()
 
-    async def wait_ended(self) -> None:
-        """Wait until the engine has ended, for whatever reason; ``errored`` tells."""
-        await self._ready_client.wait_ended()
+    async def wait_ended(self, *, timeout_s: float | None = None) -> bool:
+        """Wait until the engine has ended, for whatever reason (``errored`` tells); False after ``timeout_s``."""
+        return await self._ready_client.wait_ended(timeout_s=timeout_s)
+
+    def give_up(self, reason: str) -> None:
+        """Take the engine for dead, because it hangs: all streams end with ``EngineDeadError``."""
+        self._ready_client.give_up(reason)
 
     async def close(self) -> None:
         """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""

@@ -107,6 +107,10 @@ class EngineClient:
         """Ask the engine to abort everything and stop."""
         self._send(messages.Stop())
 
+    def give_up(self, reason: str) -> None:
+        """Take the engine for dead."""
+        self._end(reason, stopped=False)
+
     async def wait_ended(self, *, timeout_s: float | None = None) -> bool:
         """Wait until the engine has ended; False if it still runs after ``timeout_s``."""
         done, _ = await asyncio.wait([self._ended], timeout=timeout_s)

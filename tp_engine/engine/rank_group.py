@@ -34,6 +34,7 @@ from tp_engine.engine.rank_spec import RankSpec
 from tp_engine.engine.worker_loop import run_worker
 from tp_engine.errors import ConfigError
 from tp_engine.faults import Phase, PhaseNote, configured_faults
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
 _STOP_TIMEOUT_S = 10.0
@@ -42,18 +43,18 @@ _LAST_WORDS_S = 4.0
 _BOARD_KEY = "board"
 
 
-def start_engine(config: EngineConfig, *, ends_process: bool = False) -> Engine:
+def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pulse | None = None) -> Engine:
     """Rank 0's engine, all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
 
     ``ends_process``: this process is the engine's alone, so that the watchdog may end it when the job has failed and
-    its main thread does not notice.
+    its main thread does not notice.  ``pulse`` is kept beating, for a frontend.
     """
     launched, effective, faults = env.launched_rank(), check_config(config), configured_faults()
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_parent(os.getppid(), grace_s=_LAST_WORDS_S)
     note = PhaseNote(0, faults=faults)
-    job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts)
+    job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
     with _closed_on_error(job):
         note.reach(Phase.IMPORT)
         if adopts:

@@ -30,6 +30,7 @@ from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import Incident, find_incident, where
 from tp_engine.engine.peers import Peers
 from tp_engine.ipc.job_board import JobBoard, State
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -58,6 +59,7 @@ class Watchdog:
         self.exit_code: Callable[[int], int | None] = lambda rank: None
         self.on_incident: Callable[[Incident], None] = lambda incident: None
         self.abort: Callable[[], None] = lambda: None
+        self.pulse: Pulse | None = None
         self._board = board
         self._slot = board.slots[rank]
         self._limits = limits
@@ -113,11 +115,16 @@ class Watchdog:
         try:
             while not self._over.is_set():
                 self._wait()
-                self._slot.beat()
+                self._beat()
                 self._turn()
         except Exception:
             logger.exception("the watchdog failed")
             raise
+
+    def _beat(self) -> None:
+        self._slot.beat()
+        if self.pulse is not None:
+            self.pulse.beat(hangs=self.hang is not None or self.incident is not None)
 
     def _wait(self) -> None:
         with self._lock:
@@ -193,7 +200,7 @@ class Watchdog:
                 self.peers.kill_all()
             self.abort()
             while not self._over.wait(TICK_S):
-                self._slot.beat()
+                self._beat()
 
     def _end_after(self, grace_s: float) -> None:
         """End this process unless its main thread is quicker."""

@@ -21,6 +21,13 @@ from tp_engine.server.config import ServerConfig
 _FLUSH_S = 3.0
 
 
+class EnginePulse(msgspec.Struct, frozen=True, kw_only=True):
+    """Where rank 0's signs of life are, and how long the engine may be silent before its requests are given up."""
+
+    address: str
+    hard_limit_s: float
+
+
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the frontend is told, as JSON on its standard input."""
 
@@ -30,6 +37,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     listener_fd: int
     parent_pid: int
     startup_timeout_s: float
+    pulse: EnginePulse | None = None
 
     def server_config(self) -> ServerConfig:
         """The configuration that ``start_frontend`` was given."""
@@ -51,6 +59,7 @@ class FrontendProcess:
         model_names: tuple[str, ...],
         address: str,
         startup_timeout_s: float,
+        pulse: EnginePulse | None = None,
     ) -> FrontendProcess:
         """Start the frontend on a listening socket, of which the caller may then close its own handle."""
         settings = FrontendSettings(
@@ -60,6 +69,7 @@ class FrontendProcess:
             listener_fd=listener.fileno(),
             parent_pid=os.getpid(),
             startup_timeout_s=startup_timeout_s,
+            pulse=pulse,
         )
         # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
         process = subprocess.Popen(

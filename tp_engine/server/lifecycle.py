@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterator
 from tp_engine import env
 from tp_engine.api.openai_requests import default_model_name
 from tp_engine.config import EngineConfig
+from tp_engine.dist.error_file import record_error
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.rank_group import serve_rank, start_engine
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import FrontendProcess
+from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
 from tp_engine.server.listener import open_listener
 from tp_engine.server.rank0_presence import announce_rank0, rank0_lives
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
@@ -45,7 +47,7 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit code of this rank's process."""
     if _is_follower():
         return follow(lambda: serve_rank(config), server_config.shutdown_timeout_s)
-    with StopSignals() as signals, contextlib.ExitStack() as stack:
+    with _recorded(), StopSignals() as signals, contextlib.ExitStack() as stack:
         stack.enter_context(_rank0())
         try:
             with signals.raising():
@@ -62,7 +64,7 @@ def run_interruptible(job: Callable[[Callable[[], bool]], bool]) -> int:
     """
     if _is_follower():
         return follow(lambda: job(lambda: False), _INTERRUPT_S)
-    with StopSignals() as signals, _rank0():
+    with _recorded(), StopSignals() as signals, _rank0():
         signals.on_stop(lambda: end_process_after(_INTERRUPT_S, 1), lambda: end_process_after(0.0, 1))
         return 0 if job(lambda: signals.received) else 1
 
@@ -73,7 +75,8 @@ def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
     with StopSignals() as signals:
         signals.on_stop(lambda: _outlive_rank0_briefly(shutdown_timeout_s), lambda: None)
         try:
-            serve_rank0()
+            with _recorded():
+                serve_rank0()
         except Exception:
             if not signals.received:
                 raise
@@ -86,17 +89,19 @@ def _start(
 ) -> tuple[Engine, FrontendProcess, str]:
     """Bind, start the frontend, load; ``stack`` ends what was started."""
     with open_listener(server_config) as listener:
-        address = new_address()
+        address, pulse = new_address(), Pulse.create()
         stack.callback(remove_address, address)
+        stack.callback(pulse.stop_sharing)
         frontend = FrontendProcess.start(
             listener,
             server_config,
             model_names=server_config.served_model_name or (default_model_name(config.model),),
             address=address,
             startup_timeout_s=config.startup_timeout_s,
+            pulse=EnginePulse(address=pulse.address, hard_limit_s=config.hang_hard_limit_s),
         )
         stack.callback(frontend.end)
-    engine = start_engine(config, ends_process=True)
+    engine = start_engine(config, ends_process=True, pulse=pulse)
     stack.callback(engine.close)
     return engine, frontend, address
 
@@ -133,6 +138,16 @@ def _run(
 def _is_follower() -> bool:
     launched = env.launched_rank()
     return launched is not None and launched.rank > 0
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    """What fails within appears in torchrun's summary of the job, with its traceback."""
+    try:
+        yield
+    except Exception as error:
+        record_error(error)
+        raise
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.errors import EngineDeadError
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
@@ -27,6 +28,7 @@ logger = get_logger(__name__)
 
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 2
+_PULSE_S = 0.5
 
 
 class FrontendServer(uvicorn.Server):
@@ -47,6 +49,8 @@ class Frontend:
         self._listener = listener
         self._state = ServerState(config, tuple(settings.model_names))
         self._stop_asked = asyncio.Event()
+        if settings.pulse is not None:
+            self._state.pulse = Pulse.open(settings.pulse.address)
 
     async def run(self) -> int:
         """Serve until told to stop (0), or until the engine has ended without being told (1)."""
@@ -80,7 +84,16 @@ class Frontend:
         self._state.sampling_defaults = await asyncio.to_thread(load_generation_defaults, model.model, model.revision)
         self._state.attach(llm)
         self._announce()
-        await llm.wait_ended()
+        await self._await_end(llm)
+
+    async def _await_end(self, llm: AsyncLLM) -> None:
+        """Return when the engine has ended, or has been silent for so long that it counts as ended."""
+        pulse, settings = self._state.pulse, self._settings.pulse
+        while not await llm.wait_ended(timeout_s=_PULSE_S):
+            if pulse is not None and settings is not None and pulse.silence_s() > settings.hard_limit_s:
+                reason = f"rank 0 has shown no sign of life for {pulse.silence_s():.0f} s"
+                logger.error("%s; its requests are given up", reason)
+                llm.give_up(reason)
 
     def _announce(self) -> None:
         url = listener_url(self._listener, self._config.root_path)

@@ -10,6 +10,7 @@ from typing import Any
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai_errors import HttpError
 from tp_engine.errors import RequestError
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.server.admission import RETRY_AFTER_S, Admission
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.metrics import ServerMetrics
@@ -30,6 +31,7 @@ class ServerState:
         self.metrics = ServerMetrics(model_names[0])
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self.sampling_defaults: Mapping[str, Any] = {}
+        self.pulse: Pulse | None = None
         self._llm: AsyncLLM | None = None
 
     def attach(self, llm: AsyncLLM) -> None:
@@ -44,6 +46,7 @@ class ServerState:
             raise HttpError(503, "the model is still loading", code="not_ready", retry_after_s=RETRY_AFTER_S)
         if self._llm.errored:
             raise HttpError(503, "the engine has stopped", code="engine_dead")
+        self._check_pulse()
         if not self._llm.is_ready:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
         return self._llm
@@ -54,14 +57,20 @@ class ServerState:
         return None if self._llm is None else self._llm.model_info.max_model_len
 
     def check_healthy(self) -> None:
-        """``HttpError`` 503 if the engine has failed; an engine that still loads is healthy."""
+        """``HttpError`` 503 if the engine has failed or hangs; an engine that still loads is healthy."""
         if self._llm is not None and self._llm.errored:
             raise HttpError(503, "the engine has stopped", code="engine_dead")
+        self._check_pulse()
 
     def check_ready(self) -> None:
         """``HttpError`` 503 unless a request that comes now would be served."""
         self.admission.check_open()
         _ = self.llm
+
+    def _check_pulse(self) -> None:
+        trouble = None if self.pulse is None else self.pulse.trouble()
+        if trouble is not None:
+            raise HttpError(503, f"{trouble}; the job ends if that lasts", code="engine_hangs")
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with; ``RequestError`` (404) for a model that is not served."""
