@@ -120,10 +120,10 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("vocab_size", [17, 203])
 def test_vocabulary_layers(vocab_size: int, world_size: int) -> None:
-    """Oracle: the whole table; some ranks hold padding alone, and logits have no column for it."""
+    """Oracle: the whole table; some ranks hold padding alone, and gathered logits have no column for it."""
     table, ids, hidden = torch.randn(vocab_size, 8), torch.randint(vocab_size, (40,)), torch.randn(5, 8)
 
-    def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         context = LayerContext(communicator=communicator, dtype=torch.float32, device=CPU)
         embedding = VocabParallelEmbedding(vocab_size, 8, context=context)
         rows = embedding.weight.shape[0]
@@ -132,14 +132,17 @@ def test_vocabulary_layers(vocab_size: int, world_size: int) -> None:
         head = ParallelLMHead(vocab_size, 8, context=context, tied=embedding)
         assert head.weight is embedding.weight
         head.finish_loading()
-        return embedding(ids), head(hidden)
+        local = head(hidden)
+        assert local.shape == (5, head.slice.width)
+        return embedding(ids), local[:, : head.slice.num_ids], head.gather(local)
 
     results = run_ranks(world_size, body)
-    for embedded, _ in results:
+    for embedded, _, _ in results:
         assert torch.equal(embedded, table[ids])
-    logits = results[0][1]
-    assert logits is not None and all(other is None for _, other in results[1:])
+    logits = results[0][2]
+    assert logits is not None and all(other is None for _, _, other in results[1:])
     torch.testing.assert_close(logits, hidden @ table.T)
+    assert torch.equal(torch.cat([local for _, local, _ in results], dim=-1), logits)
 
 
 def test_row_parallel_bias_is_added_once() -> None:
