@@ -54,7 +54,8 @@ class PickledContender:
             max_num_seqs=num_rows + NUM_NEW,
             max_num_batched_tokens=num_rows + NUM_NEW * NEW_LENGTH,
         )
-        self._add(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist())
+        self._prompts: list[list[int]] = []
+        self._add(self._draw(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist()))
         self._new: list[Sequence] = []
         while self._scheduler.waiting:
             step = self._scheduler.schedule()
@@ -65,8 +66,11 @@ class PickledContender:
         self.readers = Readers(SPAWN, num_readers, open_channel, (self._page, self._events, spins))
         self.readers.wait_ready()
 
+    def draw(self) -> None:
+        self._prompts = self._draw([NEW_LENGTH] * NUM_NEW)
+
     def admit(self) -> None:
-        self._new = self._add([NEW_LENGTH] * NUM_NEW)
+        self._new = self._add(self._prompts)
 
     def schedule(self) -> list[Sequence]:
         step = self._scheduler.schedule()
@@ -102,16 +106,19 @@ class PickledContender:
         """End the readers."""
         self.readers.close()
 
-    def _add(self, lengths: list[int]) -> list[Sequence]:
-        """Requests of random tokens; priorities vary."""
+    def _draw(self, lengths: list[int]) -> list[list[int]]:
+        return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+    def _add(self, prompts: list[list[int]]) -> list[Sequence]:
+        """Priorities vary."""
         made = [
             Sequence(
-                self._rng.integers(0, VOCABULARY, length).tolist(),
+                prompt,
                 priority=number % 3,
                 max_tokens=1 << 30,
                 stop_ids=frozenset((EOS, *STOPS)),
             )
-            for number, length in enumerate(lengths)
+            for number, prompt in enumerate(prompts)
         ]
         for sequence in made:
             self._scheduler.add(sequence)

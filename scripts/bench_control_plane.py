@@ -24,12 +24,13 @@ import platform
 from typing import Any
 
 import numpy as np
+from bench_control_peer import VllmProcess
 from bench_control_pickled import PickledContender
 from bench_control_plans import PlanContender
 from bench_control_readers import Times, run_steps
 from bench_machine import processor_name
 
-PHASES = ("schedule", "encode", "decode", "publish_to_decoded", "update")
+PHASES = ("admit", "schedule", "encode", "decode", "publish_to_decoded", "update")
 SPIN_S = 0.1
 BLOCK_STEPS = 50
 WARM_UP_STEPS = 20
@@ -41,18 +42,26 @@ def measure(contenders: list[Any], num_steps: int, *, mixed: bool, step_us: floa
     gc.collect()
     gc.freeze()
     for contender in contenders:
-        run_steps(contender, Times(), WARM_UP_STEPS, mixed=mixed, step_us=step_us)
+        take_turn(contender, Times(), WARM_UP_STEPS, mixed=mixed, step_us=step_us)
     for start in range(0, num_steps, BLOCK_STEPS):
         for contender in contenders:
             block = min(BLOCK_STEPS, num_steps - start)
-            run_steps(contender, times[contender.name], block, mixed=mixed, step_us=step_us)
+            take_turn(contender, times[contender.name], block, mixed=mixed, step_us=step_us)
     gc.unfreeze()
     return {name: figures(taken) for name, taken in times.items()}
 
 
+def take_turn(contender: Any, times: Times, num_steps: int, *, mixed: bool, step_us: float) -> None:
+    """A block of steps, here or in the contender's own process."""
+    if isinstance(contender, VllmProcess):
+        contender.run_steps(times, num_steps, mixed=mixed, step_us=step_us)
+    else:
+        run_steps(contender, times, num_steps, mixed=mixed, step_us=step_us)
+
+
 def figures(times: Times) -> dict[str, float]:
-    """p50 and p99 of each phase and of some sums of one step's phases, and the median bytes of a message."""
-    phases = {name: np.array(times.phases[name]) for name in PHASES}
+    """Microseconds, p50 and p99, of each phase and of some sums of a step's phases; the median bytes of a message."""
+    phases = {name: np.array(taken) for name, taken in times.phases.items()}
     phases["schedule_and_update"] = phases["schedule"] + phases["update"]
     phases["encode_and_decode"] = phases["encode"] + phases["decode"]
     phases["total"] = phases["schedule_and_update"] + phases["publish_to_decoded"]
@@ -65,7 +74,7 @@ def figures(times: Times) -> dict[str, float]:
 
 
 def run_case(
-    options: argparse.Namespace, *, num_readers: int, num_rows: int, mode: str, spins: bool
+    options: argparse.Namespace, vllm: VllmProcess | None, *, num_readers: int, num_rows: int, mode: str, spins: bool
 ) -> dict[str, dict[str, float]]:
     """All contenders, one case."""
     num_steps = options.rounds if mode == "mixed" else options.steps
@@ -78,6 +87,9 @@ def run_case(
         ]
         for contender in contenders:
             stack.callback(contender.close)
+        if vllm is not None:
+            vllm.open(num_readers, num_rows, most_steps)
+            contenders.append(vllm)
         return measure(contenders, num_steps, mixed=mode == "mixed", step_us=options.step_us)
 
 
@@ -85,11 +97,10 @@ def print_case(title: str, results: dict[str, dict[str, float]]) -> None:
     """One line per contender: p50 (p99)."""
     print(title)
     for name, values in results.items():
-        cells = [f"{phase} {values[f'{phase}_p50_us']:,.1f} ({values[f'{phase}_p99_us']:,.1f})" for phase in PHASES]
-        print(
-            f"  {name:16} {'  '.join(cells)}  total {values['total_p50_us']:,.1f}  bytes {values['bytes']:,.0f}",
-            flush=True,
-        )
+        phases = [phase for phase in PHASES if f"{phase}_p50_us" in values]
+        cells = [f"{phase} {values[f'{phase}_p50_us']:,.1f} ({values[f'{phase}_p99_us']:,.1f})" for phase in phases]
+        cells += [f"total {values['total_p50_us']:,.1f}", f"bytes {values['bytes']:,.0f}"]
+        print(f"  {name:16} {'  '.join(cells)}", flush=True)
 
 
 def parse_options() -> argparse.Namespace:
@@ -111,8 +122,10 @@ def main() -> None:
     """Print the machine, each case, then the JSON line."""
     options = parse_options()
     num_cores = len(os.sched_getaffinity(0))
+    vllm = VllmProcess(options.vllm_python) if options.vllm_python else None
     machine = f"{processor_name()}; Python {platform.python_version()}, numpy {np.__version__}"
     print(machine)
+    print(f"vLLM {vllm.version}" if vllm is not None else "vLLM: left out, --vllm-python names no interpreter")
     cases = []
     for num_readers in options.readers:
         for wait in options.waits:
@@ -123,10 +136,12 @@ def main() -> None:
                 for num_rows in options.rows:
                     case = {"readers": num_readers, "wait": wait, "mode": mode, "rows": num_rows}
                     results = run_case(
-                        options, num_readers=num_readers, num_rows=num_rows, mode=mode, spins=wait == "spinning"
+                        options, vllm, num_readers=num_readers, num_rows=num_rows, mode=mode, spins=wait == "spinning"
                     )
                     print_case(f"{mode}, {num_rows} rows, {num_readers} readers, {wait}", results)
                     cases.append({**case, "results": results})
+    if vllm is not None:
+        vllm.close()
     print(json.dumps({"benchmark": "control_plane", "machine": machine, "step_us": options.step_us, "cases": cases}))
 
 

@@ -41,7 +41,8 @@ class PlanContender:
         self._rng = np.random.default_rng(0)
         self._scheduler = Scheduler(_limits(num_rows, num_steps))
         self._new: list[str] = []
-        self._add(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist())
+        self._prompts: list[list[int]] = []
+        self._add(self._draw(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist()))
         self._reach_steady_decode()
         self._publisher = PlanPublisher(num_readers)
         arguments = (self._publisher.name, self._scheduler.next_step_id, spin_s)
@@ -49,8 +50,11 @@ class PlanContender:
         self._publisher.wait_attached(TIMEOUT_S)
         self.readers.wait_ready()
 
+    def draw(self) -> None:
+        self._prompts = self._draw([NEW_LENGTH] * NUM_NEW)
+
     def admit(self) -> None:
-        self._new = self._add([NEW_LENGTH] * NUM_NEW)
+        self._new = self._add(self._prompts)
 
     def schedule(self) -> StepPlan:
         plan = self._scheduler.schedule()
@@ -82,14 +86,17 @@ class PlanContender:
         self.readers.close()
         self._publisher.close()
 
-    def _add(self, lengths: list[int]) -> list[str]:
-        """Requests of random tokens; priorities vary."""
+    def _draw(self, lengths: list[int]) -> list[list[int]]:
+        return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+    def _add(self, prompts: list[list[int]]) -> list[str]:
+        """Priorities vary."""
         params = SamplingParams(max_tokens=None, stop_token_ids=list(STOPS))
-        names = [f"{self._scheduler.next_step_id}-{number}" for number in range(len(lengths))]
-        for number, length in enumerate(lengths):
+        names = [f"{self._scheduler.next_step_id}-{number}" for number in range(len(prompts))]
+        for number, prompt in enumerate(prompts):
             request = EngineRequest(
                 request_id=names[number],
-                prompt_token_ids=self._rng.integers(0, VOCABULARY, length).tolist(),
+                prompt_token_ids=prompt,
                 params=params,
                 eos_token_ids=(EOS,),
                 priority=number % 3,

@@ -82,8 +82,11 @@ class Contender(Protocol):
 
     readers: Readers
 
+    def draw(self) -> None:
+        """Before a mixed step: draw 32 prompts of 512 tokens; not timed."""
+
     def admit(self) -> None:
-        """Before a mixed step: queue 32 prompts of 512 tokens."""
+        """Make requests of them and queue them."""
 
     def schedule(self) -> object:
         """Decide what to run; the step."""
@@ -132,7 +135,8 @@ def run_steps(contender: Contender, times: Times, num_steps: int, *, mixed: bool
     contender.readers.expect(2 * num_steps if mixed else num_steps)
     for _ in range(num_steps):
         if mixed:
-            contender.admit()
+            contender.draw()
+            times.run("admit", contender.admit)
         _run_step(contender, times, step_us)
         if mixed:
             contender.retire()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import PlanError
-from tp_engine.plan import Admission, IntArray, RowSampling
+from tp_engine.plan import NO_FLOATS, NO_IDS, Admission, IntArray, RowSampling
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Part: TypeAlias = bytes | npt.NDArray[np.generic]
@@ -96,7 +95,7 @@ def _decode_admission(buffer: Buffer, offset: int, total: int) -> tuple[Admissio
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
         bias_token_ids=bias_token_ids,
-        bias_values=np.frombuffer(buffer, _FLOAT, num_bias, bias_offset),
+        bias_values=np.frombuffer(buffer, _FLOAT, num_bias, bias_offset) if num_bias else NO_FLOATS,
         allowed_token_ids=allowed_token_ids,
     )
     admission = Admission(
@@ -124,9 +123,14 @@ def check_end(what: str, end: int, total: int) -> None:
 
 
 def split_ints(buffer: Buffer, offset: int, sizes: tuple[int, ...]) -> list[IntArray]:
-    """Views of consecutive int32 arrays of these sizes, from byte ``offset``."""
+    """Views of consecutive int32 arrays of these sizes, from byte ``offset``; most are empty, and cost nothing."""
     ints: IntArray = np.frombuffer(buffer, INT, sum(sizes), offset)
-    return [ints[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+    parts: list[IntArray] = []
+    start = 0
+    for size in sizes:
+        parts.append(ints[start : start + size] if size else NO_IDS)
+        start += size
+    return parts
 
 
 def aligned(offset: int) -> int:
