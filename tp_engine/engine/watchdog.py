@@ -103,13 +103,16 @@ class Watchdog:
                 self.peers.kill(missing)
 
     def stop(self) -> None:
-        """End the thread; the process stays as it is."""
+        """End the thread; the process stays as it is.  Safe to call twice."""
+        if self._over.is_set():
+            return
         self._over.set()
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join()
         with self._lock:
             self.peers.close()
+            os.close(self._wake)
 
     def _run(self) -> None:
         try:
