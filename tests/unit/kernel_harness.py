@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,10 @@ class _Target:
 
 
 def compile_cases(module: str, capability: int) -> list[Any]:
-    """Compile what ``tests.unit.<module>.launch_all`` launches; returns the kernels."""
+    """Compile what ``tests.unit.<module>.launch_all`` launches (some are told for which GPU); returns the kernels."""
+    launch_all = importlib.import_module(f"tests.unit.{module}").launch_all
     with compiled_for(capability) as kernels:
-        importlib.import_module(f"tests.unit.{module}").launch_all()
+        launch_all(**({"capability": capability} if "capability" in signature(launch_all).parameters else {}))
     assert kernels, f"{module} has launched nothing"
     for kernel in kernels:
         assert kernel.asm["cubin"], f"{kernel.name} has no machine code for sm_{capability}"

@@ -50,10 +50,13 @@ class AttentionShape:
 class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache.
 
-    One layer's cache is (2, blocks, block_size, local KV heads, head_dim): keys at 0, values at 1.
+    One layer's cache is (2, blocks, block_size, local KV heads, head_dim): keys at 0, values at 1.  A quantised one has
+    scales beside it (kernels/kv_quant.py).  ``can_capture_decodes`` says that a step of decodes can be captured in a
+    CUDA graph: ``forward`` then launches the same kernels whatever the lengths, which it reads from the device.
     """
 
     name: str
+    can_capture_decodes: bool
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Once per step, before the first layer: work out what all layers share."""
@@ -61,13 +64,15 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store this step's keys and values, then attend.
 
-        ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim); returns (N, heads, head_dim).
+        ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim), both None where they are already
+        stored; ``kv_scales`` (2, blocks, KV heads, block_size) of a quantised cache; returns (N, heads, head_dim).
         """

@@ -24,18 +24,22 @@ TokenSelection: TypeAlias = slice | torch.Tensor
 
 @dataclass(slots=True)
 class LayerInput:
-    """One layer's ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim) and its cache."""
+    """One layer's ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim) and its cache.
+
+    ``key`` and ``value`` are None where only the cache has them.
+    """
 
     query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
     kv_cache: torch.Tensor
     shape: AttentionShape
     reader: SlotReader
+    kv_scales: torch.Tensor | None = None
 
     def cached(self, part: int, selection: SlotSelection) -> torch.Tensor:
         """Keys (part 0) or values (part 1) of the cache: (keys, KV heads, head_dim)."""
-        return self.reader.read(self.kv_cache, part, selection)
+        return self.reader.read(self.kv_cache, part, selection, self.kv_scales)
 
 
 class AttentionCall(Protocol):
@@ -110,6 +114,7 @@ class ChunkCall:
     def _read(self, layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (keys, KV heads, head_dim) from ``first_key`` on."""
         if self.selection is None:
+            assert layer.key is not None and layer.value is not None
             return layer.key[self.tokens], layer.value[self.tokens]
         return layer.cached(0, self.selection), layer.cached(1, self.selection)
 

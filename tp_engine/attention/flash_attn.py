@@ -38,6 +38,7 @@ class FlashAttnBackend:
     """
 
     name = "flash_attn"
+    can_capture_decodes = True
 
     def __init__(self, package: Any = None) -> None:
         package = package or _import_package()
@@ -71,14 +72,17 @@ class FlashAttnBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        self._store_kv(key, value, kv_cache, metadata.slot_mapping)
+        assert kv_scales is None, "why_not refuses a quantised cache"
+        if key is not None and value is not None:
+            self._store_kv(key, value, kv_cache, metadata.slot_mapping)
         parts, start = [], metadata.num_decodes
         if start:
             parts.append(self._attend_decodes(query[:start], kv_cache, metadata, shape))

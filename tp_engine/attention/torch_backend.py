@@ -17,13 +17,16 @@ from tp_engine.plan import IntArray
 
 
 class _LayerKind(NamedTuple):
-    """What layers must have in common to share their calls.  ``dtype`` is that of the computation."""
+    """What layers must have in common to share their calls.  ``dtype`` is that of the computation.
+
+    ``reads_fresh_keys``: the step's own keys are at hand and exactly what the cache holds of them.
+    """
 
     window: int | None
     queries_per_kv_head: int
     block_size: int
     dtype: torch.dtype
-    cache_is_exact: bool
+    reads_fresh_keys: bool
 
 
 class TorchBackend:
@@ -33,6 +36,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    can_capture_decodes = False
 
     def __init__(self) -> None:
         self._masks = StaircaseMasks(TILE)
@@ -51,16 +55,18 @@ class TorchBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        self._store(key, value, kv_cache, metadata)
-        kind, calls = self._planned_calls(query, kv_cache, shape, metadata)
-        layer = LayerInput(query, key, value, kv_cache, shape, self._reader)
+        if key is not None and value is not None:
+            self._store(key, value, kv_cache, metadata, kv_scales)
+        kind, calls = self._planned_calls(query, kv_cache, shape, metadata, has_fresh_keys=key is not None)
+        layer = LayerInput(query, key, value, kv_cache, shape, self._reader, kv_scales)
         if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
         out = query.new_zeros(query.shape)
@@ -69,10 +75,16 @@ class TorchBackend:
         return out
 
     def _planned_calls(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, metadata: AttentionMetadata
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        shape: AttentionShape,
+        metadata: AttentionMetadata,
+        *,
+        has_fresh_keys: bool = True,
     ) -> tuple[_LayerKind, list[AttentionCall]]:
         """The calls of this kind of layer, planned by the first of its layers."""
-        kind = _kind_of(query, kv_cache, shape)
+        kind = _kind_of(query, kv_cache, shape, has_fresh_keys)
         calls = self._calls.get(kind)
         if calls is None:
             calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
@@ -82,12 +94,18 @@ class TorchBackend:
         self._kept = tokens_to_store(metadata.slot_mapping) if metadata.is_padded else None
 
     def _store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_scales: torch.Tensor | None,
     ) -> None:
-        if self._kept is None:
-            scatter_kv(key, value, kv_cache, metadata.slot_mapping)
+        slots, kept = metadata.slot_mapping, self._kept
+        if kept is None:
+            scatter_kv(key, value, kv_cache, slots, kv_scales)
         else:
-            scatter_kv(key[self._kept], value[self._kept], kv_cache, metadata.slot_mapping[self._kept])
+            scatter_kv(key[kept], value[kept], kv_cache, slots[kept], kv_scales)
 
     def _plan_call(self, group: Group, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
         """Slots and masks of one group for one kind of layer."""
@@ -96,7 +114,7 @@ class TorchBackend:
         if batch == 1 and query_len > 1:
             assert isinstance(tokens, slice)
             seq_len = int(group.seq_lens[0])
-            if kind.cache_is_exact and seq_len == query_len:
+            if kind.reads_fresh_keys and seq_len == query_len:
                 return ChunkCall(tokens, None, 0, seq_len, self._masks)
             keys = visible_keys(group, kind.window, metadata, kind.block_size)
             return ChunkCall(tokens, keys.selection, int(keys.first[0]), seq_len, self._masks)
@@ -110,7 +128,7 @@ class TorchBackend:
         return GroupCall(tokens, keys.selection, mask, batch, query_len)
 
 
-def _kind_of(query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> _LayerKind:
+def _kind_of(query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, has_fresh_keys: bool) -> _LayerKind:
     # Half precision is emulated on CPUs, many times slower than float32.
     is_slow = query.dtype == torch.float16 and query.device.type == "cpu"
     return _LayerKind(
@@ -118,7 +136,7 @@ def _kind_of(query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape)
         queries_per_kv_head=shape.num_heads // shape.num_kv_heads,
         block_size=kv_cache.shape[2],
         dtype=torch.float32 if is_slow else query.dtype,
-        cache_is_exact=kv_cache.dtype == query.dtype,
+        reads_fresh_keys=has_fresh_keys and kv_cache.dtype == query.dtype,
     )
 
 

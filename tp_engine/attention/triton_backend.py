@@ -25,7 +25,12 @@ class TritonBackend(TorchBackend):
         """Nothing: the kernel skips padding by itself."""
 
     def _store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_scales: torch.Tensor | None,
     ) -> None:
         self._store_kernel(key, value, kv_cache, metadata.slot_mapping)
 

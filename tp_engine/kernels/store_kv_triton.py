@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.kv_quant_triton import store_quantised_kv_triton
+
 _MAX_BLOCK = 1024
 
 
@@ -43,8 +45,17 @@ def store_kv_kernel(  # type: ignore[no-untyped-def]
         tl.store(value_cache + slot * WIDTH + column, new_value.to(value_cache.dtype.element_ty), mask=inside)
 
 
-def store_kv_triton(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def store_kv_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
     """``store_kv`` as one kernel launch: no synchronisation and fixed shapes, so a CUDA graph can hold it."""
+    if kv_scales is not None:
+        store_quantised_kv_triton(key, value, kv_cache, slot_mapping, kv_scales)
+        return
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return

@@ -13,30 +13,36 @@ from tp_engine.layers.forward_context import current_metadata
 class Attention(nn.Module):
     """Causal attention of one layer over this rank's heads.
 
-    ``kv_cache`` is None until ``bind_kv_cache``: memory is profiled before there is a cache, on new requests whose
-    keys and values are all in the step itself.
+    ``kv_cache`` (and ``kv_scales``, if it is quantised) is None until ``bind_kv_cache``: memory is profiled before
+    there is a cache, on new requests whose keys and values are all in the step itself.
     """
 
     def __init__(self, shape: AttentionShape, backend: AttentionBackend) -> None:
         super().__init__()
         self.shape = shape
         self.kv_cache: torch.Tensor | None = None
+        self.kv_scales: torch.Tensor | None = None
         self._backend = backend
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Use this layer's slice (2, blocks, block_size, local KV heads, head_dim) from now on."""
-        assert kv_cache.shape[-2:] == (self.shape.num_kv_heads, self.shape.head_dim), (kv_cache.shape, self.shape)
-        self.kv_cache = kv_cache
+    def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None = None) -> None:
+        """Use this layer's slice (2, blocks, block_size, local KV heads, head_dim) from now on.
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ``kv_scales`` (2, blocks, local KV heads, block_size) float32 belong to a quantised cache.
+        """
+        assert kv_cache.shape[-2:] == (self.shape.num_kv_heads, self.shape.head_dim), (kv_cache.shape, self.shape)
+        self.kv_cache, self.kv_scales = kv_cache, kv_scales
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).
 
-        The inputs may be strided views whose last dimension is contiguous.
+        The inputs may be strided views whose last dimension is contiguous.  Without ``key`` and ``value`` the caller
+        has stored them already.
         """
         metadata = current_metadata()
         if self.kv_cache is None:
+            assert key is not None and value is not None, "there is no cache yet that could hold them"
             return attend_fresh(query, key, value, metadata, self.shape)
-        return self._backend.forward(query, key, value, self.kv_cache, metadata, self.shape)
+        return self._backend.forward(query, key, value, self.kv_cache, metadata, self.shape, self.kv_scales)
 
 
 def attend_fresh(
