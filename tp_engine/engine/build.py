@@ -40,7 +40,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         publisher=publisher,
         model_info=model_info(effective, num_blocks),
         plan_timeout_s=effective.config.collective_timeout_s,
-        num_ahead=int(effective.config.async_scheduling and groups.info.world_size > 1),
+        num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
         echoes=EchoCheck(job.board, checks_inputs=effective.config.check_inputs),
         leave=lambda: _leave(groups, job, leave),

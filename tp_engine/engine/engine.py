@@ -5,6 +5,11 @@ between two steps; what sampling adds to that step reaches the ranks from device
 
     rank 0    plan 1  plan 2 | run 1 | update 1  plan 3 | run 2 | update 2  plan 4 | run 3 | ...
     rank 1                   | run 1 |                  | run 2 |                  | run 3 | ...
+
+A device that runs by itself (CUDA) is given the next step before the result of this one is waited for::
+
+    host      launch 1  launch 2  wait 1  update 1  plan 3  launch 3  wait 2  update 2 ...
+    device    | run 1          | run 2                    | run 3                      ...
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.worker.model_runner import PendingStep
 from tp_engine.worker.worker import Worker
 
 
@@ -52,7 +58,8 @@ class Engine:
         self._publisher = publisher
         self._plan_timeout_s = plan_timeout_s
         self._num_ahead = num_ahead
-        self._in_flight: deque[StepPlan] = deque()
+        self._sent: deque[StepPlan] = deque()
+        self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
         self._job = job
         self._trace = StepTrace(job.slot)
         self._echoes = echoes
@@ -63,7 +70,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running, or a step that was sent has not run yet."""
-        return self._scheduler.has_unfinished or bool(self._in_flight)
+        return self._scheduler.has_unfinished or self._num_in_flight > 0
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``RequestError`` leaves the engine as it was."""
@@ -79,9 +86,9 @@ class Engine:
         self._check_alive()
         try:
             self._send_plans()
-            if not self._in_flight:
+            if self._num_in_flight == 0:
                 return StepOutput()
-            plan, result = self._run_oldest()
+            plan, result = self._finish_oldest()
             return self._scheduler.update(plan, result)
         except BaseException as error:
             self._failure = error
@@ -125,8 +132,8 @@ class Engine:
     def _stop_ranks(self) -> None:
         """Run what was sent, then tell the others that it was all."""
         try:
-            while self._in_flight:
-                self._run_oldest()
+            while self._num_in_flight:
+                self._finish_oldest()
             self._job.stopping()
             self._job.note.reach(Phase.SHUTDOWN)
             self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
@@ -135,22 +142,31 @@ class Engine:
             self._job.blame(error)
             raise
 
-    def _send_plans(self) -> None:
-        while len(self._in_flight) <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
-            self._publish(plan)
-            self._in_flight.append(plan)
+    @property
+    def _num_in_flight(self) -> int:
+        """Steps whose plans have been sent and whose results have not been taken."""
+        return len(self._sent) + len(self._launched)
 
-    def _run_oldest(self) -> tuple[StepPlan, StepResult]:
-        """Run the oldest plan that was sent; every other rank runs it too."""
-        plan = self._in_flight.popleft()
-        self._trace.begin(plan.step_id)
-        pending = self._worker.execute(plan)
-        self._trace.launched(plan.step_id)
+    def _send_plans(self) -> None:
+        while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
+            self._publish(plan)
+            self._sent.append(plan)
+
+    def _finish_oldest(self) -> tuple[StepPlan, StepResult]:
+        """Run the oldest plan that was sent, as every other rank does, and wait for its result."""
+        while self._sent and (self._worker.runs_by_itself or not self._launched):
+            self._launch(self._sent.popleft())
+        plan, pending = self._launched.popleft()
         result = pending.result()
         if len(result.token_ids):
             self._echoes.check(plan.step_id)
         self._trace.done(plan.step_id)
         return plan, result
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._trace.begin(plan.step_id)
+        self._launched.append((plan, self._worker.execute(plan)))
+        self._trace.launched(plan.step_id)
 
     def _publish(self, plan: StepPlan) -> None:
         num_bytes = checksum = 0

@@ -80,6 +80,11 @@ class Worker:
         self._groups.note.reach(Phase.STEP_BEGIN)
         return self._runner.run(plan)
 
+    @property
+    def runs_by_itself(self) -> bool:
+        """Whether ``execute`` returns before the step has run, so that the next one can be launched behind it."""
+        return self._effective.config.device == "cuda"
+
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
         assert self._monitor is not None, "start() comes first"

@@ -1,0 +1,68 @@
+"""Recorded decode steps: which sizes, and which of them a batch runs in.  Oracle: the rules in the docstrings."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tp_engine.errors import ConfigError
+from tp_engine.worker.capture_sizes import capture_sizes
+from tp_engine.worker.decode_graphs import DecodeGraphs
+from tp_engine.worker.graph_recorder import RepeatingRecorder
+from tp_engine.worker.readback import Readback
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "first", "last", "count"),
+    [(1, 1, 1, 1), (3, 1, 3, 3), (8, 1, 8, 4), (20, 1, 20, 6), (256, 1, 256, 35), (1024, 1, 512, 51)],
+)
+def test_default_sizes(max_num_seqs: int, first: int, last: int, count: int) -> None:
+    """They begin at 1, end at ``max_num_seqs`` or 512, rise, and no batch is padded by more than 16 rows."""
+    sizes = capture_sizes(None, max_num_seqs)
+    assert (sizes[0], sizes[-1], len(sizes)) == (first, last, count)
+    assert list(sizes) == sorted(set(sizes))
+    assert all(larger - smaller <= 16 for smaller, larger in itertools.pairwise(sizes))
+
+
+def test_asked_sizes_are_sorted_and_distinct() -> None:
+    """Oracle: the set of the numbers given."""
+    assert capture_sizes("8, 1,4,8", 16) == (1, 4, 8)
+
+
+@pytest.mark.parametrize("asked", ["", "a", "1,,2", "1.5"])
+def test_what_is_no_list_is_refused(asked: str) -> None:
+    """The value and an example are named."""
+    with pytest.raises(ConfigError, match=r"cuda_graph_sizes is .* such as 1,2,4,8"):
+        capture_sizes(asked, 16)
+
+
+@pytest.mark.parametrize(("asked", "wrong"), [("0,1", "0"), ("1,17", "17"), ("-3", "-3")])
+def test_sizes_out_of_range_are_refused(asked: str, wrong: str) -> None:
+    """The size, the rule and the remedy are named."""
+    with pytest.raises(ConfigError, match=rf"contains {wrong}; sizes go from 1 to max_num_seqs, which is 16"):
+        capture_sizes(asked, 16)
+
+
+def test_a_batch_runs_in_the_smallest_recording_that_holds_it() -> None:
+    """Each size is warmed up and recorded, largest first; a run returns only the rows that were asked for."""
+    calls: list[int] = []
+
+    def step(size: int) -> torch.Tensor:
+        calls.append(size)
+        return torch.arange(size)
+
+    graphs = DecodeGraphs((1, 2, 4, 8), RepeatingRecorder(), step)
+    assert calls == [8, 4, 2, 1]
+    assert graphs.run(3).tolist() == [0, 1, 2] and calls[-1] == 4
+    assert graphs.run(8).tolist() == list(range(8)) and calls[-1] == 8
+    assert [graphs.padded_size(n) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+
+
+def test_readback_on_a_cpu_is_the_tensor_itself() -> None:
+    """Oracle: the tensor's values; nothing is copied."""
+    ids = torch.tensor([5, 6], dtype=torch.int32)
+    wait = Readback(8, torch.device("cpu")).start(ids)
+    ids[0] = 9
+    assert wait().tolist() == [9, 6]

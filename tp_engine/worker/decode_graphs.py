@@ -1,0 +1,40 @@
+"""The decode step, recorded for padded batch sizes."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tp_engine.worker.graph_recorder import Recorder, Recording
+
+
+class DecodeGraphs:
+    """One recording per size of ``sizes`` (rising); a batch runs in the smallest that holds it.
+
+    ``step(size)`` runs a decode step of ``size`` rows, padding included, from inputs that stay at one place, and
+    returns its output, whose first dimension is ``size``.  It is called once before it is recorded, for what happens
+    only the first time: compilation, libraries' workspaces.
+    """
+
+    def __init__(self, sizes: Sequence[int], recorder: Recorder, step: Callable[[int], torch.Tensor]) -> None:
+        self._sizes = list(sizes)
+        self._recordings: dict[int, Recording] = {}
+        for size in reversed(self._sizes):
+            step(size)
+            self._recordings[size] = recorder.record(lambda size=size: step(size))  # type: ignore[misc]
+
+    @property
+    def largest(self) -> int:
+        """The most rows that a recorded step holds."""
+        return self._sizes[-1]
+
+    def padded_size(self, num_rows: int) -> int:
+        """The size of the recording that ``num_rows`` rows run in."""
+        assert 0 < num_rows <= self.largest
+        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def run(self, num_rows: int) -> torch.Tensor:
+        """Run the step, whose inputs are in place; the first ``num_rows`` rows of its output."""
+        return self._recordings[self.padded_size(num_rows)].run()[:num_rows]
