@@ -65,8 +65,8 @@ class TorchBackend:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         if key is not None and value is not None:
             self._store(key, value, kv_cache, metadata, kv_scales)
-        kind, calls = self._planned_calls(query, kv_cache, shape, metadata, has_fresh_keys=key is not None)
         layer = LayerInput(query, key, value, kv_cache, shape, self._reader, kv_scales)
+        kind, calls = self._planned_calls(layer, metadata)
         if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
         out = query.new_zeros(query.shape)
@@ -74,17 +74,9 @@ class TorchBackend:
             out[call.tokens] = call.run(layer, kind.dtype).to(query.dtype)
         return out
 
-    def _planned_calls(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        shape: AttentionShape,
-        metadata: AttentionMetadata,
-        *,
-        has_fresh_keys: bool = True,
-    ) -> tuple[_LayerKind, list[AttentionCall]]:
+    def _planned_calls(self, layer: LayerInput, metadata: AttentionMetadata) -> tuple[_LayerKind, list[AttentionCall]]:
         """The calls of this kind of layer, planned by the first of its layers."""
-        kind = _kind_of(query, kv_cache, shape, has_fresh_keys)
+        kind = _kind_of(layer)
         calls = self._calls.get(kind)
         if calls is None:
             calls = self._calls[kind] = [self._plan_call(group, kind, metadata) for group in self._groups]
@@ -128,7 +120,8 @@ class TorchBackend:
         return GroupCall(tokens, keys.selection, mask, batch, query_len)
 
 
-def _kind_of(query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, has_fresh_keys: bool) -> _LayerKind:
+def _kind_of(layer: LayerInput) -> _LayerKind:
+    query, kv_cache, shape = layer.query, layer.kv_cache, layer.shape
     # Half precision is emulated on CPUs, many times slower than float32.
     is_slow = query.dtype == torch.float16 and query.device.type == "cpu"
     return _LayerKind(
@@ -136,7 +129,7 @@ def _kind_of(query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape,
         queries_per_kv_head=shape.num_heads // shape.num_kv_heads,
         block_size=kv_cache.shape[2],
         dtype=torch.float32 if is_slow else query.dtype,
-        reads_fresh_keys=has_fresh_keys and kv_cache.dtype == query.dtype,
+        reads_fresh_keys=layer.key is not None and kv_cache.dtype == query.dtype,
     )
 
 
