@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tp_engine.dist.collectives import Communicator
+from tp_engine.kernels.layer_ops import LayerOps, layer_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,11 @@ class LayerContext:
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def ops(self) -> LayerOps:
+        """The small operations of a layer, for this device."""
+        return layer_ops(self.device.type)
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A weight that the loader will fill; allocated on the device, in its final type, without initialisation."""

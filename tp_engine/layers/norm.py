@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from tp_engine.kernels.rope import HeadNorm
 from tp_engine.layers.context import LayerContext
 
 
@@ -15,37 +15,37 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, *, context: LayerContext) -> None:
         super().__init__()
         self.weight = context.empty(size)
-        self._shape, self._eps = (size,), eps
+        self._eps = eps
+        self._rms_norm, self._add_rms_norm = context.ops.rms_norm, context.ops.add_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+        return self._rms_norm(x, self.weight, self._eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add ``x`` to ``residual``, in place, and return the normalised sum."""
-        return F.rms_norm(residual.add_(x), self._shape, self.weight, self._eps)
+        return self._add_rms_norm(x, residual, self.weight, self._eps)
 
 
 class QKNorm(nn.Module):
-    """Normalise every query and key head on its own, queries with one weight and keys with another (Qwen3).
-
-    Both are done at once on (N, heads + KV heads, head_dim): normalise all, then multiply by a weight per head.
-    """
+    """The weights that normalise every query and key head on its own, one for queries and one for keys (Qwen3)."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, context: LayerContext) -> None:
         super().__init__()
         self.q_weight: nn.Parameter = context.empty(head_dim)
         self.k_weight: nn.Parameter = context.empty(head_dim)
-        self._counts, self._shape, self._eps = (num_heads, num_kv_heads), (head_dim,), eps
-        self._weights: torch.Tensor | None = None
+        self._counts, self._eps = (num_heads, num_kv_heads), eps
+        self._head_norm: HeadNorm | None = None
 
     def finish_loading(self) -> None:
-        """Lay out the weight of each head, (heads + KV heads, head_dim)."""
-        self._weights = self._expand()
+        """Lay the weights out, once they have their values."""
+        self._head_norm = self._lay_out()
 
-    def _expand(self) -> torch.Tensor:
+    @property
+    def head_norm(self) -> HeadNorm:
+        """The weight of each head."""
+        return self._lay_out() if self._head_norm is None else self._head_norm
+
+    def _lay_out(self) -> HeadNorm:
         num_heads, num_kv_heads = self._counts
-        return torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
-
-    def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        weights = self._weights if self._weights is not None else self._expand()
-        return F.rms_norm(heads, self._shape, None, self._eps).mul_(weights)
+        weights = torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
+        return HeadNorm(q_weight=self.q_weight, k_weight=self.k_weight, weights=weights, eps=self._eps)

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import nn
 
+from tp_engine.kernels.rope import Rotation
 from tp_engine.model_config.rope import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of every position, computed once in float32; looked up once per step for all layers."""
+    """Cosines and sines of every position, computed once in float32, kept in ``dtype``."""
 
     table: torch.Tensor
 
@@ -19,25 +20,13 @@ class RotaryEmbedding(nn.Module):
         self, rope: RopeConfig, head_dim: int, max_model_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self._dtype = dtype
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim))
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        self.register_buffer("table", table.to(device), persistent=False)
+        self.register_buffer("table", table.to(device, dtype), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``positions`` (N,) -> cosines and signed sines, each (N, 1, head_dim), as ``apply_rotary`` takes them."""
-        cos, sin = self.table.index_select(0, positions).to(self._dtype).unsqueeze(1).chunk(2, -1)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``heads`` (N, heads, head_dim): element i of a head's first half turns with element i of its second.
-
-    ::
-
-        (a, b) -> (a cos - b sin, b cos + a sin) = (a, b) * (cos, cos) + (b, a) * (-sin, sin)
-    """
-    return (heads * cos).addcmul_(heads.roll(heads.shape[-1] // 2, -1), sin)
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """How the heads of tokens at ``positions`` (N,) int64 turn."""
+        return Rotation(self.table, positions)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

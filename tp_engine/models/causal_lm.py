@@ -55,11 +55,11 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``."""
-        cos, sin = self.rotary(positions)
+        rotation = self.rotary(positions)
         residual = self.embed_tokens(input_ids)
         x: torch.Tensor | None = None
         for layer in self.layers:
-            x = layer(x, residual, cos, sin)
+            x = layer(x, residual, rotation)
         assert x is not None
         return self.norm.add_and_norm(x, residual)
 

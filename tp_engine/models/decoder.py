@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.layers.activation import silu_and_mul
+from tp_engine.kernels.rope import Rotation
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
+from tp_engine.layers.forward_context import current_metadata
 from tp_engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import QKNorm, RMSNorm
-from tp_engine.layers.rotary import apply_rotary
 from tp_engine.model_config import ModelConfig
 
 
@@ -43,22 +43,26 @@ class SelfAttention(nn.Module):
             sliding_window=config.sliding_windows[index],
         )
         self.attention = Attention(shape, backend)
-        self._num_rotated = shape.num_heads + shape.num_kv_heads
+        self.qk_norm: QKNorm | None = None
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
+        self._prepare_heads = context.ops.prepare_heads
 
-    def normalise_heads(self, heads: torch.Tensor) -> torch.Tensor:
-        """Hook before the rotation: ``heads`` (N, heads + KV heads, head_dim) are all queries, then all keys."""
-        return heads
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        shape = self.attention.shape
-        num_tokens = x.shape[0]
-        heads = self.qkv_proj(x).view(num_tokens, self._num_all, shape.head_dim)
-        rotated = apply_rotary(self.normalise_heads(heads[:, : self._num_rotated]), cos, sin)
-        attended = self.attention(
-            rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, self._num_rotated :]
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        attention = self.attention
+        shape = attention.shape
+        heads = self.qkv_proj(x).view(len(x), self._num_all, shape.head_dim)
+        attended = attention(
+            *self._prepare_heads(
+                heads,
+                shape.num_kv_heads,
+                None if self.qk_norm is None else self.qk_norm.head_norm,
+                rotation,
+                attention.kv_cache,
+                attention.kv_scales,
+                current_metadata().slot_mapping,
+            )
         )
-        projected: torch.Tensor = self.o_proj(attended.reshape(num_tokens, -1))
+        projected: torch.Tensor = self.o_proj(attended.reshape(len(x), -1))
         return projected
 
 
@@ -69,10 +73,6 @@ class QKNormSelfAttention(SelfAttention):
         super().__init__(config, index, backend, context)
         shape = self.attention.shape
         self.qk_norm = QKNorm(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.rms_norm_eps, context=context)
-
-    def normalise_heads(self, heads: torch.Tensor) -> torch.Tensor:
-        normalised: torch.Tensor = self.qk_norm(heads)
-        return normalised
 
 
 class GatedMLP(nn.Module):
@@ -85,9 +85,10 @@ class GatedMLP(nn.Module):
             config.hidden_size, (inner, inner), bias=config.mlp_bias, context=context
         )
         self.down_proj = RowParallelLinear(inner, config.hidden_size, bias=config.mlp_bias, context=context)
+        self._silu_and_mul = context.ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        projected: torch.Tensor = self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))
         return projected
 
 
@@ -108,11 +109,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """``x`` is the last block's output, not yet added to ``residual``; None before the first layer."""
         norm = self.input_layernorm
-        attended = self.self_attn(norm(residual) if x is None else norm.add_and_norm(x, residual), cos, sin)
+        attended = self.self_attn(norm(residual) if x is None else norm.add_and_norm(x, residual), rotation)
         output: torch.Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(attended, residual))
         return output

@@ -1,4 +1,4 @@
-"""Activations."""
+"""Activations in plain PyTorch, the twins of ``activation_triton``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,47 @@
+"""SwiGLU's product in one pass, rounded once: the Triton twin of ``activation``.
+
+::
+
+    gate_up (N, 2 * size) = [ gate | up ]        program (i, j): elements [j * BLOCK, (j + 1) * BLOCK) of token i
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up,
+    out,
+    stride,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK elements of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    row = gate_up + token * stride
+    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * SIZE + column, product.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """``activation.silu_and_mul``; the rows may be slices of wider ones."""
+    num_tokens, double = gate_up.shape
+    assert double % 2 == 0 and gate_up.stride(1) == 1, (gate_up.shape, gate_up.stride())
+    size = double // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        block = min(int(triton.next_power_of_2(size)), _BLOCK)
+        silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block
+        )
+    return out

@@ -1,0 +1,90 @@
+"""Which implementation the layers use for their small operations, chosen once per process and device type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
+from tp_engine.kernels.triton_support import has_triton
+
+
+class RmsNorm(Protocol):
+    """As ``norm.rms_norm``."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    """As ``norm.add_rms_norm``."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, /
+    ) -> torch.Tensor: ...
+
+
+class SiluAndMul(Protocol):
+    """As ``activation.silu_and_mul``."""
+
+    def __call__(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class PrepareHeads(Protocol):
+    """As ``rope.prepare_heads``."""
+
+    def __call__(
+        self,
+        heads: torch.Tensor,
+        num_kv_heads: int,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: torch.Tensor | None,
+        kv_scales: torch.Tensor | None,
+        slot_mapping: torch.Tensor,
+        /,
+    ) -> Heads: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOps:
+    """One implementation; layers take its functions when they are built."""
+
+    name: str
+    rms_norm: RmsNorm
+    add_rms_norm: AddRmsNorm
+    silu_and_mul: SiluAndMul
+    prepare_heads: PrepareHeads
+
+
+TORCH_OPS = LayerOps(
+    name="torch",
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    silu_and_mul=activation.silu_and_mul,
+    prepare_heads=rope.prepare_heads,
+)
+
+
+@cache
+def layer_ops(device_type: str) -> LayerOps:
+    """Triton's on CUDA where Triton is installed, plain PyTorch elsewhere."""
+    return triton_ops() if device_type == "cuda" and has_triton() else TORCH_OPS
+
+
+def triton_ops() -> LayerOps:
+    """The Triton kernels, which run on CUDA and in Triton's interpreter; imported when they are asked for."""
+    from tp_engine.kernels.activation_triton import silu_and_mul_triton
+    from tp_engine.kernels.norm_triton import add_rms_norm_triton, rms_norm_triton
+    from tp_engine.kernels.rope_triton import prepare_heads_triton
+
+    return LayerOps(
+        name="triton",
+        rms_norm=rms_norm_triton,
+        add_rms_norm=add_rms_norm_triton,
+        silu_and_mul=silu_and_mul_triton,
+        prepare_heads=prepare_heads_triton,
+    )

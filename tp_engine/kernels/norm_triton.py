@@ -1,0 +1,79 @@
+"""Root mean square normalisation as one pass over memory: the Triton twin of ``norm``.
+
+One program holds one token's row, so that it is read once: x, and where there is one the residual, which is written
+back as their sum.  The sum is rounded to the residual's type before it is normalised, as the twin does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SIZE = 1 << 16
+_ELEMENTS_PER_THREAD = 8
+_MAX_WARPS = 16
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    ADDS: tl.constexpr,  # noqa: N803
+):
+    """One program: one row of SIZE elements, added to the residual where ADDS."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        place = residual + token * residual_stride + column
+        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(residual.dtype.element_ty)
+        tl.store(place, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``norm.rms_norm``; the rows of ``x`` may be slices of wider ones."""
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``norm.add_rms_norm``, which reads and writes every element once."""
+    assert residual.shape == x.shape and residual.stride(1) == 1, (residual.shape, residual.stride())
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    num_tokens, size = x.shape
+    assert x.stride(1) == 1 and weight.shape == (size,), (x.shape, x.stride(), weight.shape)
+    assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    block = int(triton.next_power_of_2(size))
+    rms_norm_kernel[(num_tokens,)](
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ADDS=residual is not None,
+        num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
+    )
+    return out
