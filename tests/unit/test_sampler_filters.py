@@ -14,9 +14,10 @@ from transformers.generation.logits_process import (
 
 from tests.unit.sampler_cases import CPU, ids, sampler_for
 from tp_engine.plan import RowSampling
-from tp_engine.sampling.filters import keep_mask, rank_candidates
+from tp_engine.sampling.filters import keep_mask
 from tp_engine.sampling.groups import plan_groups
 from tp_engine.sampling.noise import gumbel_noise, hash_tokens, noise_keys
+from tp_engine.sampling.ranking import rank_candidates
 from tp_engine.sampling.state import SamplingState
 
 SETTINGS = [

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -49,6 +51,14 @@ class VocabSlice:
         first = info.rank * width
         num_ids = min(max(vocab_size - first, 0), width)
         return VocabSlice(vocab_size=vocab_size, first=first, num_ids=num_ids, width=width)
+
+    def holds(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of ``token_ids`` (c,) belong to the slice."""
+        return (token_ids >= self.first) & (token_ids < self.first + self.num_ids)
+
+    def columns_of(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The columns of those of ``token_ids`` (c,) that belong to the slice, in their order."""
+        return token_ids[self.holds(token_ids)] - self.first
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -10,63 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.sampling.groups import RowGroup
+from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import gumbel_noise
+from tp_engine.sampling.ranking import rank_candidates, row_argmax
 
+NUCLEUS_GUESS = 256
+_NUCLEUS_GUESSES = (NUCLEUS_GUESS, 4096)
 _WEIGHT_ONE = float(1 << 36)  # fixed-point 1.0: a sum over 2**17 tokens still fits float64's 53 bits
-_ARGMAX_BLOCK = 128
-_NUCLEUS_GUESSES = (256, 4096)
 
 
-def row_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Index (m,) int64 of the first maximum of each row of ``scores`` (m, c); a NaN is above all numbers.
-
-    On CPU torch's argmax reads one element at a time.  numpy's is vectorised (ten times faster), but knows no bfloat16;
-    there block maxima first are 3 to 10 times faster, because amax is vectorised.  All give the same index.
-    """
-    if scores.device.type == "cpu" and scores.dtype is torch.float32:
-        return torch.from_numpy(scores.numpy().argmax(-1))
-    num_rows, width = scores.shape
-    num_blocks = width // _ARGMAX_BLOCK
-    if scores.device.type != "cpu" or num_blocks < 2:
-        return scores.argmax(-1)
-    tail = num_blocks * _ARGMAX_BLOCK
-    blocks = scores[:, :tail].reshape(num_rows, num_blocks, _ARGMAX_BLOCK)  # a view
-    maxima = blocks.amax(-1)  # (m, blocks)
-    best = maxima.argmax(-1, keepdim=True)
-    inside = blocks[torch.arange(num_rows), best[:, 0]].argmax(-1, keepdim=True)
-    index = best * _ARGMAX_BLOCK + inside
-    if tail < width:
-        rest = scores[:, tail:]
-        last = rest.argmax(-1, keepdim=True)
-        rival, champion = rest.gather(1, last), maxima.gather(1, best)
-        better = (rival > champion) | (rival.isnan() & ~champion.isnan())
-        index = torch.where(better, last + tail, index)
-    return index[:, 0]
-
-
-def rank_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` likeliest tokens in order: values (m, count) float32 and ids (m, count) int32.
-
-    ``logits`` is (m, vocab) float32.  Value and id are packed in one integer, hence no ties::
-
-        bit 63 ............ 32 31 ............ 0
-            order-preserving    minus the id
-            int32 of the float
-    """
-    vocab = logits.shape[1]
-    bits = logits.contiguous().view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
-    ids = torch.arange(vocab, device=logits.device)
-    keys = (ordered.to(torch.int64) << 32).sub_(ids)
-    top = keys.topk(count).values if count < vocab else keys.sort(dim=-1, descending=True).values
-    token_ids = (-top) & 0xFFFFFFFF
-    high = ((top + token_ids) >> 32).to(torch.int32)
-    values = (high ^ ((high >> 31) & 0x7FFFFFFF)).view(torch.float32)
-    return values, token_ids.to(torch.int32)
-
-
-def _weights(scaled: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+def fixed_weights(scaled: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
     """Unnormalised probabilities as int64 fixed point, the likeliest token having ``_WEIGHT_ONE``."""
     return (scaled - maximum).exp_().mul_(_WEIGHT_ONE).to(torch.int64)
 
@@ -78,7 +31,7 @@ def keep_mask(scaled: torch.Tensor, group: RowGroup, total: torch.Tensor | None 
     """
     keep = torch.arange(scaled.shape[1], device=scaled.device) < group.top_k
     maximum = scaled[:, :1]
-    weights = _weights(scaled, maximum) * keep
+    weights = fixed_weights(scaled, maximum) * keep
     inclusive = weights.cumsum(-1)
     whole = inclusive[:, -1:] if total is None else total
     keep &= ((inclusive - weights).double() < group.top_p * whole.double()) | (group.top_p >= 1.0)
@@ -87,16 +40,29 @@ def keep_mask(scaled: torch.Tensor, group: RowGroup, total: torch.Tensor | None 
     return keep
 
 
-def _pick(scaled: torch.Tensor, token_ids: torch.Tensor, keep: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def pick(scaled: torch.Tensor, token_ids: torch.Tensor, keep: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw (m,) int32 among the candidates ``token_ids`` (m, c) that ``keep`` marks."""
     scores = gumbel_noise(token_ids, keys).add_(scaled).masked_fill_(~keep, -torch.inf)
     return token_ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def draw(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, vocab_ids: torch.Tensor) -> torch.Tensor:
+    """Draw (m,) int32 from ``logits`` (m, vocab) float32, in the group's way, which is not GREEDY.
+
+    ``keys`` (m, 2) int32 are the rows' noise keys, ``vocab_ids`` is arange(vocab) int32.
+    """
+    if group.way is Way.ANY:
+        return row_argmax(noisy_scores(logits, group, keys, vocab_ids)).to(torch.int32)
+    if group.way is Way.NUCLEUS:
+        return draw_nucleus(logits, group, keys)
+    return draw_ranked(logits, group, keys, group.largest_top_k if group.way is Way.RANKED else logits.shape[1])
 
 
 def draw_ranked(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, count: int) -> torch.Tensor:
     """Draw (m,) int32 from the ``count`` likeliest tokens of ``logits`` (m, vocab) float32."""
     values, token_ids = rank_candidates(logits, count)
     scaled = values.div_(group.temperature)
-    return _pick(scaled, token_ids, keep_mask(scaled, group), keys)
+    return pick(scaled, token_ids, keep_mask(scaled, group), keys)
 
 
 def draw_nucleus(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
@@ -109,21 +75,32 @@ def draw_nucleus(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> t
     if logits.device.type != "cpu":
         return draw_ranked(logits, group, keys, vocab)
     maximum = logits.amax(-1, keepdim=True) / group.temperature
-    total = _weights(logits / group.temperature, maximum).sum(-1, keepdim=True)
+    total = fixed_weights(logits / group.temperature, maximum).sum(-1, keepdim=True)
     for count in _NUCLEUS_GUESSES:
         if count < vocab:
             values, token_ids = rank_candidates(logits, count)
             scaled = values.div_(group.temperature)
             keep = keep_mask(scaled, group, total)
             if not bool(keep[:, -1].any()):
-                return _pick(scaled, token_ids, keep, keys)
+                return pick(scaled, token_ids, keep, keys)
     return draw_ranked(logits, group, keys, vocab)
 
 
-def draw_any(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, vocab_ids: torch.Tensor) -> torch.Tensor:
-    """Draw (m,) from all tokens, or under min_p, which needs no order.  ``vocab_ids`` is arange(vocab) int32."""
+def noisy_scores(
+    logits: torch.Tensor,
+    group: RowGroup,
+    keys: torch.Tensor,
+    token_ids: torch.Tensor,
+    maximum: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores (m, c) whose argmax draws from all tokens, or under min_p, which needs no order.
+
+    ``logits`` (m, c) float32 of ``token_ids`` (c,) int32.  Where they are a part of the vocabulary, ``maximum`` (m, 1)
+    is the largest of all logits.
+    """
     scaled = logits / group.temperature
-    scores = gumbel_noise(vocab_ids, keys).add_(scaled)
+    scores = gumbel_noise(token_ids, keys).add_(scaled)
     if group.uses_min_p:
-        scores.masked_fill_(~(scaled - scaled.amax(-1, keepdim=True) >= group.log_min_p), -torch.inf)
-    return row_argmax(scores)
+        likeliest = scaled.amax(-1, keepdim=True) if maximum is None else maximum / group.temperature
+        scores.masked_fill_(~(scaled - likeliest >= group.log_min_p), -torch.inf)
+    return scores

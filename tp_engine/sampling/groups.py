@@ -62,9 +62,20 @@ class RowGroup:
     largest_top_k: int
     uses_min_p: bool
 
+    def logits_of(
+        self, logits: torch.Tensor, edited: torch.Tensor | None, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of the group (m, width): from ``logits`` (n, width) or ``edited`` (e, width)."""
+        matrix = edited if self.edited else logits
+        assert matrix is not None
+        return matrix[start:stop] if self.source is None else matrix.index_select(0, self.source[start:stop])
+
     def part(self, start: int, stop: int) -> RowGroup:
         """The rows ``start`` to ``stop`` of the group."""
-        rows = slice(start, stop)
+        return self.select(slice(start, stop))
+
+    def select(self, rows: slice | torch.Tensor) -> RowGroup:
+        """Some rows of the group: a range, or places (int64)."""
         return RowGroup(
             way=self.way,
             edited=self.edited,
@@ -166,7 +177,7 @@ def _group(
 
 def _edits(state: SamplingState, rows: IntArray, is_short: BoolArray) -> TokenEdits | None:
     samplings = [state.token_lists.get(row) for row in rows.tolist()]
-    return collect_edits(samplings, is_short.tolist(), state.vocab_size, state.device)
+    return collect_edits(samplings, is_short.tolist(), state.vocab, state.device)
 
 
 def _penalised(state: SamplingState, rows: IntArray, places: IndexArray) -> PenalisedRows:
@@ -179,3 +190,21 @@ def _penalised(state: SamplingState, rows: IntArray, places: IndexArray) -> Pena
         frequency=frequency,
         presence=presence,
     )
+
+
+class StepPlanner:
+    """Plans steps, and keeps the last plan while it holds."""
+
+    def __init__(self, state: SamplingState) -> None:
+        self._state = state
+        self._key: tuple[int, bytes, bytes] | None = None
+        self._plan: StepGroups | None = None
+
+    def plan(self, rows: IntArray, positions: IntArray) -> StepGroups:
+        """The plan for ``rows`` (n,) that sample the tokens at ``positions`` (n,)."""
+        state = self._state
+        is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
+        key = (state.version, rows.tobytes(), is_short.tobytes())
+        if self._plan is None or key != self._key:
+            self._plan, self._key = plan_groups(state, rows, is_short), key
+        return self._plan

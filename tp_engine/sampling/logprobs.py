@@ -8,7 +8,8 @@ import torch
 
 from tp_engine.plan import TokenLogprobs
 from tp_engine.sampling.chunks import row_chunks
-from tp_engine.sampling.filters import rank_candidates
+from tp_engine.sampling.groups import StepGroups
+from tp_engine.sampling.ranking import rank_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
     )
 
 
-def spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> LogprobTensors:
+def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> LogprobTensors:
     """Put the scored rows at ``places`` (m,) int64 among ``num_rows``; the others, which nobody reads, are zero."""
     width = scored.token_ids.shape[1]
     return LogprobTensors(
@@ -69,3 +70,16 @@ def spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> Logpr
         logprobs=scored.logprobs.new_zeros((num_rows, width)).index_copy_(0, places, scored.logprobs),
         ranks=scored.ranks.new_zeros(num_rows).index_copy_(0, places, scored.ranks),
     )
+
+
+def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, plan: StepGroups) -> LogprobTensors | None:
+    """Log-probabilities of the sampled ``token_ids`` (n,) for the rows that ask, zeros for the others.
+
+    ``logits`` (s, vocab) are those of the rows that ask, in their order.
+    """
+    if plan.scored is None:
+        return None
+    if len(plan.scored) == len(token_ids):
+        return logprobs_of(logits, token_ids, plan.num_logprobs)
+    scored = logprobs_of(logits, token_ids.index_select(0, plan.scored), plan.num_logprobs)
+    return _spread(scored, plan.scored, len(token_ids))

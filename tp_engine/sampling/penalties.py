@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 from tp_engine.sampling.chunks import row_chunks
@@ -25,14 +26,15 @@ class PenalisedRows:
 
 
 class PenaltyCounts:
-    """Which tokens each row has seen.  Allocated when the first penalised request arrives::
+    """Which of this rank's tokens each row has seen.  Allocated when the first penalised request arrives::
 
-    output_counts (max_num_seqs, vocab) int32     times that the row generated the token
-    in_prompt     (max_num_seqs, vocab) bool      whether its prompt contains the token
+    output_counts (max_num_seqs, width) int32     times that the row generated the token
+    in_prompt     (max_num_seqs, width) bool      whether its prompt contains the token
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (max_num_seqs, vocab_size)
+    def __init__(self, max_num_seqs: int, vocab: VocabSlice, device: torch.device) -> None:
+        self._shape = (max_num_seqs, vocab.width)
+        self._vocab = vocab
         self._device = device
         self.output_counts: torch.Tensor | None = None
         self.in_prompt: torch.Tensor | None = None
@@ -51,21 +53,25 @@ class PenaltyCounts:
     def admit(self, row: int, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Count a row's prompt and the tokens that it generated before it was admitted."""
         output_counts, in_prompt = self._tensors()
-        prompt = np.unique(token_ids[:num_prompt_tokens]).astype(np.int64)
+        known = token_ids.astype(np.int64)
+        prompt = self._vocab.columns_of(np.unique(known[:num_prompt_tokens]))
         in_prompt[row].zero_().index_fill_(0, upload(prompt, self._device), True)
-        generated, counts = np.unique(token_ids[num_prompt_tokens:], return_counts=True)
+        generated, counts = np.unique(known[num_prompt_tokens:], return_counts=True)
+        counts = counts[self._vocab.holds(generated)].astype(np.int32)
         output_counts[row].zero_().index_copy_(
-            0, upload(generated.astype(np.int64), self._device), upload(counts.astype(np.int32), self._device)
+            0, upload(self._vocab.columns_of(generated), self._device), upload(counts, self._device)
         )
 
     def record(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count one generated token per row: ``rows`` (m,) int64, each once, and ``token_ids`` (m,)."""
         output_counts, _ = self._tensors()
-        flat = rows * self._shape[1] + token_ids
-        output_counts.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        columns = token_ids - self._vocab.first
+        is_mine = (columns >= 0) & (columns < self._shape[1])
+        flat = rows * self._shape[1] + columns.mul_(is_mine)
+        output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
 
     def apply(self, logits: torch.Tensor, penalised: PenalisedRows) -> None:
-        """Penalise rows of ``logits`` (e, vocab) float32 in place.
+        """Penalise rows of ``logits`` (e, width) float32 in place.
 
         Repetition over prompt and output as in transformers (CTRL, Keskar et al. 2019): positive logits are divided,
         negative ones multiplied.  Then frequency and presence over the output as in OpenAI's API.

@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.dist.rank import RankInfo
+from tp_engine.layers.embedding import VocabSlice
 from tp_engine.plan import IntArray, RowSampling
 from tp_engine.sampling.penalties import PenaltyCounts
 
+ALONE = RankInfo()
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows
 
 
@@ -22,10 +25,12 @@ class SamplingState:
     """Sampling parameters of ``max_num_seqs`` rows; a released row samples greedily without processors.
 
     ``version`` changes with every admission, so that whoever caches what follows from the parameters can tell.
+    ``vocab`` is this rank's part of the vocabulary; what is kept per token is kept for that part.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device, info: RankInfo = ALONE) -> None:
         self.vocab_size = vocab_size
+        self.vocab = VocabSlice.of_rank(vocab_size, info)
         self.device = device
         self.version = 0
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -43,7 +48,7 @@ class SamplingState:
         self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # penalties, logit_bias or allowed_token_ids
         self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no processor, no log-probabilities
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
-        self.penalties = PenaltyCounts(max_num_seqs, vocab_size, device)
+        self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""

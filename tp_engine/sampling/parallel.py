@@ -1,0 +1,136 @@
+"""The sampler of several ranks: each works on its own slice of the vocabulary and tells the others very little.
+
+::
+
+    rank 0   slice -> edits, penalties -> share -+              +-> token ids
+    rank 1   slice -> edits, penalties -> share -+- all-gather -+-> token ids     (the same)
+    ...                                          |              |
+
+One collective per step for whatever mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).
+Only min_p without top_k, and on CPU top_p without top_k, need another one before it, of one word per row; and on CPU
+the rows whose nucleus is larger than its candidates need one after it.  ``shares`` has the table.
+
+All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
+positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p
+are decided by comparing integers.  The others repeat the same operations on the same numbers in the same shapes, which
+gives the same bits on devices of one kind, the only case: the ranks of an engine share one host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.dist.collectives import Communicator
+from tp_engine.layers.upload import upload
+from tp_engine.plan import IntArray
+from tp_engine.sampling import shares
+from tp_engine.sampling.exchange import exchange
+from tp_engine.sampling.groups import RowGroup, StepGroups, StepPlanner, Way
+from tp_engine.sampling.logprobs import LogprobTensors, score_rows
+from tp_engine.sampling.noise import noise_keys
+from tp_engine.sampling.processors import edited_logits, record_tokens
+from tp_engine.sampling.ranking import best_keys
+from tp_engine.sampling.state import SamplingState
+
+
+@dataclass(slots=True, kw_only=True)
+class _GroupStep:
+    """A group in one step: its slices (m, width), its noise keys (m, 2) and, where needed, its rows' maxima (m, 1)."""
+
+    group: RowGroup
+    logits: torch.Tensor
+    keys: torch.Tensor | None
+    maximum: torch.Tensor | None = None
+
+
+class ParallelSampler:
+    """Samples the rows of ``state`` together with the other ranks; the tokens are those of ``Sampler``."""
+
+    def __init__(self, state: SamplingState, communicator: Communicator) -> None:
+        self._state = state
+        self._communicator = communicator
+        self._planner = StepPlanner(state)
+        self._vocab_ids = torch.arange(state.vocab_size, dtype=torch.int32, device=state.device)
+
+    def sample(
+        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """``Sampler.sample`` for this rank's slice ``logits`` (n, width); all ranks get the ids, rank 0 log-probs too.
+
+        A collective: every rank calls it with the same ``rows`` and ``positions``.
+        """
+        state, vocab = self._state, self._state.vocab
+        assert logits.shape == (len(rows), vocab.width), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        if state.is_plain[rows].all() and vocab.num_ids:
+            (stack,) = exchange(self._communicator, [best_keys(logits[:, : vocab.num_ids], vocab.first)[:, None]])
+            return shares.decide_best(stack), None
+        plan = self._planner.plan(rows, positions)
+        steps = self._steps(logits, plan, rows, positions)
+        self._exchange_maxima(steps)
+        offered = [self._share(step) for step in steps]
+        if plan.scored is not None:
+            offered.append(logits.index_select(0, plan.scored))
+        stacks = exchange(self._communicator, offered)
+        tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+        for step, stack in zip(steps, stacks, strict=False):
+            tokens.index_copy_(0, step.group.members, self._decide(step, stack))
+        record_tokens(tokens, plan, state)
+        if plan.scored is None or not self._communicator.info.is_first:
+            return tokens, None
+        return tokens, score_rows(shares.whole_logits(stacks[-1], state.vocab_size), tokens, plan)
+
+    def _steps(self, logits: torch.Tensor, plan: StepGroups, rows: IntArray, positions: IntArray) -> list[_GroupStep]:
+        edited = edited_logits(logits, plan, self._state)
+        keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if plan.draws else None
+        return [
+            _GroupStep(
+                group=group,
+                logits=group.logits_of(logits, edited),
+                keys=None if keys is None else keys.index_select(0, group.members),
+            )
+            for group in plan.groups
+        ]
+
+    def _exchange_maxima(self, steps: list[_GroupStep]) -> None:
+        wanting = [step for step in steps if shares.needs_maximum(step.group, step.logits.device)]
+        offered = [shares.maximum_share(self._held(step)) for step in wanting]
+        for step, stack in zip(wanting, exchange(self._communicator, offered), strict=True):
+            step.maximum = shares.decide_maximum(stack)
+
+    def _held(self, step: _GroupStep) -> torch.Tensor:
+        return step.logits[:, : self._state.vocab.num_ids]
+
+    def _share(self, step: _GroupStep) -> torch.Tensor:
+        vocab, group, held = self._state.vocab, step.group, self._held(step)
+        if group.way in (Way.GREEDY, Way.ANY):
+            return shares.best_share(held, group, step.keys, vocab, step.maximum)
+        if group.way is Way.RANKED:
+            return shares.ranked_share(held, group.largest_top_k, vocab)
+        if step.maximum is not None:
+            return shares.nucleus_share(held, group, vocab, step.maximum)
+        return step.logits
+
+    def _decide(self, step: _GroupStep, stack: torch.Tensor) -> torch.Tensor:
+        if step.group.way in (Way.GREEDY, Way.ANY):
+            return shares.decide_best(stack)
+        assert step.keys is not None
+        if step.group.way is Way.RANKED:
+            return shares.decide_ranked(stack, step.group, step.keys)
+        if step.maximum is not None:
+            return self._decide_nucleus(step, stack, step.keys)
+        return self._decide_from_logits(stack, step.group, step.keys)
+
+    def _decide_nucleus(self, step: _GroupStep, stack: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Where the candidates are not enough, the logits of those rows are exchanged."""
+        tokens, missing = shares.decide_nucleus(stack, step.group, keys, self._state.vocab_size)
+        if len(missing):
+            (logits,) = exchange(self._communicator, [step.logits.index_select(0, missing)])
+            drawn = self._decide_from_logits(logits, step.group.select(missing), keys.index_select(0, missing))
+            tokens.index_copy_(0, missing, drawn)
+        return tokens
+
+    def _decide_from_logits(self, stack: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
+        logits = shares.whole_logits(stack, self._state.vocab_size)
+        return shares.decide_from_logits(logits, group, keys, self._vocab_ids)

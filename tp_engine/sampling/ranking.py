@@ -1,0 +1,87 @@
+"""The order of tokens: the larger logit first, of equal ones the lower id.
+
+Value and id are packed in one integer, a *rank key*, so that there are no ties and integers alone decide::
+
+    bit 63 ............ 32 31 ............ 0
+        order-preserving    minus the id
+        int32 of the float
+
+Keys of parts of the vocabulary merge by comparing them, whoever made them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LOWEST_KEY = -(2**63)  # below the key of every token
+_ARGMAX_BLOCK = 128
+
+
+def row_argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Index (m,) int64 of the first maximum of each row of ``scores`` (m, c); a NaN is above all numbers.
+
+    On CPU torch's argmax reads one element at a time.  numpy's is vectorised (ten times faster), but knows no bfloat16;
+    there block maxima first are 3 to 10 times faster, because amax is vectorised.  All give the same index.
+    """
+    if scores.device.type == "cpu" and scores.dtype is torch.float32:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    num_rows, width = scores.shape
+    num_blocks = width // _ARGMAX_BLOCK
+    if scores.device.type != "cpu" or num_blocks < 2:
+        return scores.argmax(-1)
+    tail = num_blocks * _ARGMAX_BLOCK
+    blocks = scores[:, :tail].reshape(num_rows, num_blocks, _ARGMAX_BLOCK)  # a view
+    maxima = blocks.amax(-1)  # (m, blocks)
+    best = maxima.argmax(-1, keepdim=True)
+    inside = blocks[torch.arange(num_rows), best[:, 0]].argmax(-1, keepdim=True)
+    index = best * _ARGMAX_BLOCK + inside
+    if tail < width:
+        rest = scores[:, tail:]
+        last = rest.argmax(-1, keepdim=True)
+        rival, champion = rest.gather(1, last), maxima.gather(1, best)
+        better = (rival > champion) | (rival.isnan() & ~champion.isnan())
+        index = torch.where(better, last + tail, index)
+    return index[:, 0]
+
+
+def pack_keys(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rank keys int64 of ``values`` float32 and ``token_ids`` (int32 or int64) of the same or a broadcast shape."""
+    bits = values.contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
+    return (ordered.to(torch.int64) << 32).sub_(token_ids)
+
+
+def key_ids(keys: torch.Tensor) -> torch.Tensor:
+    """The token ids int32 of rank keys."""
+    return ((-keys) & 0xFFFFFFFF).to(torch.int32)
+
+
+def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values float32 and token ids int32 of rank keys."""
+    token_ids = (-keys) & 0xFFFFFFFF
+    high = ((keys + token_ids) >> 32).to(torch.int32)
+    values = (high ^ ((high >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return values, token_ids.to(torch.int32)
+
+
+def best_keys(scores: torch.Tensor, first_id: int) -> torch.Tensor:
+    """Rank key (m,) of each row's first maximum; column 0 of ``scores`` (m, c), any float type, is ``first_id``.
+
+    The largest of several parts' keys names the first maximum of the whole row: zeros of both signs are equal, and
+    every NaN is above all numbers, as in ``row_argmax``.
+    """
+    index = row_argmax(scores)
+    values = scores.gather(1, index[:, None])[:, 0].to(torch.float32) + 0.0
+    return pack_keys(torch.where(values.isnan(), torch.nan, values), index + first_id)
+
+
+def top_keys(logits: torch.Tensor, count: int, first_id: int = 0) -> torch.Tensor:
+    """Rank keys (m, count) of the likeliest tokens in order; column 0 of ``logits`` (m, c) float32 is ``first_id``."""
+    num_ids = logits.shape[1]
+    keys = pack_keys(logits, torch.arange(first_id, first_id + num_ids, device=logits.device))
+    return keys.topk(count).values if count < num_ids else keys.sort(dim=-1, descending=True).values
+
+
+def rank_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` likeliest tokens of ``logits`` (m, vocab) float32 in order: values float32 and ids int32."""
+    return unpack_keys(top_keys(logits, count))
