@@ -75,9 +75,9 @@ def test_a_board_without_its_owner_can_not_be_opened() -> None:
     address = board.address
     board.stop_sharing()
     board.stop_sharing()
-    with pytest.raises(RankError, match=r"rank 0: its board .* is gone"):
+    with pytest.raises(RankError, match=r"rank 0: it has ended .* its board .* is gone"):
         JobBoard.open(address)
-    with pytest.raises(RankError, match="rank 0: its board"):
+    with pytest.raises(RankError, match="rank 0: it has ended"):
         JobBoard.open("999999999:3:17")
 
 

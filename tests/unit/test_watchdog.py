@@ -43,7 +43,12 @@ class Jobs:
             slot.words[0], slot.state = 100 + slot.rank, State.READY
         self.silent: set[int] = set()
         self.burning: set[int] = set()
-        self.watch = HangWatch(self.board, rank, limits, now_ns=self.now_ns)
+        self.holding: set[int] = set()
+        self.watch = HangWatch(self.board, rank, limits, now_ns=self.now_ns, cpu_of=self.cpu_of)
+
+    def cpu_of(self, pid: int) -> int:
+        """A rank that holds its interpreter uses CPU time; the clock is as good as any."""
+        return self.now_ns if pid - 100 in self.holding else 1
 
     def begin(self, step_id: int, *, ranks: list[int], collectives: int) -> None:
         for rank in ranks:
@@ -138,6 +143,16 @@ def test_a_stopped_rank_is_named_also_while_idle(stopped: int) -> None:
     assert hang is not None and hang.is_hard and jobs.watch.acting_rank(hang) == 1 - stopped
     jobs.silent = set()
     assert jobs.after(1) is None
+
+
+def test_a_rank_that_holds_its_interpreter_lives() -> None:
+    """Oracle: no beat for ten minutes but CPU time, as in a long import; then none, which is a stop."""
+    jobs = Jobs(2)
+    jobs.silent = jobs.holding = {1}
+    assert jobs.after(600) is None
+    jobs.holding = set()
+    assert jobs.after(29) is None
+    assert jobs.after(2) is not None
 
 
 def test_a_stopped_rank_explains_a_stuck_step() -> None:

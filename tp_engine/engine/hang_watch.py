@@ -2,7 +2,8 @@
 
 ::
 
-    stopped   a rank gives no sign of life: its process is stopped (SIGSTOP), or something holds its interpreter
+    stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  One that only
+              holds its interpreter for long (an import, a library's call) uses some
     stuck     a step, or the start, does not get ahead: no rank reaches another phase, collective or step, and, where
               CPU time proves life, the ranks use less than a tenth of one core
 
@@ -12,16 +13,18 @@ slept) begins to count anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from tp_engine.engine.incident import where
 from tp_engine.faults import Phase
-from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State
+from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State, process_cpu
 
 _PRESENT: Final = (State.STARTING, State.READY, State.STOPPING)
 _GAP_S: Final = 2.0
 _SILENT_S: Final = 2.0
+_LATE_S: Final = 1.0
 _LIVING_SHARE: Final = 0.1
 _PROGRESS_WORDS: Final = (8, PHASE_WORD, 10, 11, 12)
 
@@ -49,8 +52,17 @@ class Hang:
 class HangWatch:
     """``rank``'s view of the job; ``look`` is to be called every half second or so."""
 
-    def __init__(self, board: JobBoard, rank: int, limits: HangLimits, *, now_ns: int) -> None:
+    def __init__(
+        self,
+        board: JobBoard,
+        rank: int,
+        limits: HangLimits,
+        *,
+        now_ns: int,
+        cpu_of: Callable[[int], int] = process_cpu,
+    ) -> None:
         self._board = board
+        self._cpu_of = cpu_of
         self._rank = rank
         self._limits = limits
         self._begin(now_ns)
@@ -60,6 +72,7 @@ class HangWatch:
         if now_ns - self._looked_ns > _GAP_S * 1e9:
             self._begin(now_ns)
         self._note_progress(now_ns)
+        self._note_life(now_ns)
         found = [hang for hang in (self._stopped(now_ns), self._stuck(now_ns)) if hang is not None]
         return next((hang for hang in found if hang.is_hard), found[0] if found else None)
 
@@ -71,6 +84,8 @@ class HangWatch:
     def _begin(self, now_ns: int) -> None:
         self._looked_ns = self._counting_from_ns = self._progress_ns = now_ns
         self._signature: tuple[int, ...] = ()
+        self._lived_ns: dict[int, int] = {}
+        self._used: dict[int, int] = {}
         self._cpu_ns = self._total_cpu_ns()
 
     def _total_cpu_ns(self) -> int:
@@ -85,6 +100,14 @@ class HangWatch:
             self._progress_ns = now_ns
         self._signature, self._cpu_ns, self._looked_ns = signature, cpu_ns, now_ns
 
+    def _note_life(self, now_ns: int) -> None:
+        """What the kernel says of the processes that do not beat."""
+        for slot in self._board.slots:
+            if slot.pid and now_ns - slot.heartbeat_ns > _LATE_S * 1e9:
+                used = self._cpu_of(slot.pid)
+                if used > self._used.setdefault(slot.rank, used):
+                    self._used[slot.rank], self._lived_ns[slot.rank] = used, now_ns
+
     def _is_starting(self) -> bool:
         return any(slot.state in (State.ABSENT, State.STARTING) for slot in self._board.slots)
 
@@ -94,7 +117,8 @@ class HangWatch:
     def _silence_s(self, slot: RankSlot, now_ns: int) -> float:
         if slot.rank == self._rank or slot.state not in _PRESENT:
             return 0.0
-        return (now_ns - max(slot.heartbeat_ns, self._counting_from_ns)) / 1e9
+        lived_ns = self._lived_ns.get(slot.rank, 0)
+        return (now_ns - max(slot.heartbeat_ns, lived_ns, self._counting_from_ns)) / 1e9
 
     def _stopped(self, now_ns: int) -> Hang | None:
         silence_s = {slot.rank: self._silence_s(slot, now_ns) for slot in self._board.slots}

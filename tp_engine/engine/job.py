@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections.abc import Iterator
 from time import monotonic, sleep
 from types import TracebackType
 
@@ -29,6 +30,7 @@ from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
 from tp_engine.ipc.pulse import Pulse
 
 _DYING_S = 2.0
+_FOLLOWER_DYING_S = 0.5
 _FAREWELL_S = 8.0
 _OWN_FAULT = (MemoryBudgetError, WeightError, PlanError)
 
@@ -138,7 +140,8 @@ class Job:
         may_follow = isinstance(error, RuntimeError) and not isinstance(error, _OWN_FAULT)
         if self._is_explained(error):
             return
-        deadline_s = monotonic() + (_DYING_S if may_follow else 0.0)
+        patience_s = _DYING_S if self.rank == 0 else _FOLLOWER_DYING_S
+        deadline_s = monotonic() + (patience_s if may_follow else 0.0)
         while True:
             try:
                 self.check()
@@ -147,8 +150,17 @@ class Job:
             if monotonic() > deadline_s:
                 break
             sleep(0.01)
-        if isinstance(error, Exception):
+        if self.rank == 0 and isinstance(error, Exception):
             self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", self.rank)
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Within, an error is reported, and raised as ``RankError`` if another rank is behind it."""
+        try:
+            yield
+        except BaseException as error:
+            self.blame(error)
+            raise
 
     def leave(self) -> None:
         """The orderly end: say so, and see the others leave.

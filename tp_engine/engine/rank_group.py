@@ -56,14 +56,15 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     note = PhaseNote(0, faults=faults)
     job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
     with _closed_on_error(job):
-        note.reach(Phase.IMPORT)
         if adopts:
             assert launched is not None
             store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
             store.set(_BOARD_KEY, job.board.address)
+            note.reach(Phase.IMPORT)
             return build_engine(
                 effective, _join(effective, _info(launched), store, job), job, leave=lambda _failed: None
             )
+        note.reach(Phase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
             return build_engine(effective, process_groups.alone(note), job, leave=lambda _failed: None)
         return _spawn(effective, job)
@@ -75,11 +76,11 @@ def serve_rank(config: EngineConfig) -> None:
     assert launched is not None and launched.rank > 0
     die_with_parent(os.getppid(), grace_s=_LAST_WORDS_S)
     note = PhaseNote(launched.rank, faults=configured_faults())
-    note.reach(Phase.IMPORT)
     store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
     address = store.get(_BOARD_KEY).decode()
     job = Job.attach(address, note, effective.config, launched.rank, same_parent=True)
-    with job.reporting():
+    with job.blaming():
+        note.reach(Phase.IMPORT)
         run_worker(effective, _join(effective, _info(launched), store, job), job)
 
 

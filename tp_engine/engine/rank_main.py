@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -28,14 +29,15 @@ def main() -> int:
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     try:
         job = Job.attach(spec.board, PhaseNote(spec.rank, faults=configured_faults()), config, spec.rank)
-        with job.reporting():
+        with job.blaming():
             job.note.reach(Phase.IMPORT)
             from tp_engine.engine.rank_group import serve_own_rank  # torch: seconds, which the watchdog already sees
 
             serve_own_rank(spec, config, job)
     except Exception:
         logger.exception("rank %d failed", spec.rank)
-        return 1
+        sys.stderr.flush()
+        os._exit(1)  # at once: the interpreter's end would wait for what a library may be stuck in
     return 0
 
 

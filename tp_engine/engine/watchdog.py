@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 
 TICK_S: Final = 0.5
 _SETTLE_S: Final = 0.2
-_EXIT_S: Final = 1.0
+_EXIT_S: Final = 1.5
 _GRACE_S: Final = 2.0
 _FOLLOWER_GRACE_S: Final = 3.0
 _OWN_FAILURE_GRACE_S: Final = 5.0

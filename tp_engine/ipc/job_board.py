@@ -255,7 +255,7 @@ class JobBoard:
         try:
             memory = open_segment(address)
         except FileNotFoundError as error:
-            raise RankError(0, f"its board {address} is gone, so it has stopped or failed") from error
+            raise RankError(0, f"it has ended in import or group_init: its board {address} is gone") from error
         header = memoryview(memory).cast("q")
         assert header[0] == _MAGIC, f"{address} is not a board: its magic is {header[0]:#x}, not {_MAGIC:#x}"
         return cls(memory, header[1])
@@ -285,8 +285,22 @@ def split_echo(word: int) -> tuple[int, int]:
 
 def process_start(pid: int) -> int:
     """When ``pid`` started, in clock ticks since boot; ``ProcessLookupError`` if there is none."""
+    return int(_stat(pid)[19])
+
+
+def process_cpu(pid: int) -> int:
+    """CPU time that ``pid`` has used, in clock ticks; 0 if there is none."""
+    try:
+        fields = _stat(pid)
+    except ProcessLookupError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third, the state, on."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(pid) from None
-    return int(stat.rpartition(")")[2].split()[19])
+    return stat.rpartition(")")[2].split()
