@@ -6,19 +6,22 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
+from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, RowSampling
-from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.parallel import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.effective_config import EffectiveConfig
 
 
 @torch.inference_mode()
-def run_largest_step(model: CausalLM, effective: EffectiveConfig, device: torch.device, *, samples: bool) -> None:
+def run_largest_step(
+    model: CausalLM, effective: EffectiveConfig, device: torch.device, communicator: Communicator
+) -> None:
     """``max_num_batched_tokens`` tokens of new prompts; ``max_num_seqs`` rows sampled, with log-probabilities.
 
-    Every rank calls it, because the model's layers are collectives; ``samples`` on rank 0.
+    A collective: every rank calls it.
     """
     config = effective.config
     num_tokens = config.max_num_batched_tokens
@@ -27,10 +30,14 @@ def run_largest_step(model: CausalLM, effective: EffectiveConfig, device: torch.
     positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
     with forward_context(metadata):
         hidden = model(input_ids, positions)
-    logits = model.compute_logits(hidden[: config.max_num_seqs])
-    if samples:
-        assert logits is not None
-        _sample_all(logits, config.max_logprobs)
+    state = SamplingState(
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=effective.model.vocab_size,
+        device=device,
+        info=communicator.info,
+    )
+    logits = model.compute_local_logits(hidden[: config.max_num_seqs])
+    _sample_all(logits, state, communicator, config.max_logprobs)
 
 
 def _fresh_prompts(num_tokens: int, max_model_len: int, device: torch.device) -> AttentionMetadata:
@@ -49,12 +56,10 @@ def _fresh_prompts(num_tokens: int, max_model_len: int, device: torch.device) ->
     )
 
 
-def _sample_all(logits: torch.Tensor, num_logprobs: int) -> None:
-    """Sample every row the most expensive way."""
-    num_rows, vocab_size = logits.shape
-    state = SamplingState(max_num_seqs=num_rows, vocab_size=vocab_size, device=logits.device)
-    rows = np.arange(num_rows, dtype=np.int32)
+def _sample_all(logits: torch.Tensor, state: SamplingState, communicator: Communicator, num_logprobs: int) -> None:
+    """Sample every row of ``logits`` (n, width) the most expensive way."""
+    rows = np.arange(len(logits), dtype=np.int32)
     prompt = np.zeros(1, dtype=np.int32)
     for row in rows.tolist():
         state.admit(row, RowSampling(temperature=1.0, top_p=0.9, logprobs=num_logprobs), prompt, 1)
-    Sampler(state).sample(logits, rows, np.ones(num_rows, dtype=np.int32))
+    make_sampler(state, communicator).sample(logits, rows, np.ones(len(rows), dtype=np.int32))

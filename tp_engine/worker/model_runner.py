@@ -1,4 +1,4 @@
-"""Runs plans on one rank's device: apply the changes, one forward pass, sample, tell the other ranks the ids."""
+"""Runs plans on one rank's device: apply the changes, one forward pass, sample together with the other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
-from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.parallel import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.input_batch import InputBatch, StepInputs
 
@@ -38,7 +38,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """One rank's model, persistent batch, KV cache and, on rank 0, sampler."""
+    """One rank's model, persistent batch, KV cache and sampler."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ModelRunner:
         batch: InputBatch,
         kv_cache: torch.Tensor,
         communicator: Communicator,
-        sampling: SamplingState | None,
+        sampling: SamplingState,
         note: PhaseNote,
     ) -> None:
         self._model = model
@@ -58,7 +58,7 @@ class ModelRunner:
         self._communicator = communicator
         self._sampling = sampling
         self._note = note
-        self._sampler = None if sampling is None else Sampler(sampling)
+        self._sampler = make_sampler(sampling, communicator)
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
     @torch.inference_mode()
@@ -81,33 +81,24 @@ class ModelRunner:
     def _apply(self, plan: StepPlan) -> None:
         """The plan's changes, in its order: releases and admissions, new blocks, then copies."""
         self._batch.apply(plan)
-        if self._sampling is not None and len(plan.released):
+        if len(plan.released):
             self._sampling.release(plan.released)
         for admission in plan.admitted:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
-            if self._sampling is not None:
-                self._sampling.admit(
-                    admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens
-                )
+            self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
         if len(plan.copies):
             source, target = (upload(plan.copies[:, i].astype(np.int64), self._kv_cache.device) for i in (0, 1))
             self._kv_cache[:, :, target] = self._kv_cache[:, :, source]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
-        """Sample on rank 0 and broadcast the ids; ``hidden`` (N, hidden)."""
-        layout, num_sampled = inputs.layout, len(inputs.layout.sampled_rows)
-        if num_sampled == 0:
+        """Sample; every rank gets the ids, rank 0 the log-probabilities too.  ``hidden`` (N, hidden)."""
+        layout = inputs.layout
+        if not len(layout.sampled_rows):
             return None, None
         self._note.reach(Phase.SAMPLE)
         last = hidden if layout.is_decode_only else hidden.index_select(0, layout.logit_index)
-        logits = self._model.compute_logits(last)
-        logprobs = None
-        if self._sampler is None:
-            token_ids = torch.empty(num_sampled, dtype=torch.int32, device=hidden.device)
-        else:
-            assert logits is not None
-            token_ids, logprobs = self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
-        return self._communicator.broadcast(token_ids), logprobs
+        logits = self._model.compute_local_logits(last)
+        return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
 
     def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
         """Log-probabilities of the prompt tokens that follow this step's positions, for the rows that asked.

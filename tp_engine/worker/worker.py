@@ -140,7 +140,7 @@ class Worker:
 
     def _profile(self, model: CausalLM, device: Device, profiler: MemoryProfiler) -> MemoryLedger:
         self._groups.note.reach(Phase.PROFILE)
-        run_largest_step(model, self._effective, device.torch_device, samples=self._groups.info.is_first)
+        run_largest_step(model, self._effective, device.torch_device, self._groups.communicator)
         return profiler.finish()
 
     def _settle(self, ledger: MemoryLedger) -> int:
@@ -175,11 +175,12 @@ class Worker:
             block_size=config.block_size,
             device=torch_device,
         )
-        sampling = None
-        if self._groups.info.is_first:
-            sampling = SamplingState(
-                max_num_seqs=config.max_num_seqs, vocab_size=self._effective.model.vocab_size, device=torch_device
-            )
+        sampling = SamplingState(
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=self._effective.model.vocab_size,
+            device=torch_device,
+            info=self._groups.info,
+        )
         self._monitor = MemoryMonitor(device, kv_cache)
         return ModelRunner(
             model=model,
