@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
 from tp_engine.kernels.native.library import native_library
 from tp_engine.plan import IntArray
 
+_LayerPointer: TypeAlias = "ctypes._Pointer[Layer]"
+
 MAX_HEAD_DIM = 256
 # Queries of one request beyond which matrix products over copied keys are faster (measured).
 MAX_NATIVE_QUERY = 64
@@ -25,6 +28,7 @@ class NativeBackend(TorchBackend):
     """Decodes and short chunks by one call per layer; long chunks by the torch backend's tiles."""
 
     name = "native"
+    can_capture_decodes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +38,8 @@ class NativeBackend(TorchBackend):
         self._step = Step()
         self._step_pointer = ctypes.pointer(self._step)
         self._step_arrays: tuple[object, ...] = ()
-        self._layers: dict[tuple[object, ...], ctypes._Pointer[Layer]] = {}
+        # By the address of the cache, with what the description was made from.
+        self._layers: dict[int, tuple[AttentionShape, tuple[object, ...], _LayerPointer]] = {}
         self._has_zeros = False
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -66,28 +71,25 @@ class NativeBackend(TorchBackend):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         shape: AttentionShape,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        query, key, value = (_with_dense_tokens(states) for states in (query, key, value))
-        out = torch.empty(query.shape, dtype=query.dtype)
-        if self._has_zeros:
-            out.zero_()
+        assert kv_scales is None, "why_not refuses a quantised cache"
+        query = _with_dense_tokens(query)
+        out = (torch.zeros if self._has_zeros else torch.empty)(query.shape, dtype=query.dtype)
+        states: tuple[int | None, ...] = (None, None)
+        strides = (0, 0)
+        if key is not None and value is not None:
+            key, value = _with_dense_tokens(key), _with_dense_tokens(value)
+            states, strides = (key.data_ptr(), value.data_ptr()), (key.stride(0), value.stride(0))
         layer = self._layer(query, kv_cache, shape)
         failed = self._attend(
-            self._step_pointer,
-            layer,
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            out.data_ptr(),
-            query.stride(0),
-            key.stride(0),
-            value.stride(0),
+            self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides
         )
         if failed:
             raise MemoryError("the attention kernel has no memory for its list of tasks")
@@ -97,30 +99,33 @@ class NativeBackend(TorchBackend):
 
     def _attend_long(self, layer: LayerInput, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """The requests that the kernel has left out, one by one; their K/V is stored."""
-        kind, calls = self._planned_calls(layer.query, layer.kv_cache, layer.shape, metadata)
+        kind, calls = self._planned_calls(layer, metadata)
         for call in calls:
             out[call.tokens] = call.run(layer, kind.dtype).to(out.dtype)
 
-    def _layer(self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> ctypes._Pointer[Layer]:
+    def _layer(self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> _LayerPointer:
         """The kernel's description of a layer, made when it is first seen."""
-        key = (kv_cache.data_ptr(), kv_cache.dtype, kv_cache.shape, query.dtype, shape)
-        layer = self._layers.get(key)
-        if layer is None:
-            assert kv_cache[0].is_contiguous() and kv_cache.shape[3:] == (shape.num_kv_heads, shape.head_dim)
-            layer = self._layers[key] = ctypes.pointer(
-                Layer(
-                    key_cache=kv_cache[0].data_ptr(),
-                    value_cache=kv_cache[1].data_ptr(),
-                    block_size=kv_cache.shape[2],
-                    num_heads=shape.num_heads,
-                    num_kv_heads=shape.num_kv_heads,
-                    head_dim=shape.head_dim,
-                    window=shape.sliding_window or 0,
-                    cache_dtype=DTYPE_CODES[kv_cache.dtype],
-                    dtype=DTYPE_CODES[query.dtype],
-                    scale=shape.scale,
-                )
+        address = kv_cache.data_ptr()
+        known = self._layers.get(address)
+        facts = (query.dtype, kv_cache.dtype, kv_cache.shape)
+        if known is not None and known[0] is shape and known[1] == facts:
+            return known[2]
+        assert kv_cache[0].is_contiguous() and kv_cache.shape[3:] == (shape.num_kv_heads, shape.head_dim)
+        layer = ctypes.pointer(
+            Layer(
+                key_cache=address,
+                value_cache=kv_cache[1].data_ptr(),
+                block_size=kv_cache.shape[2],
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                window=shape.sliding_window or 0,
+                cache_dtype=DTYPE_CODES[kv_cache.dtype],
+                dtype=DTYPE_CODES[query.dtype],
+                scale=shape.scale,
             )
+        )
+        self._layers[address] = (shape, facts, layer)
         return layer
 
 

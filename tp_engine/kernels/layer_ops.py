@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 import torch
 
 from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
 from tp_engine.kernels.triton_support import has_triton
 
@@ -71,8 +74,12 @@ TORCH_OPS = LayerOps(
 
 @cache
 def layer_ops(device_type: str) -> LayerOps:
-    """Triton's on CUDA where Triton is installed, plain PyTorch elsewhere."""
-    return triton_ops() if device_type == "cuda" and has_triton() else TORCH_OPS
+    """Triton's on CUDA where Triton is installed, C's on CPUs where they can be had, plain PyTorch elsewhere."""
+    if device_type == "cuda" and has_triton():
+        return triton_ops()
+    if device_type == "cpu" and (library := native_library()) is not None:
+        return native_ops(library)
+    return TORCH_OPS
 
 
 def triton_ops() -> LayerOps:
@@ -87,4 +94,16 @@ def triton_ops() -> LayerOps:
         add_rms_norm=add_rms_norm_triton,
         silu_and_mul=silu_and_mul_triton,
         prepare_heads=prepare_heads_triton,
+    )
+
+
+def native_ops(library: ctypes.CDLL) -> LayerOps:
+    """The kernels in C."""
+    ops = NativeOps(library)
+    return LayerOps(
+        name="native",
+        rms_norm=ops.rms_norm,
+        add_rms_norm=ops.add_rms_norm,
+        silu_and_mul=ops.silu_and_mul,
+        prepare_heads=ops.prepare_heads,
     )

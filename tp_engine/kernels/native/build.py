@@ -20,8 +20,7 @@ from pathlib import Path
 from tp_engine import env
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c",)
-HEADERS = ("simd.h",)
+SOURCES = ("attention.c", "heads.c", "small_ops.c")
 COMPILE_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120.0
 _DIGEST_BYTES = 32
@@ -68,8 +67,8 @@ def _key(compiler: Path, openmp: Path) -> str:
     status = compiler.stat()
     facts = [str(compiler), str(status.st_size), str(status.st_mtime_ns), str(openmp), *COMPILE_FLAGS, _processor()]
     digest = hashlib.sha256("\0".join(facts).encode())
-    for name in SOURCES + HEADERS:
-        digest.update((FOLDER / name).read_bytes())
+    for path in sorted(FOLDER.glob("*.[ch]")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 
 

@@ -1,4 +1,4 @@
-"""The structures that ``attention.c`` reads, field by field."""
+"""The structures of ``attention_types.h``, field by field."""
 
 from __future__ import annotations
 

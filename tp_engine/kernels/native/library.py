@@ -15,9 +15,12 @@ from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
+    "rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT, _INT),
+    "prepare_heads": (_POINTER, _INT, *[_POINTER] * 3, _FLOAT, *[_INT] * 5),
+    "silu_and_mul": (_POINTER, _POINTER, *[_INT] * 4),
 }
 
 

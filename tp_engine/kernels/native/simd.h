@@ -208,3 +208,11 @@ INLINE void convert_row(void *to, int to_dtype, const void *from, int from_dtype
     if (i < count)
         store_tail(to, i, count - i, load_tail(from, i, count - i, from_dtype), to_dtype);
 }
+
+/* `statement`, compiled for each type of rows. */
+#define FOR_DTYPE(statement)                                            \
+    switch (dtype) {                                                    \
+    case FLOAT32: { enum { TYPE = FLOAT32 }; statement; } break;        \
+    case BFLOAT16: { enum { TYPE = BFLOAT16 }; statement; } break;      \
+    default: { enum { TYPE = FLOAT16 }; statement; }                    \
+    }

@@ -1,0 +1,79 @@
+/* Paged attention on a CPU: store this step's keys and values, then attend to the cache in place.
+
+   q    (tokens, heads, head_dim)      rows of a token are contiguous, tokens may be apart (a slice of a merged row)
+   k, v (tokens, KV heads, head_dim)   likewise
+   cache                               (slots, KV heads, head_dim), keys and values each, slot = block * size + offset
+   out  (tokens, heads, head_dim)      contiguous, written for the tokens of requests with a query
+
+   A request of n queries and `group` heads per KV head has n * group rows per KV head, all of which read the same keys:
+
+       row r = query r / group, head r % group        its last key is its own position, its first one the window's
+
+   One task is: some KV heads of one request, up to MAX_ROWS rows in all, one range of SPLIT keys.  It goes through its
+   keys in tiles, with the running maximum, sum and output of each row (online softmax).  Rows with several ranges are
+   merged at the end.  The ranges and tiles of a row depend on its position alone, and so does its result: not on the
+   rest of the batch, nor on the number of threads. */
+
+#pragma once
+
+#include "simd.h"
+
+enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256, ROW_BLOCK = 4, KEY_BLOCK = 4, DIM_BLOCK = 4, CACHE_LINE = 64 };
+
+/* Multiply-adds below which a second thread would cost more than it saves. */
+enum { MIN_PARALLEL_WORK = 1 << 16 };
+
+#define LOG2_E 1.4426950408889634f
+
+/* What all layers of a step share.  Mirrored in layout.py. */
+typedef struct {
+    int64_t num_requests, num_tokens;
+    const int32_t *query_lens;   /* (requests,); 0: not ours */
+    const int32_t *query_starts; /* (requests,), a request's first token */
+    const int32_t *seq_lens;     /* (requests,) */
+    const int32_t *block_table;  /* (requests, table_stride) */
+    int64_t table_stride;
+    const int64_t *slots;        /* (tokens,); negative: nothing is stored */
+    int64_t num_threads;
+} Step;
+
+/* What is constant for a layer.  Mirrored in layout.py. */
+typedef struct {
+    char *key_cache, *value_cache;
+    int64_t block_size, num_heads, num_kv_heads, head_dim;
+    int64_t window; /* visible keys, the own one included; 0: all */
+    int64_t cache_dtype, dtype;
+    float scale;
+} Layer;
+
+typedef struct {
+    const Step *step;
+    const Layer *layer;
+    const char *query, *key, *value; /* key and value NULL: they are stored already */
+    char *out;
+    int64_t query_stride, key_stride, value_stride; /* elements from one token to the next */
+    int64_t group, padded_dim, row_width, block_shift;
+} Call;
+
+/* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  Results of a row that has
+   several ranges go to `part`, the index of the range's first row in the list of partial results; -1: it has one. */
+typedef struct {
+    int32_t request, first_head, end_head, first_row, end_row, first_key, end_key;
+    int64_t part;
+} Task;
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* The key of a row's own token. */
+static int64_t position_of(const Call *call, const Task *task, int64_t row)
+{
+    const Step *step = call->step;
+    return step->seq_lens[task->request] - step->query_lens[task->request] + row / call->group;
+}
+
+static int64_t first_visible(const Call *call, int64_t position)
+{
+    return call->layer->window ? larger(0, position - call->layer->window + 1) : 0;
+}
+

@@ -1,0 +1,96 @@
+"""The layers' small operations in C: each as its PyTorch twin, which also takes what the C code does not."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels.native.layout import DTYPE_CODES
+from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
+
+MAX_HEAD_DIM = 256
+
+
+class NativeOps:
+    """The operations of ``kernels.layer_ops.LayerOps``, by the functions of ``library``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._rms_norm = library.rms_norm
+        self._silu_and_mul = library.silu_and_mul
+        self._prepare_heads = library.prepare_heads
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``norm.rms_norm``."""
+        if not (x.is_contiguous() and x.dtype is weight.dtype and x.dtype in DTYPE_CODES):
+            return norm.rms_norm(x, weight, eps)
+        return self._normalise(x, None, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``norm.add_rms_norm``."""
+        is_dense = x.is_contiguous() and residual.is_contiguous()
+        if not (is_dense and x.dtype is residual.dtype is weight.dtype and x.dtype in DTYPE_CODES):
+            return norm.add_rms_norm(x, residual, weight, eps)
+        return self._normalise(x, residual.data_ptr(), weight, eps)
+
+    def _normalise(self, x: torch.Tensor, residual: int | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        self._rms_norm(
+            x.data_ptr(),
+            residual,
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+            DTYPE_CODES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See ``activation.silu_and_mul``."""
+        dtype = DTYPE_CODES.get(gate_up.dtype)
+        if dtype is None or not gate_up.is_contiguous():
+            return activation.silu_and_mul(gate_up)
+        rows, width = gate_up.shape
+        out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
+        self._silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, dtype, torch.get_num_threads())
+        return out
+
+    def prepare_heads(
+        self,
+        heads: torch.Tensor,
+        num_kv_heads: int,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: torch.Tensor | None,
+        kv_scales: torch.Tensor | None,
+        slot_mapping: torch.Tensor,
+    ) -> Heads:
+        """See ``rope.prepare_heads``; queries and keys are overwritten, nothing is stored."""
+        dtype = DTYPE_CODES.get(heads.dtype)
+        if dtype is None or not heads.is_contiguous() or heads.shape[2] > MAX_HEAD_DIM:
+            return rope.prepare_heads(heads, num_kv_heads, norm, rotation, kv_cache, kv_scales, slot_mapping)
+        table, positions = rotation.table, rotation.positions
+        assert table.dtype == heads.dtype and positions.dtype == torch.int64
+        num_tokens, num_all, head_dim = heads.shape
+        num_rotated = num_all - num_kv_heads
+        assert norm is None or norm.weights.dtype == heads.dtype
+        self._prepare_heads(
+            heads.data_ptr(),
+            num_all * head_dim,
+            positions.data_ptr(),
+            table.data_ptr(),
+            None if norm is None else norm.weights.data_ptr(),
+            0.0 if norm is None else norm.eps,
+            num_tokens,
+            num_rotated,
+            head_dim,
+            dtype,
+            torch.get_num_threads(),
+        )
+        query, key, value = heads.split((num_rotated - num_kv_heads, num_kv_heads, num_kv_heads), 1)
+        return query, key, value
