@@ -22,6 +22,9 @@ Store: TypeAlias = dist.Store
 
 _engine_count = itertools.count()
 
+# The watchdog knows whom the others wait for, a library's timeout does not: it is the second to speak.
+_AFTER_WATCHDOG_S = 5.0
+
 
 class HostGroup:
     """Small collectives on the CPU.  For one rank every call is the identity."""
@@ -144,16 +147,15 @@ def join(
             "one or call torch.distributed.destroy_process_group()",
         )
     note.reach(Phase.GROUP_INIT)
-    watched = WatchedStore(store, check, timeout_s=start_s)
+    start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
+    watched = WatchedStore(store, check, timeout_s=start.total_seconds())
     try:
         _meet(watched, info)
         # NCCL's own threads use the store too, and should not depend on Python.
         store = watched if backend == "gloo" else store
-        dist.init_process_group(
-            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=start_s)
-        )
-        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_s))
-        device = dist.new_group(backend=backend, timeout=timedelta(seconds=collective_s))
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
+        host = dist.new_group(backend="gloo", timeout=start)
+        device = dist.new_group(backend=backend, timeout=collective)
     except RankError:
         raise
     except (RuntimeError, TimeoutError) as error:
