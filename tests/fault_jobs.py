@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 MARKER = "TP_ENGINE_TEST_JOB"
 STRUCK = "injected by TP_ENGINE_FAULT"
-SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 12.0
+SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 30.0
 DETECTION_S = 10.0
 """Within this time a job has ended, counted from the limit that applies (at once for a death)."""
 
@@ -58,6 +58,7 @@ class Job:
     process: subprocess.Popen[str]
     marker: str
     flight_records: Path
+    reader: threading.Thread = field(init=False)
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def text(self) -> str:
@@ -88,11 +89,15 @@ class Job:
         return found[1]
 
     def wait_end(self, deadline_s: float) -> int:
-        """The exit code of the script or of torchrun, which must come by ``deadline_s`` (time.monotonic())."""
+        """The exit code of the script or of torchrun; no process may be left at ``deadline_s`` (monotonic)."""
         try:
-            return self.process.wait(max(0.0, deadline_s - time.monotonic()))
+            code = self.process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job runs on:\n{self._stacks()}\n{self.tail()}") from None
+        left = self.leftovers(deadline_s - time.monotonic())
+        assert not left, f"left behind: {left}\n{self.tail()}"
+        self.reader.join(5.0)
+        return code
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the job."""
@@ -183,13 +188,13 @@ def job(
         start_new_session=True,
     )
     started = Job(kind, process, marker, folder / "flight")
-    reader = threading.Thread(target=_read, args=(started,), daemon=True)
-    reader.start()
+    started.reader = threading.Thread(target=_read, args=(started,), daemon=True)
+    started.reader.start()
     try:
         yield started
     finally:
         started.kill()
-        reader.join(5.0)
+        started.reader.join(5.0)
 
 
 def port_is_free(url: str) -> bool:
@@ -203,6 +208,7 @@ def port_is_free(url: str) -> bool:
 def _engine_options(folder: Path) -> dict[str, object]:
     return {
         "device": "cpu",
+        "attention_backend": "torch",
         "num_gpu_blocks_override": 64,
         "max_model_len": 256,
         "max_num_seqs": 8,
