@@ -20,8 +20,7 @@ from bench_control_readers import Readers, Receive, Times, run_steps
 
 ANSWER = "ANSWER "
 BLOCK_SIZE = 16
-EOS = 151_645
-STOPS = [151_643, 151_644]
+STOPS = [151_643, 151_644, 151_645]
 VOCABULARY = 150_000
 NUM_NEW, NEW_LENGTH, LONGEST_FIRST = 32, 512, 160
 METHOD = "execute_model"
@@ -52,24 +51,29 @@ def open_channel(handle: Any, index: int) -> Receive:
 class VllmContender:
     """The same load as ``PlanContender``'s."""
 
-    def __init__(self, num_readers: int, num_rows: int, num_steps: int) -> None:
+    def __init__(self, num_readers: int) -> None:
         from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
         self._rng = random.Random(0)
         self._num_made = 0
-        self._scheduler = _scheduler(num_rows, num_steps)
+        self._scheduler: Any = None
         self._new: list[str] = []
         self._prompts: list[list[int]] = []
-        self._add(self._draw([self._rng.randint(33, LONGEST_FIRST) for _ in range(num_rows)]))
-        while len(self._scheduler.waiting) or len(self._scheduler.running) == 0:
-            step = self.schedule()
-            self.update(step, self.sample(step))
+        self.num_readers = num_readers
         self._queue = MessageQueue(num_readers, num_readers)
         self.readers = Readers(
             multiprocessing.get_context("spawn"), num_readers, open_channel, (self._queue.export_handle(),)
         )
         self._queue.wait_until_ready()
         self.readers.wait_ready()
+
+    def begin(self, num_rows: int, num_steps: int) -> None:
+        """A new scheduler, in steady decode; the readers stay, because they take seconds to start."""
+        self._scheduler = _scheduler(num_rows, num_steps)
+        self._add(self._draw([self._rng.randint(33, LONGEST_FIRST) for _ in range(num_rows)]))
+        while len(self._scheduler.waiting) or len(self._scheduler.running) == 0:
+            step = self.schedule()
+            self.update(step, self.sample(step))
 
     def draw(self) -> None:
         self._prompts = self._draw([NEW_LENGTH] * NUM_NEW)
@@ -123,6 +127,7 @@ class VllmContender:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
 
+        hasher = get_request_block_hasher(BLOCK_SIZE, _hash_function())
         names = []
         for number, prompt in enumerate(prompts):
             names.append(f"{self._num_made}-{number}")
@@ -131,13 +136,20 @@ class VllmContender:
                 prompt_token_ids=prompt,
                 sampling_params=SamplingParams(max_tokens=30_000, stop_token_ids=STOPS),
                 pooling_params=None,
-                eos_token_id=EOS,
                 priority=number % 3,
-                block_hasher=get_request_block_hasher(BLOCK_SIZE, hash),
+                block_hasher=hasher,
             )
             self._scheduler.add_request(request)
         self._num_made += 1
         return names
+
+
+def _hash_function() -> Any:
+    """vLLM's default for its prefix cache."""
+    from vllm.config import CacheConfig
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    return get_hash_fn_by_name(CacheConfig(block_size=BLOCK_SIZE).prefix_caching_hash_algo)
 
 
 def _scheduler(num_rows: int, num_steps: int) -> Any:
@@ -149,7 +161,7 @@ def _scheduler(num_rows: int, num_steps: int) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    init_none_hash(hash)
+    init_none_hash(_hash_function())
     num_blocks = (num_rows + 2 * NUM_NEW) * (-(-max(LONGEST_FIRST + 2 * num_steps, NEW_LENGTH) // BLOCK_SIZE) + 2)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -162,6 +174,7 @@ def _scheduler(num_rows: int, num_steps: int) -> Any:
             max_num_batched_tokens=num_rows + NUM_NEW * NEW_LENGTH,
             max_model_len=MODEL["max_position_embeddings"],
             enable_chunked_prefill=True,
+            is_encoder_decoder=False,
             policy="priority",
         ),
         model_config=model_config,
@@ -194,9 +207,12 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "open" in command:
-            if contender is not None:
+            num_readers, num_rows, num_steps = command["open"]
+            if contender is not None and contender.num_readers != num_readers:
                 contender.close()
-            contender = VllmContender(*command["open"])
+                contender = None
+            contender = contender or VllmContender(num_readers)
+            contender.begin(num_rows, num_steps)
             answer(ready=True)
         else:
             assert contender is not None, "open comes first"
