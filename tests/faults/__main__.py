@@ -1,0 +1,89 @@
+"""``python -m tests.faults``: the whole matrix and the storms, several jobs at once; a table, and one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from tests.faults.cases import Case, Outcome, run_case, whole_matrix
+from tests.faults.gate import Gate
+from tests.faults.storms import Storm, StormOutcome, run_storm, storms
+
+_WAITING = 6
+
+
+def chosen(options: argparse.Namespace) -> list[Case | Storm]:
+    """The cells and storms whose names contain one of the given words; long waits first, so that none is last."""
+    rng = random.Random(options.seed)
+    everything: list[Case | Storm] = [*whole_matrix()] if options.part != "storms" else []
+    everything += storms(rng, times=options.times) if options.part != "matrix" else []
+    found = [case for case in everything if all(word in str(case) for word in options.words)]
+    rng.shuffle(found)
+    return sorted(found, key=lambda case: -case.limit_s if isinstance(case, Case) else 0.0)
+
+
+def run_one(case: Case | Storm, places: threading.Semaphore) -> Outcome | StormOutcome:
+    """In a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="tp_engine-fault-") as folder:
+        gate = Gate(places)
+        return run_case(case, Path(folder), gate) if isinstance(case, Case) else run_storm(case, Path(folder), gate)
+
+
+def run_all(
+    cases: Sequence[Case | Storm], num_starting: int, show: Callable[[Outcome | StormOutcome], None]
+) -> list[Outcome | StormOutcome]:
+    """``num_starting`` jobs start at once, which takes the machine's cores; any number may wait for their end."""
+    places = threading.Semaphore(num_starting)
+    with ThreadPoolExecutor(num_starting + _WAITING) as pool:
+        found = []
+        for future in as_completed([pool.submit(run_one, case, places) for case in cases]):
+            found.append(future.result())
+            show(found[-1])
+        return found
+
+
+def show(outcome: Outcome | StormOutcome) -> None:
+    """One line, and what went wrong with the end of the output."""
+    verdict = "ok" if not outcome.problems else "; ".join(outcome.problems)
+    print(f"{outcome.case!s:45} {outcome.seconds:6.1f} s  exit {outcome.code!s:>5}  {verdict}", flush=True)
+    if outcome.problems:
+        print("    | " + "\n    | ".join(outcome.output.splitlines()[-60:]), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 if every promise was kept."""
+    parser = argparse.ArgumentParser(prog="scripts/test_faults", description=__doc__)
+    parser.add_argument("words", nargs="*", help="run what has all of these in its name, such as script load kill")
+    parser.add_argument("--part", choices=("all", "matrix", "storms"), default="all")
+    parser.add_argument("--times", type=int, default=1, help="rounds of storms (default: 1)")
+    parser.add_argument("--starting", type=int, default=len(os.sched_getaffinity(0)), help="jobs that start at once")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the storms; default: the time")
+    options = parser.parse_args(argv)
+    started_s = time.monotonic()
+    found = run_all(chosen(options), options.starting, show)
+    failed = [str(outcome.case) for outcome in found if outcome.problems]
+    report: dict[str, Any] = {
+        "faults": "passed" if not failed else "failed",
+        "cases": len(found),
+        "failed": failed,
+        "slowest_s": round(max((outcome.seconds for outcome in found), default=0.0), 1),
+        "seconds": round(time.monotonic() - started_s, 1),
+        "seed": options.seed,
+        "starting": options.starting,
+    }
+    print(json.dumps(report), flush=True)
+    return 0 if found and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

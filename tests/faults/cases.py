@@ -1,0 +1,162 @@
+"""One cell of the matrix: a rank of a job fails in one way in one phase, and what must then be true.
+
+::
+
+    action         how the others notice                         limit that applies before the 10 s
+    raise, oom     the rank leaves its traceback and ends        none
+    exit, kill     its process ends                              none
+    stop           no sign of life                               hang_hard_limit_s (before it registers: start-up's)
+    sleep          signs of life, but nothing gets ahead         hang_hard_limit_s (while starting: start-up's)
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fault_jobs import DETECTION_S, HARD_LIMIT_S, STARTUP_LIMIT_S, STRUCK, Job, interrupt, job, port_is_free
+from tests.faults.client import Asking
+from tests.faults.gate import Gate
+from tp_engine.faults import ACTIONS, EXIT_CODE, PHASES
+from tp_engine.flight_recorder.record import load_record
+
+START_PHASES = PHASES[: PHASES.index("step_begin")]
+STEP_PHASES = ("step_begin", "collective", "sample")
+_STARTS_WITHIN_S = 90.0
+_SLACK_S = 5.0  # a machine shared with other jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``kind`` of job, and the fault."""
+
+    kind: str
+    rank: int
+    phase: str
+    action: str
+    num_ranks: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.num_ranks}-rank{self.rank}-{self.phase}-{self.action}"
+
+    @property
+    def fault(self) -> str:
+        """For TP_ENGINE_FAULT; a step's phases are struck when a few tokens are out."""
+        return f"{self.rank}:{self.phase}{'@4' if self.phase in STEP_PHASES else ''}:{self.action}"
+
+    @property
+    def limit_s(self) -> float:
+        """Time that must pass before the fault may be noticed."""
+        if self.action not in ("stop", "sleep"):
+            return 0.0
+        return STARTUP_LIMIT_S if self.phase in START_PHASES else HARD_LIMIT_S
+
+    @property
+    def outlives_its_ranks(self) -> bool:
+        """A user's script that sleeps or is stopped itself: its ranks end, but nobody may end the script."""
+        return self.kind == "script" and self.rank == 0 and self.action in ("stop", "sleep")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``seconds`` from the fault to the end of the last process; ``problems`` is empty where all is as promised."""
+
+    case: Case
+    seconds: float
+    code: int | None
+    problems: tuple[str, ...]
+    output: str = ""
+
+
+def whole_matrix() -> Iterator[Case]:
+    """Phases x actions x ranks 0 and 1 x (script, torchrun), and a few at four ranks."""
+    for phase, action, rank in itertools.product(PHASES, ACTIONS, (0, 1)):
+        yield Case("script", rank, phase, action)
+        yield Case("serve" if phase in (*STEP_PHASES, "ready") else "batch", rank, phase, action)
+    for phase, action in (("load", "kill"), ("step_begin", "stop"), ("collective", "raise"), ("sample", "exit")):
+        yield Case("script", 2, phase, action, num_ranks=4)
+        yield Case("batch", 3, phase, action, num_ranks=4)
+
+
+def run_case(case: Case, folder: Path, gate: Gate) -> Outcome:
+    """Run the job and compare with the promises.  Never raises for a promise that is broken."""
+    with gate, job(case.kind, folder, fault=case.fault, num_ranks=case.num_ranks, rounds=2) as running:
+        problems: list[str] = []
+        asking: Asking | None = None
+        code: int | None = None
+        struck_s = time.monotonic()
+        try:
+            asking = _lead_to_fault(case, running)
+            struck_s = running.wait_for(STRUCK, _STARTS_WITHIN_S)
+            gate.open()
+            code = _await_end(case, running, struck_s)
+        except AssertionError as error:
+            problems.append(str(error).partition("\n")[0])
+        ended_s = time.monotonic()
+        if asking is not None and code is not None:
+            problems += asking.problems()
+            problems += [] if port_is_free(asking.url) else [f"somebody still listens at {asking.url}"]
+        if code is not None:
+            problems += _wrong_code(case, code) + _missing_words(case, running) + _record_problems(case, running)
+        return Outcome(case, ended_s - struck_s, code, tuple(problems), running.text() if problems else "")
+
+
+def _lead_to_fault(case: Case, running: Job) -> Asking | None:
+    """A server needs requests to take steps, and a signal to shut down; the other jobs do both by themselves."""
+    if case.kind != "serve" or case.phase not in (*STEP_PHASES, "shutdown"):
+        return None
+    running.wait_ready(_STARTS_WITHIN_S)
+    asking = Asking(running.url())
+    if case.phase == "shutdown":
+        interrupt(running.process, signal.SIGTERM)
+    return asking
+
+
+def _await_end(case: Case, running: Job, struck_s: float) -> int:
+    """The job's exit code; where only a user's script is left, it is woken up or, asleep for ever, killed."""
+    deadline_s = struck_s + case.limit_s + DETECTION_S + _SLACK_S
+    if case.outlives_its_ranks:
+        while len(running.processes()) > 1:
+            assert time.monotonic() < deadline_s, f"the ranks of a script that does not run live on:\n{running.tail()}"
+            time.sleep(0.02)
+        interrupt(running.process, signal.SIGCONT if case.action == "stop" else signal.SIGKILL)
+        deadline_s = time.monotonic() + DETECTION_S + _SLACK_S
+    return running.wait_end(deadline_s)
+
+
+def _wrong_code(case: Case, code: int) -> list[str]:
+    """Not 0; and what the process itself chose, where the job is that process."""
+    expected = {"exit": EXIT_CODE, "kill": -signal.SIGKILL}.get(case.action)
+    if case.outlives_its_ranks and case.action == "sleep":
+        expected = -signal.SIGKILL
+    if case.kind == "script" and case.rank == 0 and expected is not None:
+        return [] if code == expected else [f"exit code {code}, expected {expected}"]
+    return [] if code != 0 else ["exit code 0 although nobody asked for a stop"]
+
+
+def _missing_words(case: Case, running: Job) -> list[str]:
+    """The log must name the rank, the phase and the cause, besides the line in which the hook says what it does."""
+    text = "".join(line for _, line in running.lines if not line.rstrip().endswith(f": {case.action}"))
+    wanted = [f"rank {case.rank}"]
+    if not (case.kind == "script" and case.rank == 0 and case.action in ("exit", "kill") and case.phase == "import"):
+        wanted.append(case.phase)
+    wanted += {
+        "raise": ["injected by TP_ENGINE_FAULT"],
+        "oom": ["out of memory, injected by TP_ENGINE_FAULT"],
+    }.get(case.action, [])
+    return [f"the output does not say {word!r}" for word in wanted if word not in text]
+
+
+def _record_problems(case: Case, running: Job) -> list[str]:
+    """Once there is a board, whoever ends the job leaves a record that names the culprit."""
+    if case.phase in ("import", "shutdown"):
+        return []
+    records = [load_record(path) for path in running.flight_records.glob("*.json")]
+    if not records:
+        return ["no flight record"]
+    named = {record.culprit for record in records}
+    return [] if case.rank in named else [f"the flight record blames rank {named}"]
