@@ -14,7 +14,7 @@ from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, fake_servic
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import FrontendProcess
+from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
 from tp_engine.server.listener import listener_url, open_listener
 
 DEADLINE_S = 30.0
@@ -64,7 +64,9 @@ def wait_until(condition: object, what: str, timeout_s: float = DEADLINE_S) -> N
 
 
 @contextlib.contextmanager
-def running_server(engine: FakeEngine | None = None, config: ServerConfig | None = None) -> Iterator[RunningServer]:
+def running_server(
+    engine: FakeEngine | None = None, config: ServerConfig | None = None, pulse: EnginePulse | None = None
+) -> Iterator[RunningServer]:
     """Start it on a free port, wait until it is ready, and end it."""
     config = config or ServerConfig(port=0)
     engine = engine or new_engine()
@@ -73,7 +75,12 @@ def running_server(engine: FakeEngine | None = None, config: ServerConfig | None
         listener = stack.enter_context(open_listener(config))
         url = listener_url(listener)
         process = FrontendProcess.start(
-            listener, config, model_names=("demo", "alias"), address=service.address, startup_timeout_s=DEADLINE_S
+            listener,
+            config,
+            model_names=("demo", "alias"),
+            address=service.address,
+            startup_timeout_s=DEADLINE_S,
+            pulse=pulse,
         )
         listener.close()
         stack.callback(process.end)

@@ -3,7 +3,7 @@
 When the result of step n is taken, every rank has begun step n, because the step's collectives do not end before all
 ranks take part: so its echo of every plan up to n is there, and equal to rank 0's.  A rank may be ahead of n, by the
 plans that are sent ahead; it is never behind.  Plans without tokens have no collective; they are compared together with
-the next step that has some.  An echo may be a moment late to become visible (see ``job_board``): one that differs is
+the next step that has some (the last dozen of them).  An echo may be a moment late to become visible (see ``job_board``): one that differs is
 looked at again before it counts.
 """
 
@@ -19,6 +19,7 @@ from tp_engine.errors import PlanError
 from tp_engine.ipc.job_board import NUM_ECHOES, JobBoard, split_echo
 
 _PATIENCE_S: Final = 0.05
+_MAX_AHEAD: Final = 4  # rank 0 may have sent so many plans beyond the step whose result it takes
 
 
 class EchoCheck:
@@ -31,7 +32,7 @@ class EchoCheck:
 
     def check(self, step_id: int) -> None:
         """To be called with each result of a step that had tokens; ``PlanError`` names rank, step and both values."""
-        first = max(self._checked + 1, step_id - NUM_ECHOES + 1)
+        first = max(self._checked + 1, step_id - NUM_ECHOES + _MAX_AHEAD + 1)
         for one in range(first, step_id + 1):
             if not _agree(self._plans, one):
                 raise PlanError(_difference(self._plans, one, "the plan", "sent"))

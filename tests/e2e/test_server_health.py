@@ -1,0 +1,86 @@
+"""Health tells the truth: what the HTTP process answers when the engine dies, hangs or is stopped behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.frontend import RunningServer, new_engine, running_server, wait_until
+from tp_engine.ipc.pulse import Pulse
+from tp_engine.server.frontend_process import EnginePulse
+
+SLOW = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+HARD_LIMIT_S = 7.0
+
+
+@pytest.fixture
+def pulse() -> Iterator[Pulse]:
+    pulse = Pulse.create()
+    yield pulse
+    pulse.stop_sharing()
+
+
+def serving(pulse: Pulse) -> EnginePulse:
+    return EnginePulse(address=pulse.address, hard_limit_s=HARD_LIMIT_S)
+
+
+def status(server: RunningServer, path: str) -> tuple[int, str | None, float]:
+    """Status, error code, and the seconds that the answer took."""
+    began_s = time.monotonic()
+    reply = server.client.get(path)
+    code = reply.json().get("error", {}).get("code")
+    return reply.status_code, code, time.monotonic() - began_s
+
+
+def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
+    """Oracle: the flag that rank 0's watchdog sets at the soft limit; new requests are refused meanwhile."""
+    with running_server(pulse=serving(pulse)) as server:
+        assert status(server, "/health")[0] == status(server, "/ready")[0] == 200  # no beat yet
+        pulse.beat(hangs=False)
+        assert status(server, "/health")[0] == 200
+        pulse.beat(hangs=True)
+        for path in ("/health", "/ready"):
+            found, code, seconds = status(server, path)
+            assert (found, code) == (503, "engine_hangs") and seconds < 0.1
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 503
+        pulse.beat(hangs=False)
+        assert status(server, "/health")[0] == status(server, "/ready")[0] == 200
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_a_stopped_rank_0_is_given_up(pulse: Pulse) -> None:
+    """Oracle: no beat: red after 5 s, and at the hard limit the running request fails and the process ends with 1."""
+    with running_server(new_engine(step_delay_s=0.05), pulse=serving(pulse)) as server:
+        pulse.beat(hangs=False)
+        began_s = time.monotonic()
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", SLOW)))
+        asking.start()
+        wait_until(lambda: status(server, "/health")[:2] == (503, "engine_hangs"), "health to turn red")
+        assert time.monotonic() - began_s > 4.5
+        asking.join(30)
+        assert answers[0].status_code >= 500 and "no sign of life" in answers[0].text
+        assert time.monotonic() - began_s < HARD_LIMIT_S + 8
+        with pytest.raises(ChildProcessError, match="exit code 1"):
+            wait_until(lambda: server.process.check(), "the HTTP process to end")
+
+
+def test_a_dead_engine_is_never_answered_200(pulse: Pulse) -> None:
+    """Oracle: the engine raises in the middle of a request: that one fails, and what still answers is red."""
+    engine = new_engine(step_delay_s=0.02)
+    with running_server(engine, pulse=serving(pulse)) as server:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", SLOW)))
+        asking.start()
+        wait_until(lambda: engine.has_unfinished, "the request to run")
+        engine.fail_at_step = engine.num_steps + 3
+        asking.join(30)
+        assert answers[0].status_code >= 500
+        with pytest.raises((httpx.TransportError, ChildProcessError)):
+            while True:
+                assert status(server, "/health")[0] == 503
+                server.process.check()
