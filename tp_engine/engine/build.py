@@ -25,7 +25,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
         undo.enter_context(job.reporting())  # before the groups close, which the others take for a death
-        worker = Worker(effective, groups)
+        worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
         undo.callback(worker.close)
         num_blocks = worker.start()
         publisher = _open_channel(effective, groups, job)

@@ -3,8 +3,8 @@
 When the result of step n is taken, every rank has begun step n, because the step's collectives do not end before all
 ranks take part: so its echo of every plan up to n is there, and equal to rank 0's.  A rank may be ahead of n, by the
 plans that are sent ahead; it is never behind.  Plans without tokens have no collective; they are compared together with
-the next step that has some (the last dozen of them).  An echo may be a moment late to become visible (see ``job_board``): one that differs is
-looked at again before it counts.
+the next step that has some (the last dozen of them).  An echo may be a moment late to become visible (see
+``job_board``): one that differs is looked at again before it counts.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.enter_context(job.reporting())  # before the groups close, which the others take for a death
-        worker = Worker(effective, groups)
+        worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
         stack.callback(worker.close)
         worker.start()
         name = groups.host.broadcast_bytes(b"").decode()

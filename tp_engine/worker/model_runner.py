@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +20,10 @@ from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.sampling.parallel import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.input_batch import InputBatch, StepInputs
+from tp_engine.worker.input_digest import digest_inputs
+
+NoteInputs: TypeAlias = Callable[[int, int], None]
+"""Is told the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +56,7 @@ class ModelRunner:
         communicator: Communicator,
         sampling: SamplingState,
         note: PhaseNote,
+        note_inputs: NoteInputs | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -58,6 +65,7 @@ class ModelRunner:
         self._communicator = communicator
         self._sampling = sampling
         self._note = note
+        self._note_inputs = note_inputs
         self._sampler = make_sampler(sampling, communicator)
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
@@ -68,6 +76,8 @@ class ModelRunner:
         if plan.num_tokens == 0:
             return PendingStep(step_id=plan.step_id, token_ids=None)
         inputs = self._batch.prepare(plan)
+        if self._note_inputs is not None:
+            self._note_inputs(plan.step_id, digest_inputs(inputs))
         self._backend.prepare(inputs.attention)
         with forward_context(inputs.attention):
             hidden = self._model(inputs.input_ids, inputs.positions)

@@ -23,7 +23,7 @@ from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_c
 from tp_engine.worker.largest_step import run_largest_step
 from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import MemoryLedger
-from tp_engine.worker.model_runner import ModelRunner, PendingStep
+from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
 from tp_engine.worker.phases import Phases
 
 logger = get_logger(__name__)
@@ -36,8 +36,11 @@ class Worker:
     number of blocks, allocation.
     """
 
-    def __init__(self, effective: EffectiveConfig, groups: RankGroups) -> None:
+    def __init__(
+        self, effective: EffectiveConfig, groups: RankGroups, *, note_inputs: NoteInputs | None = None
+    ) -> None:
         self._effective = effective
+        self._note_inputs = note_inputs
         self._groups = groups
         self._phases = Phases(groups.host, groups.note)
         config, model = effective.config, effective.model
@@ -190,4 +193,5 @@ class Worker:
             communicator=self._groups.communicator,
             sampling=sampling,
             note=self._groups.note,
+            note_inputs=self._note_inputs,
         )

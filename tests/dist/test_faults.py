@@ -1,0 +1,96 @@
+"""Ranks that fail, each in its own way: the job ends in time, says who and where, and leaves nothing.
+
+A few cells of the matrix that ``scripts/test_faults`` runs whole; ``tests/faults/cases.py`` says what each must show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launch import ROOT, torchrun
+from tests.faults.cases import Case, run_case
+from tp_engine import LLM, SamplingParams
+from tp_engine.errors import PlanError, RankError
+from tp_engine.plan import StepPlan
+
+CELLS = [
+    Case("script", 1, "import", "raise"),
+    Case("script", 1, "group_init", "kill"),
+    Case("script", 0, "load", "oom"),
+    Case("script", 1, "agree", "exit"),
+    Case("script", 1, "step_begin", "stop"),
+    Case("script", 0, "collective", "raise"),
+    Case("script", 1, "sample", "sleep"),
+    Case("batch", 1, "load", "raise"),
+    Case("batch", 0, "step_begin", "kill"),
+    Case("serve", 1, "collective", "kill"),
+    Case("serve", 0, "sample", "stop"),
+    Case("script", 2, "step_begin", "kill", num_ranks=4),
+]
+OPTIONS = {"tensor_parallel_size": 2, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
+BATCH = str(ROOT / "launch" / "batch.py")
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("case", CELLS, ids=str)
+def test_a_fault_ends_the_job(case: Case, tmp_path: Path) -> None:
+    """Oracle: the promises: in time, exit code, rank, phase and cause in the output, nothing left behind."""
+    outcome = run_case(case, tmp_path)
+    assert not outcome.problems, "\n".join([*outcome.problems, outcome.output[-6000:]])
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+def test_equal_inputs_are_found_equal(folder: Path) -> None:
+    """Oracle: the tokens of a run without the comparison; chunked prefill, several requests."""
+    prompts = [list(range(5, 25)), [9, 9, 9], [7]]
+    with LLM(str(folder), **{**OPTIONS, "tensor_parallel_size": 1}) as llm:  # type: ignore[arg-type]
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    checked = {**OPTIONS, "check_inputs": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    with LLM(str(folder), **checked) as llm:  # type: ignore[arg-type]
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    assert found == expected
+
+
+def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
+    """Oracle: rank 0's own table is tampered with, as a wrong plan would; with the comparison the step ends the job."""
+    with LLM(str(folder), **OPTIONS, check_inputs=True) as llm:  # type: ignore[arg-type]
+        llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
+        llm.engine._worker._runner._batch._token_ids.fill_(3)  # type: ignore[union-attr]
+        llm.engine._worker._runner._batch.apply = lambda plan: None  # type: ignore[method-assign, union-attr]
+        llm.engine._worker._runner._batch.num_computed.fill(1)  # type: ignore[union-attr]
+        with pytest.raises(PlanError, match=r"step \d+: the ranks have diverged: rank 1 has inputs 0x"):
+            llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
+
+
+def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> None:
+    """Oracle: rank 0 sends a step five too high; rank 1 refuses it, and its error is rank 0's."""
+    with LLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
+        llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
+        expected = llm.engine._scheduler.next_step_id
+        llm.engine._publish(StepPlan(step_id=expected + 5))
+        lost = rf"(?s)rank 1: .*step plan lost: expected step {expected}, received step {expected + 5}"
+        with pytest.raises(RankError, match=lost):
+            llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
+
+
+def test_an_error_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
+    """Oracle: torchrun's own summary, which it makes of the ranks' error files."""
+    options = ["--device", "cpu", "--num-gpu-blocks-override", "32", "--max-model-len", "64"]
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("")
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import os, runpy\nos.environ['TP_ENGINE_FAULT'] = '1:load:raise'\n"
+        f"runpy.run_path({BATCH!r}, run_name='__main__')\n"
+    )
+    done = torchrun(2, [str(job), *options, "-i", str(requests), "-o", str(tmp_path / "out.jsonl")])
+    assert done.returncode == 1
+    summary = done.stdout.partition("FAILED")[2]
+    assert "injected by TP_ENGINE_FAULT: rank 1 in load" in summary, done.stdout[-4000:]
