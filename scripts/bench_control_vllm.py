@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_control_readers import Readers, Receive, Times, run_steps
+from bench_control_readers import Readers, Receive, Times, Turn, run_steps
 
 ANSWER = "ANSWER "
 BLOCK_SIZE = 16
@@ -199,7 +199,7 @@ def answer(**values: Any) -> None:
 
 
 def main() -> None:
-    """``{"open": [num_readers, num_rows, num_steps]}``, then any number of ``{"run": [num_steps, mixed, step_us]}``."""
+    """``{"open": [num_readers, num_rows, num_steps]}``, then any number of ``{"run": {...}}`` (a ``Turn``)."""
     import vllm
 
     contender: VllmContender | None = None
@@ -216,9 +216,8 @@ def main() -> None:
             answer(ready=True)
         else:
             assert contender is not None, "open comes first"
-            num_steps, mixed, step_us = command["run"]
             times = Times()
-            run_steps(contender, times, num_steps, mixed=mixed, step_us=step_us)
+            run_steps(contender, times, Turn(**command["run"]))
             answer(phases=times.phases, num_bytes=times.num_bytes)
     if contender is not None:
         contender.close()
