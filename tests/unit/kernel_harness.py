@@ -51,6 +51,13 @@ def interpreted(module: str, timeout_s: float = 120.0) -> None:
     assert AGREEMENT in result.stdout
 
 
+def is_interpreted() -> bool:
+    """Whether this process interprets kernels."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
 @contextmanager
 def compiled_for(capability: int) -> Iterator[list[Any]]:
     """Inside, launches compile for a GPU of this capability (90: sm_90) and do not run; yields the compiled kernels."""

@@ -22,16 +22,28 @@ _ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def scaled_to_range(  # type: ignore[no-untyped-def]
+    states,
+    peak,
+    LARGEST: tl.constexpr,  # noqa: N803
+    IS_INTEGER: tl.constexpr,  # noqa: N803
+):
+    """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded where IS_INTEGER."""
+    inverse = tl.where(peak > 0, LARGEST / tl.where(peak > 0, peak, 1.0), 0.0)
+    values = tl.minimum(tl.maximum(states * inverse, -LARGEST), LARGEST)
+    if IS_INTEGER:
+        values = (values + _ROUNDER) - _ROUNDER
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """One head's ``states`` (head_dim, zeros behind it) float32 -> float32 values in the type's range, and the scale.
 
     The caller casts the values to the cache's type, which rounds floats; integers are rounded here.
     """
     peak = tl.max(tl.abs(states), axis=0)
-    inverse = tl.where(peak > 0, LARGEST / tl.where(peak > 0, peak, 1.0), 0.0)
-    values = tl.minimum(tl.maximum(states * inverse, -LARGEST), LARGEST)
-    if IS_INTEGER:
-        values = (values + _ROUNDER) - _ROUNDER
+    values = scaled_to_range(states, peak, LARGEST, IS_INTEGER)
     return values, peak / LARGEST
 
 

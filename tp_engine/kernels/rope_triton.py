@@ -5,6 +5,7 @@
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]      queries are changed in place
     program (i, t), t < query tiles:  queries [t * TILE, (t + 1) * TILE) of token i
     program (i, t), the others:       as many keys, stored at their slot (without a cache: in place), and their values
+    cache, scales                     as in kv_quant.py
 
 A head is held as its two halves, (TILE, head_dim / 2) each, because element j turns with element j + head_dim / 2.
 """
@@ -15,9 +16,39 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.kv_quant import LARGEST_VALUE
+from tp_engine.kernels.kv_quant_triton import scaled_to_range
 from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
 
 _PAIRS_PER_PROGRAM = 512
+_PAIRS_PER_THREAD = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_halves(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    cache,
+    scales,
+    slot,
+    head,
+    pair,
+    inside,
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    LARGEST: tl.constexpr,  # noqa: N803
+    IS_INTEGER: tl.constexpr,  # noqa: N803
+):
+    """Store both halves (TILE, PAIRS) float32 of KV heads ``head`` (TILE, 1), quantised where LARGEST is not 0."""
+    if LARGEST > 0:
+        peak = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))[:, None]
+        a, b = scaled_to_range(a, peak, LARGEST, IS_INTEGER), scaled_to_range(b, peak, LARGEST, IS_INTEGER)
+        scale = scales + (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(scale, peak / LARGEST, mask=head < NUM_KV_HEADS)
+    place = cache + (slot * NUM_KV_HEADS + head) * HEAD_DIM + pair
+    tl.store(place, a.to(cache.dtype.element_ty), mask=inside)
+    tl.store(place + HEAD_DIM // 2, b.to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,6 +59,8 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     positions,
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     slot_mapping,
     token_stride,
     eps,
@@ -38,6 +71,9 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,  # noqa: N803
     NORMALISES: tl.constexpr,  # noqa: N803
     STORES: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    LARGEST: tl.constexpr,  # noqa: N803
+    IS_INTEGER: tl.constexpr,  # noqa: N803
 ):
     """One program: one tile of one token's heads; PAIRS is head_dim / 2, rounded up to a power of two."""
     HALF: tl.constexpr = HEAD_DIM // 2  # noqa: N806
@@ -68,14 +104,16 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
+            head = first_head - NUM_HEADS + lane
             value = place + NUM_KV_HEADS * HEAD_DIM
-            value_a, value_b = tl.load(value, mask=inside), tl.load(value + HALF, mask=inside)
-            offset = (slot * NUM_KV_HEADS + first_head - NUM_HEADS + lane) * HEAD_DIM + pair
-            kind = key_cache.dtype.element_ty
-            tl.store(key_cache + offset, turned_a.to(kind), mask=inside)
-            tl.store(key_cache + offset + HALF, turned_b.to(kind), mask=inside)
-            tl.store(value_cache + offset, value_a.to(kind), mask=inside)
-            tl.store(value_cache + offset + HALF, value_b.to(kind), mask=inside)
+            value_a = tl.load(value, mask=inside, other=0.0).to(tl.float32)
+            value_b = tl.load(value + HALF, mask=inside, other=0.0).to(tl.float32)
+            # fmt: off
+            _store_halves(turned_a, turned_b, key_cache, key_scales, slot, head, pair, inside,
+                          NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST, IS_INTEGER)
+            _store_halves(value_a, value_b, value_cache, value_scales, slot, head, pair, inside,
+                          NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST, IS_INTEGER)
+            # fmt: on
 
 
 def prepare_heads_triton(
@@ -91,11 +129,12 @@ def prepare_heads_triton(
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is a view of ``heads``.
     """
-    stores = kv_cache is not None and kv_scales is None
     num_tokens, num_all, head_dim = heads.shape
     num_heads = num_all - 2 * num_kv_heads
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim and head_dim % 2 == 0, (heads.shape, heads.stride())
+    # Pointers that are not read are some other tensor's.
     keys, values = (heads, heads) if kv_cache is None else kv_cache.unbind(0)
+    key_scales, value_scales = (heads, heads) if kv_scales is None else kv_scales.unbind(0)
     assert kv_cache is None or (keys.is_contiguous() and values.is_contiguous()), "a layer's keys must be contiguous"
     pairs = int(triton.next_power_of_2(head_dim // 2))
     tile = min(max(_PAIRS_PER_PROGRAM // pairs, 1), int(triton.next_power_of_2(max(num_heads, num_kv_heads))))
@@ -107,6 +146,8 @@ def prepare_heads_triton(
             rotation.positions,
             keys,
             values,
+            key_scales,
+            value_scales,
             slot_mapping,
             heads.stride(0),
             0.0 if norm is None else norm.eps,
@@ -116,9 +157,13 @@ def prepare_heads_triton(
             TILE=tile,
             PAIRS=pairs,
             NORMALISES=norm is not None,
-            STORES=stores,
+            STORES=kv_cache is not None,
+            BLOCK_SIZE=1 if kv_cache is None else kv_cache.shape[2],
+            LARGEST=0.0 if kv_scales is None else LARGEST_VALUE[keys.dtype],
+            IS_INTEGER=keys.dtype == torch.int8,
+            num_warps=max(1, tile * pairs // (32 * _PAIRS_PER_THREAD)),
         )
     query = heads[:, :num_heads]
-    if stores:
+    if kv_cache is not None:
         return query, None, None
     return query, heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
