@@ -1,0 +1,232 @@
+"""Paged attention kernels: interpreted against their PyTorch twin (``main``), and the launches of real models.
+
+The interpreter's matrix product knows no bfloat16: that is for tests/gpu, and compiled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.paged_batches import PagedBatch, make_batch
+from tests.unit.kernel_harness import AGREEMENT
+from tp_engine.attention.base import AttentionShape
+from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised
+from tp_engine.kernels.paged_attention import paged_attention
+from tp_engine.kernels.paged_decode_triton import DecodeSizes, decode_sizes, paged_decode_triton
+from tp_engine.kernels.paged_prefill_triton import PrefillSizes, paged_prefill_triton, prefill_sizes
+from tp_engine.kernels.store_kv import store_kv
+
+INT8, FP8 = LARGEST_VALUE
+DECODES = [(1, 40), (1, 1), (1, 0), (1, 300), (1, 65)]
+CHUNKS = [(1, 40), (1, 1), (30, 30), (5, 100), (1, 9), (2, 64), (40, 50)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One specialisation, small; ``splits`` for decodes."""
+
+    head_dim: int = 64
+    group: int = 4
+    num_kv_heads: int = 2
+    window: int | None = None
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    splits: int = 4
+    query_len: int = 1
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Of one layer."""
+        return AttentionShape(
+            num_heads=self.group * self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.window,
+        )
+
+
+DECODE_CASES = (
+    Case(splits=1),
+    Case(splits=1, window=20, head_dim=80, group=3),
+    Case(window=1, group=1, block_size=32),
+    Case(window=100, head_dim=112, group=7, num_kv_heads=1),
+    Case(dtype=torch.float16, head_dim=128, block_size=256),
+    Case(head_dim=256, group=20, num_kv_heads=1),
+    Case(dtype=torch.float16, cache_dtype=INT8),
+    Case(dtype=torch.float16, cache_dtype=FP8, splits=1),
+    Case(cache_dtype=INT8, head_dim=96, block_size=64),
+    Case(cache_dtype=torch.float16),
+    Case(query_len=3, window=33),
+)
+PREFILL_CASES = (
+    Case(),
+    Case(window=20, head_dim=80, group=3),
+    Case(dtype=torch.float16, head_dim=128, block_size=256, group=1, num_kv_heads=1),
+    Case(dtype=torch.float16, cache_dtype=INT8),
+    Case(cache_dtype=FP8, group=7, num_kv_heads=1, window=33),
+)
+
+
+def stored_batch(case: Case, requests: list[tuple[int, int]], device: str = "cpu") -> tuple[PagedBatch, Any]:
+    """A step whose keys and values are all in the cache, and the scales of a quantised one."""
+    batch = make_batch(requests, case.shape, block_size=case.block_size, dtype=case.dtype, device=device)
+    cache_dtype, scales = case.cache_dtype or case.dtype, None
+    stored = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype, device=device)
+    _, num_blocks, block_size, num_kv_heads, head_dim = stored.shape
+    if is_quantised(cache_dtype):
+        scales = torch.full((2, num_blocks, num_kv_heads, block_size), float("nan"), dtype=SCALE_DTYPE, device=device)
+    slots = torch.arange(num_blocks * block_size, device=device)
+    store_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+    states = batch.kv_cache.view(2, -1, num_kv_heads, head_dim)
+    owned = ~states[0].isnan().flatten(1).any(1)
+    store_kv(states[0][owned], states[1][owned], stored, slots[owned], scales)
+    if not is_quantised(cache_dtype):
+        stored.view(states.shape)[:, ~owned] = float("nan")
+    batch.kv_cache = stored
+    return batch, scales
+
+
+def expected_of(batch: PagedBatch, scales: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+    """The twin's output in float32 from the very values in the cache, and its error in the query's own type."""
+    shape, metadata = batch.shape, batch.metadata
+    tables = (metadata.block_table, metadata.seq_lens, metadata.query_start)
+    exact_cache = batch.kv_cache.float()
+    if scales is not None:
+        exact_cache = dequantise(batch.kv_cache, scales.transpose(2, 3))
+    rule: dict[str, Any] = {"scale": shape.scale, "window": shape.sliding_window}
+    exact = paged_attention(batch.query.float(), exact_cache, *tables, **rule)
+    plain = paged_attention(batch.query, batch.kv_cache, *tables, **rule, kv_scales=scales)
+    return exact, float((plain.float() - exact).abs().max())
+
+
+def run_decode(case: Case, device: str = "cpu") -> None:
+    """Requests of ``query_len`` queries; the error is at most twice the twin's, or that of another order in float32."""
+    requests = [(case.query_len, seq_len + case.query_len if seq_len else 0) for _, seq_len in DECODES]
+    if case.query_len > 1:
+        requests = [request for request in requests if request[1]]
+    batch, scales = stored_batch(case, requests, device)
+    sizes = DecodeSizes(tile=32, num_warps=4, num_stages=2, num_splits=case.splits)
+    out = torch.full_like(batch.query, float("nan"))
+    paged_decode_triton(
+        batch.query,
+        batch.kv_cache,
+        batch.metadata.block_table,
+        batch.metadata.seq_lens,
+        out,
+        scale=case.shape.scale,
+        sizes=sizes,
+        query_len=case.query_len,
+        window=case.window,
+        kv_scales=scales,
+    )
+    compare(case, out, *expected_of(batch, scales))
+
+
+def run_prefill(case: Case, device: str = "cpu") -> None:
+    """Chunks behind two decodes, which the kernel leaves alone."""
+    batch, scales = stored_batch(case, CHUNKS, device)
+    first, out = 2, torch.full_like(batch.query, 7.0)
+    paged_prefill_triton(
+        batch.query,
+        batch.kv_cache,
+        batch.metadata.block_table,
+        batch.metadata.seq_lens,
+        batch.metadata.query_start,
+        out,
+        scale=case.shape.scale,
+        sizes=PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=2),
+        num_queries=len(batch.query) - first,
+        first_request=first,
+        window=case.window,
+        kv_scales=scales,
+    )
+    assert bool((out[:first] == 7.0).all())
+    exact, error = expected_of(batch, scales)
+    compare(case, out[first:], exact[first:], error)
+
+
+def compare(case: Case, out: torch.Tensor, exact: torch.Tensor, plain_error: float) -> None:
+    """At most twice the plain error, or a few units in the last place of float32."""
+    error = float((out.float() - exact).abs().max())
+    assert error <= max(2 * plain_error, 2e-6), f"{case}: error {error}, in plain PyTorch {plain_error}"
+
+
+def main() -> None:
+    for case in DECODE_CASES:
+        run_decode(case)
+    for case in PREFILL_CASES:
+        run_prefill(case)
+    print(AGREEMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One rank's part of a model, and its types."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    block_size: int
+    window: int | None = None
+
+
+LAUNCHES = (
+    Launch(16, 8, 128, torch.bfloat16, torch.bfloat16, 16),  # Qwen3-0.6B
+    Launch(8, 1, 128, torch.bfloat16, FP8, 16),  # Qwen3-32B on 8 ranks
+    Launch(32, 8, 128, torch.float16, torch.float16, 256, 4096),  # Mistral
+    Launch(7, 1, 128, torch.float16, INT8, 256),  # Qwen2.5-7B on 4
+    Launch(32, 32, 96, torch.bfloat16, INT8, 16),  # Phi-3-mini
+    Launch(8, 4, 256, torch.bfloat16, torch.bfloat16, 16),  # Gemma
+)
+
+
+def launches(capability: int) -> Iterator[dict[str, Any]]:
+    """Arguments that both kernels take, as the engine would call them, without memory; a choice for other than sm_90."""
+    for model in LAUNCHES if capability == 90 else LAUNCHES[::3]:
+        heads, kv_heads, head_dim, block_size = model.num_heads, model.num_kv_heads, model.head_dim, model.block_size
+        merged = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=model.dtype, device="meta")
+        caches = torch.empty(2, 5, 100, block_size, kv_heads, head_dim, dtype=model.cache_dtype, device="meta")
+        scales = None
+        if is_quantised(model.cache_dtype):
+            scales = torch.empty(2, 5, 100, kv_heads, block_size, dtype=SCALE_DTYPE, device="meta")[:, 1]
+        yield {
+            "query": merged[:, :heads],
+            "kv_cache": caches[:, 1],
+            "block_table": torch.empty(64, 100, dtype=torch.int32, device="meta"),
+            "out": torch.empty(64, heads, head_dim, dtype=model.dtype, device="meta"),
+            "scale": head_dim**-0.5,
+            "window": model.window,
+            "kv_scales": scales,
+        }
+
+
+def launch_all(capability: int) -> None:
+    """Decodes split and not; chunks."""
+    for number, call in enumerate(launches(capability)):
+        num_kv_heads, head_dim = call["kv_cache"].shape[3:]
+        itemsize = call["query"].dtype.itemsize
+        seq_lens = torch.empty(64, dtype=torch.int32, device="meta")
+        for num_requests in (64, 100_000) if number % 2 == 0 else (64,):
+            sizes = decode_sizes(num_requests, num_kv_heads, head_dim, itemsize, 132)
+            paged_decode_triton(**call, seq_lens=seq_lens, sizes=sizes)
+        query_start = torch.empty(65, dtype=torch.int32, device="meta")
+        paged_prefill_triton(
+            **call,
+            seq_lens=seq_lens,
+            query_start=query_start,
+            sizes=prefill_sizes(head_dim, itemsize),
+            num_queries=60,
+            first_request=2,
+        )
+
+
+if __name__ == "__main__":
+    main()

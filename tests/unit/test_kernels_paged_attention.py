@@ -1,0 +1,61 @@
+"""Paged attention: the PyTorch twin, the interpreted kernels, their sizes and their compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.paged_batches import make_batch
+from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+from tp_engine.attention.base import AttentionShape
+from tp_engine.kernels.paged_attention import paged_attention
+from tp_engine.kernels.store_kv import store_kv
+
+# What one program may use, in bytes: sm_80, sm_90, sm_100.
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_twin(window: int | None) -> None:
+    """Oracle: loops over tokens and heads."""
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.3, sliding_window=window)
+    batch = make_batch([(1, 40), (1, 0), (5, 5), (7, 30), (30, 45)], shape, block_size=8)
+    metadata = batch.metadata
+    store_kv(batch.key, batch.value, batch.kv_cache, metadata.slot_mapping)
+    out = paged_attention(
+        batch.query,
+        batch.kv_cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start,
+        scale=shape.scale,
+        window=window,
+    )
+    torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_interpreted_kernels() -> None:
+    """Oracle: the twin in float32; the error is at most twice the twin's in the same precision."""
+    interpreted("kernel_cases_paged_attention", timeout_s=300)
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_compile_for(capability: int) -> None:
+    """Oracle: Triton's own compiler, which needs no GPU; the shared memory of that GPU is enough."""
+    for kernel in compile_cases("kernel_cases_paged_attention", capability):
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("num_requests", "num_kv_heads", "num_splits"),
+    [(1, 8, 64), (8, 8, 32), (64, 8, 4), (256, 8, 1), (256, 1, 8), (100_000, 1, 1)],
+)
+def test_number_of_splits(num_requests: int, num_kv_heads: int, num_splits: int) -> None:
+    """Oracle: the power of two that makes about 16 programs per multiprocessor, at most 64."""
+    from tp_engine.kernels.paged_decode_triton import decode_sizes
+
+    assert decode_sizes(num_requests, num_kv_heads, 128, 2, 132).num_splits == num_splits

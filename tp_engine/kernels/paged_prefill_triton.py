@@ -1,0 +1,200 @@
+"""Attention of prompt chunks over the paged cache, which holds the chunk's own keys and values too.
+
+::
+
+    requests first..B of a step      queries q0 .. q(n-1) of a request are the last n of its tokens
+    program (h, p)                   BLOCK_Q queries of one request, on KV head h, over all the keys they can see
+
+    p counts the blocks of queries of all requests, one more than needed for most, so that the request of a program
+    follows from ``query_start`` alone:   request r begins at p = (query_start[r] - query_start[first]) // BLOCK_Q + r
+
+    keys         |   cached   |chunk|        tiles that all of the block's queries see need no mask
+    queries                   |  qq |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSizes:
+    """``rows`` packed queries and heads of a program, ``tile`` keys at a time, ``num_stages`` tiles on their way."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit(do_not_specialize=["table_stride", "first_request", "num_requests"])  # type: ignore[untyped-decorator]
+def paged_prefill_kernel(  # type: ignore[no-untyped-def]
+    query,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    block_table,
+    seq_lens,
+    query_start,
+    out,
+    scale,
+    query_stride,
+    table_stride,
+    first_request,
+    num_requests,
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    QUANTISED: tl.constexpr,  # noqa: N803
+):
+    """Requests ``first_request`` to ``num_requests`` of the step."""
+    BLOCK_Q: tl.constexpr = ROWS // GROUP  # noqa: N806
+    kv_head = tl.program_id(0)
+    request, block = request_of(tl.program_id(1), query_start, first_request, num_requests, BLOCK_Q)
+    start = tl.load(query_start + request)
+    num_queries = tl.load(query_start + request + 1) - start
+    first_query = block * BLOCK_Q
+    if first_query < num_queries:
+        length = tl.load(seq_lens + request)
+        line = tl.arange(0, ROWS)
+        column = tl.arange(0, HEAD_PAD)
+        number = first_query + line // GROUP
+        is_query = (line < BLOCK_Q * GROUP) & (number < num_queries)
+        inside = is_query[:, None] & (column < HEAD_DIM)[None, :]
+        token = (start + number).to(tl.int64)
+        head = kv_head * GROUP + line % GROUP
+        place = query + token[:, None] * query_stride + head[:, None] * HEAD_DIM + column[None, :]
+        states = tl.load(place, mask=inside, other=0.0)
+        cached = length - num_queries
+        own = cached + number
+
+        accumulated = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        table_row = block_table + request.to(tl.int64) * table_stride
+        end = cached + tl.minimum(first_query + BLOCK_Q, num_queries)
+        lowest = 0
+        if WINDOW > 0:
+            lowest = tl.maximum(cached + first_query - WINDOW + 1, 0) // TILE * TILE
+            seen_by_all = lowest
+        else:
+            seen_by_all = tl.maximum(cached + first_query + 1, 0) // TILE * TILE
+        # fmt: off
+        for position in range(lowest, seen_by_all, TILE):
+            accumulated, total, peak = attend_tile(
+                states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
+                position, length, own, kv_head, scale,
+                False, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED)
+        for position in range(seen_by_all, end, TILE):
+            accumulated, total, peak = attend_tile(
+                states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
+                position, length, own, kv_head, scale,
+                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED)
+        # fmt: on
+        result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
+        row = token * NUM_KV_HEADS * GROUP + head
+        tl.store(out + row[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def request_of(  # type: ignore[no-untyped-def]
+    program,
+    query_start,
+    first_request,
+    num_requests,
+    BLOCK_Q: tl.constexpr,  # noqa: N803
+):
+    """The request of a program, and which of its blocks of queries: the last request that begins at or before it."""
+    origin = tl.load(query_start + first_request)
+    low, high = first_request, num_requests - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin = (tl.load(query_start + middle) - origin) // BLOCK_Q + middle - first_request
+        if begin <= program:
+            low = middle
+        else:
+            high = middle - 1
+    begin = (tl.load(query_start + low) - origin) // BLOCK_Q + low - first_request
+    return low, program - begin
+
+
+def paged_prefill_triton(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    sizes: PrefillSizes,
+    num_queries: int,
+    first_request: int = 0,
+    window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """``paged_attention`` of the requests from ``first_request`` on, ``num_queries`` tokens in all, into ``out``.
+
+    ``query`` (N, heads, head_dim), a token's heads contiguous; ``out`` (N, heads, head_dim), contiguous: rows of other
+    requests are left alone; the rest as in ``paged_attention``.
+    """
+    _, num_heads, head_dim = query.shape
+    num_requests = len(seq_lens)
+    if num_queries == 0 or first_request == num_requests:
+        return
+    num_kv_heads = kv_cache.shape[3]
+    group = num_heads // num_kv_heads
+    assert query.stride(2) == 1 and query.stride(1) == head_dim and out.is_contiguous() and block_table.stride(1) == 1
+    assert kv_cache[0].is_contiguous()
+    rows = max(sizes.rows, triton.next_power_of_2(group))
+    num_blocks = num_queries // (rows // group) + num_requests - first_request
+    scales = kv_cache if kv_scales is None else kv_scales
+    paged_prefill_kernel[(num_kv_heads, num_blocks)](
+        query,
+        kv_cache[0],
+        kv_cache[1],
+        scales[0],
+        scales[1],
+        block_table,
+        seq_lens,
+        query_start,
+        out,
+        scale * LOG2_E,
+        query.stride(0),
+        block_table.stride(0),
+        first_request,
+        num_requests,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        ROWS=rows,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=kv_cache.shape[2],
+        TILE=sizes.tile,
+        WINDOW=window or 0,
+        QUANTISED=kv_scales is not None,
+        num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
+    )
+
+
+def prefill_sizes(head_dim: int, itemsize: int) -> PrefillSizes:
+    """Sizes for a GPU; ``itemsize`` is that of the query's type.  float32, which is for tests, has no matrix units."""
+    head_pad = triton.next_power_of_2(head_dim)
+    if itemsize > 2:
+        return PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=1)
+    if head_pad <= 128:
+        return PrefillSizes(rows=128, tile=64, num_warps=8, num_stages=3)
+    return PrefillSizes(rows=64, tile=64, num_warps=4, num_stages=2)

@@ -1,0 +1,124 @@
+"""What the paged attention kernels share: one tile of cached keys and values against the queries of a program.
+
+Grouped queries are packed: the rows of a program's matrices are all query heads of one KV head, of a few queries::
+
+    row m = query m // GROUP, head kv_head * GROUP + m % GROUP
+
+so that a tile of keys is read once for all of them and the products run on matrix units.  Scores are in units of log 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places_of(  # type: ignore[no-untyped-def]
+    table_row,
+    start,
+    length,
+    TILE: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+):
+    """Block ids, 64 bits, and offsets in them of the positions from ``start`` on, a multiple of TILE.
+
+    Positions that are not below ``length`` get block 0: nothing is read there.
+    """
+    position = start + tl.arange(0, TILE)
+    if TILE <= BLOCK_SIZE:
+        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(table_row + position // BLOCK_SIZE, mask=position < length, other=0).to(tl.int64)
+    return block, position % BLOCK_SIZE
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_states(  # type: ignore[no-untyped-def]
+    cache,
+    row,
+    is_key,
+    MASKED: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+):
+    """(TILE, HEAD_PAD) of ``cache`` at ``row`` (TILE,), a slot's head; zeros where there is no key and behind HEAD_DIM.
+
+    Memory of other requests may hold anything, NaN too, so it is never read.
+    """
+    column = tl.arange(0, HEAD_PAD)
+    place = cache + row[:, None] * HEAD_DIM + column[None, :]
+    if HEAD_PAD != HEAD_DIM:
+        states = tl.load(place, mask=is_key[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    elif MASKED:
+        states = tl.load(place, mask=is_key[:, None], other=0.0)
+    else:
+        states = tl.load(place)
+    return states
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_tile(  # type: ignore[no-untyped-def]
+    query,
+    accumulated,
+    total,
+    peak,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    table_row,
+    start,
+    length,
+    own,
+    kv_head,
+    scale,
+    MASKED: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    QUANTISED: tl.constexpr,  # noqa: N803
+):
+    """One step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
+
+    ``query`` (ROWS, HEAD_PAD); ``accumulated`` (ROWS, HEAD_PAD), ``total`` and ``peak`` (ROWS,) float32; ``own``
+    (ROWS,) positions of the queries.  Without MASKED all the keys are visible to all queries.  Returns the state.
+    """
+    position = start + tl.arange(0, TILE)
+    is_key = position < length
+    block, offset = places_of(table_row, start, length, TILE, BLOCK_SIZE)
+    row = (block * BLOCK_SIZE + offset) * NUM_KV_HEADS + kv_head
+    keys = load_states(key_cache, row, is_key, MASKED, HEAD_DIM, HEAD_PAD).to(query.dtype)
+    values = load_states(value_cache, row, is_key, MASKED, HEAD_DIM, HEAD_PAD).to(query.dtype)
+
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    if QUANTISED:
+        place = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset
+        scores *= tl.load(key_scales + place, mask=is_key, other=0.0)[None, :]
+    if MASKED:
+        visible = position[None, :] <= own[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > own[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    # Where no key has been visible so far: a difference of infinities would be NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    accumulated = accumulated * shrink[:, None]
+    if QUANTISED:
+        # Relative to the tile's largest scale: in half precision the scales themselves may be too small.
+        scales = tl.load(value_scales + place, mask=is_key, other=0.0)
+        largest = tl.max(scales, axis=0)
+        weights *= (scales / tl.where(largest > 0, largest, 1.0))[None, :]
+        accumulated += tl.dot(weights.to(query.dtype), values, input_precision="ieee") * largest
+    else:
+        accumulated = tl.dot(weights.to(query.dtype), values, accumulated, input_precision="ieee")
+    return accumulated, total, new_peak
