@@ -5,6 +5,7 @@ A few cells of the matrix that ``scripts/test_faults`` runs whole; ``tests/fault
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.dist.launch import ROOT, torchrun
 from tests.faults.cases import Case, run_case
+from tests.faults.gate import Gate
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import PlanError, RankError
 from tp_engine.plan import StepPlan
@@ -30,7 +32,13 @@ CELLS = [
     Case("serve", 0, "sample", "stop"),
     Case("script", 2, "step_begin", "kill", num_ranks=4),
 ]
-OPTIONS = {"tensor_parallel_size": 2, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
+OPTIONS = {
+    "tensor_parallel_size": 2,
+    "device": "cpu",
+    "num_gpu_blocks_override": 32,
+    "max_model_len": 64,
+    "flight_recorder_dir": "",
+}
 BATCH = str(ROOT / "launch" / "batch.py")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -38,7 +46,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 @pytest.mark.parametrize("case", CELLS, ids=str)
 def test_a_fault_ends_the_job(case: Case, tmp_path: Path) -> None:
     """Oracle: the promises: in time, exit code, rank, phase and cause in the output, nothing left behind."""
-    outcome = run_case(case, tmp_path)
+    outcome = run_case(case, tmp_path, Gate(threading.Semaphore(1)))
     assert not outcome.problems, "\n".join([*outcome.problems, outcome.output[-6000:]])
 
 

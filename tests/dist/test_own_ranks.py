@@ -17,7 +17,13 @@ from tests.dist.launch import ROOT, torchrun
 from tp_engine import LLM, AsyncLLM, SamplingParams
 from tp_engine.errors import EngineDeadError
 
-OPTIONS = {"tensor_parallel_size": 2, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
+OPTIONS = {
+    "tensor_parallel_size": 2,
+    "device": "cpu",
+    "num_gpu_blocks_override": 32,
+    "max_model_len": 64,
+    "flight_recorder_dir": "",
+}
 PROMPT = [5, 9, 13, 7]
 
 # No ``if __name__ == "__main__"``: starting ranks must not run the script again.
@@ -142,5 +148,26 @@ def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int])
             assert last.outputs[0].token_ids == expected
             stats = await llm.stats()
             assert stats.num_running == stats.num_used_blocks == 0
+
+    asyncio.run(asyncio.wait_for(run(), timeout=120))
+
+
+def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
+    """SIGSTOP of the process behind it: the running stream fails at the hard limit, and no process stays."""
+    import asyncio
+
+    limits = {"hang_soft_limit_s": 1.0, "hang_hard_limit_s": 2.0}
+
+    async def run() -> None:
+        async with AsyncLLM(str(folder), **OPTIONS, **limits) as llm:  # type: ignore[arg-type]
+            stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+            await anext(stream)
+            (rank0,) = (child for child in psutil.Process().children() if "service_main" in " ".join(child.cmdline()))
+            rank0.suspend()
+            with pytest.raises(EngineDeadError, match=r"no sign of life|went away"):
+                async for _ in stream:
+                    pass
+            _, alive = psutil.wait_procs([rank0], timeout=10)
+            assert not alive
 
     asyncio.run(asyncio.wait_for(run(), timeout=120))

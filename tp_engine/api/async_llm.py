@@ -20,6 +20,7 @@ from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import RankError
 from tp_engine.options.toml import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
 
 _STOP_TIMEOUT_S = 15.0
+_PULSE_S = 0.5
 _LONG_TEXT = 2000  # characters; tokenizing more in the event loop would hold up everybody's stream
 
 
@@ -47,6 +49,7 @@ class AsyncLLM:
         self._address = address
         self._tokenizer_given: Any | None = None
         self._service: ServiceHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._client: EngineClient | None = None
         self._streams: RequestStreams | None = None
         self._input: InputProcessor | None = None
@@ -171,6 +174,8 @@ class AsyncLLM:
                 self._client.stop()
                 await self._client.wait_ended(timeout_s=_STOP_TIMEOUT_S)
             await self._client.close()
+        if self._watching is not None:
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._service is not None:
             service, self._service = self._service, None
             await asyncio.to_thread(service.close)
@@ -249,8 +254,19 @@ class AsyncLLM:
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(load_tokenizer, info.tokenizer, info.revision)
         streams.open(client, tokenizer)
+        if self._service is not None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch_service(self._service, client))
         self._input = InputProcessor(info, tokenizer)
         self._streams = streams
+
+    async def _watch_service(self, service: ServiceHandle, client: EngineClient) -> None:
+        """A rank 0 that is stopped can not end by itself, and nobody else is its parent."""
+        while not await client.wait_ended(timeout_s=_PULSE_S):
+            try:
+                service.check_pulse()
+            except RankError as error:
+                client.give_up(str(error))
+                await asyncio.to_thread(service.kill)
 
     async def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int) -> EngineRequest:
         await self.start()

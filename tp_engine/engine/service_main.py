@@ -12,6 +12,7 @@ from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.rank_group import start_engine
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_process import ServiceSpec
+from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
@@ -25,7 +26,7 @@ def main() -> int:
     configure_logging("rank 0")
     try:
         config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
-        engine = start_engine(config, ends_process=True)
+        engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
         try:
             service = EngineService(engine, spec.address)
             try:
