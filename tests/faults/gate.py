@@ -7,10 +7,13 @@ from typing import Self
 
 
 class Gate:
-    """Holds one of ``places`` from entering until ``open`` or the end of the block, whichever comes first."""
+    """Holds one of ``places`` from entering until ``open`` or the end of the block, whichever comes first.
 
-    def __init__(self, places: threading.Semaphore) -> None:
-        self._places = places
+    Without ``places`` there is nobody to let in.
+    """
+
+    def __init__(self, places: threading.Semaphore | None = None) -> None:
+        self._places = places or threading.Semaphore()
         self._holds = False
 
     def __enter__(self) -> Self:

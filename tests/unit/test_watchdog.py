@@ -122,6 +122,16 @@ def test_a_rank_that_never_got_the_step_is_behind() -> None:
     assert hang is not None and hang.culprits == (1,) and "waiting for step 12" in hang.text
 
 
+def test_a_rank_that_does_not_end_is_named() -> None:
+    """Oracle: rank 0 has begun to stop, and never sends the stop plan that rank 1 waits for."""
+    jobs = Jobs(2)
+    jobs.notes[0].reach(Phase.SHUTDOWN)
+    jobs.board.slots[0].state = State.STOPPING
+    hang = jobs.after(121)
+    assert hang is not None and hang.is_hard and hang.culprits == (0,)
+    assert "rank 0 is in shutdown" in hang.text and jobs.watch.acting_rank(hang) == 1
+
+
 def test_where_all_are_equally_far_nobody_is_named() -> None:
     """Oracle: a collective that does not end although all ranks are in it; rank 0 ends the job."""
     jobs = Jobs(2)

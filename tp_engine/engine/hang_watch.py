@@ -4,8 +4,8 @@
 
     stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  One that only
               holds its interpreter for long (an import, a library's call) uses some
-    stuck     a step, or the start, does not get ahead: no rank reaches another phase, collective or step, and, where
-              CPU time proves life, the ranks use less than a tenth of one core
+    stuck     a step, the start or the end does not get ahead: no rank reaches another phase, collective or step, and,
+              where CPU time proves life, the ranks use less than a tenth of one core
 
 Time counts from the last progress.  A process that was not running itself (Ctrl-Z of the whole job, a machine that
 slept) begins to count anew.
@@ -112,7 +112,11 @@ class HangWatch:
         return any(slot.state in (State.ABSENT, State.STARTING) for slot in self._board.slots)
 
     def _is_busy(self) -> bool:
-        return self._is_starting() or any(slot.busy_since_ns for slot in self._board.slots if slot.state in _PRESENT)
+        """Whether somebody owes the others something: a step, the start, or the end."""
+        if self._is_starting():
+            return True
+        present = [slot for slot in self._board.slots if slot.state in _PRESENT]
+        return any(slot.busy_since_ns or slot.state == State.STOPPING for slot in present)
 
     def _silence_s(self, slot: RankSlot, now_ns: int) -> float:
         if slot.rank == self._rank or slot.state not in _PRESENT:
@@ -142,6 +146,8 @@ class HangWatch:
     def _behind(self) -> tuple[int, ...]:
         """The ranks that the others wait for; nobody where all are equally far."""
         slots = [slot for slot in self._board.slots if slot.state not in (State.LEFT, State.FAILED)]
+        if stopping := tuple(slot.rank for slot in slots if slot.state == State.STOPPING):
+            return stopping
         place = {slot.rank: _place(slot) for slot in slots}
         least, most = min(place.values()), max(place.values())
         return tuple(rank for rank in place if place[rank] == least) if least < most else ()
