@@ -128,4 +128,4 @@ class _Lenient(EchoCheck):
 
     def __init__(self, board: JobBoard) -> None:
         super().__init__(board, checks_inputs=False)
-        self._plans = np.broadcast_to(board.echoes[0], board.echoes.shape)
+        self._plans = [board.slots[0].echoes] * board.world_size

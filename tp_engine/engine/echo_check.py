@@ -10,24 +10,24 @@ the next step that has some (the last dozen of them).  An echo may be a moment l
 from __future__ import annotations
 
 import time
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from tp_engine.errors import PlanError
 from tp_engine.ipc.job_board import NUM_ECHOES, JobBoard, split_echo
+
+Echoes: TypeAlias = "Sequence[memoryview[int]]"
 
 _PATIENCE_S: Final = 0.05
 _MAX_AHEAD: Final = 4  # rank 0 may have sent so many plans beyond the step whose result it takes
 
 
 class EchoCheck:
-    """Compares rows 1 to N-1 of the board's echoes with row 0, rank 0's own; ``inputs`` too where ``checks_inputs``."""
+    """Compares the echoes of ranks 1 to N-1 with rank 0's own; those of the inputs too where ``checks_inputs``."""
 
     def __init__(self, board: JobBoard, *, checks_inputs: bool) -> None:
-        self._plans = board.echoes
-        self._inputs = board.inputs if checks_inputs else None
+        self._plans = [slot.echoes for slot in board.slots]
+        self._inputs = [slot.inputs for slot in board.slots] if checks_inputs else []
         self._checked = 0
 
     def check(self, step_id: int) -> None:
@@ -37,25 +37,30 @@ class EchoCheck:
             if not _agree(self._plans, one):
                 raise PlanError(_difference(self._plans, one, "the plan", "sent"))
         self._checked = step_id
-        if self._inputs is not None and not _agree(self._inputs, step_id):
+        if self._inputs and not _agree(self._inputs, step_id):
             raise PlanError(_difference(self._inputs, step_id, "inputs", "has"))
 
 
-def _agree(echoes: npt.NDArray[np.int64], step_id: int) -> bool:
-    """Whether all ranks have rank 0's word for ``step_id``."""
-    column = echoes[:, step_id % NUM_ECHOES]
-    if (column == column[0]).all():
+def _agree(echoes: Echoes, step_id: int) -> bool:
+    """Whether all ranks have rank 0's word for ``step_id``, now or in a moment."""
+    index = step_id % NUM_ECHOES
+    expected = echoes[0][index]
+    for words in echoes:
+        if words[index] != expected:
+            break
+    else:
         return True
     deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
         time.sleep(0.001)
-        if (column == column[0]).all():
+        if all(words[index] == expected for words in echoes):
             return True
     return False
 
 
-def _difference(echoes: npt.NDArray[np.int64], step_id: int, what: str, verb: str) -> str:
-    column = echoes[:, step_id % NUM_ECHOES].tolist()
+def _difference(echoes: Echoes, step_id: int, what: str, verb: str) -> str:
+    index = step_id % NUM_ECHOES
+    column = [words[index] for words in echoes]
     rank = next((rank for rank, word in enumerate(column) if word != column[0]), 0)
     (own_step, own), (step, value) = split_echo(column[0]), split_echo(column[rank])
     theirs = f"{value:#010x}" if step == own_step else f"{value:#010x} of step {step}"

@@ -182,8 +182,8 @@ class Watchdog:
         if hang is not None and self.hang is None:
             logger.warning("the job seems to hang: %s\n%s", hang.text, _stacks())
         self.hang = hang
-        if hang is None or not hang.is_hard:
-            return None
+        if hang is None or not hang.is_hard or (self._board.world_size == 1 and not self._ends_process):
+            return None  # a user's own process, which nobody waits for, may sit in a debugger
         is_acting = self._hangs.acting_rank(hang) == self._slot.rank
         if not is_acting and hang.age_s < self._limits.hard_s + _LAST_RESORT_S:
             return None

@@ -77,11 +77,16 @@ class State(IntEnum):
 
 
 class RankSlot:
-    """One rank's slot.  The rank itself writes, everybody reads; ``words`` is the slot as 8-byte integers."""
+    """One rank's slot.  The rank itself writes, everybody reads; ``words`` is the slot as 8-byte integers.
+
+    ``echoes`` and ``inputs``: 16 words each, see ``echo_word``.
+    """
 
     def __init__(self, rank: int, words: memoryview[int], table: npt.NDArray[np.int64]) -> None:
         self.rank = rank
         self.words = words
+        self.echoes = words[_ECHO : _ECHO + NUM_ECHOES]
+        self.inputs = words[_INPUTS : _INPUTS + NUM_ECHOES]
         self.records = table[_RECORDS:].reshape(NUM_RECORDS, len(RECORD_FIELDS))
         self._text = table[_TEXT:_RECORDS].view(np.uint8)
 
