@@ -189,7 +189,7 @@ LAUNCHES = (
 
 
 def launches(capability: int) -> Iterator[dict[str, Any]]:
-    """Arguments that both kernels take, as the engine would call them, without memory; a choice for other than sm_90."""
+    """Arguments that both kernels take, as the engine would call them, without memory; fewer for other than sm_90."""
     for model in LAUNCHES if capability == 90 else LAUNCHES[::3]:
         heads, kv_heads, head_dim, block_size = model.num_heads, model.num_kv_heads, model.head_dim, model.block_size
         merged = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=model.dtype, device="meta")

@@ -1,24 +1,57 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the Triton backend against loops."""
+"""Run in a process of its own with TRITON_INTERPRET=1: the Triton backend against loops, and against the torch one."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.paged_batches import make_batch
+from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.kernels.kv_quant import LARGEST_VALUE
+from tp_engine.kernels.store_kv import store_kv
+
+MIXED = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
+DECODES = [(1, 40), (1, 300), (1, 0)]
+
+
+def check_against_loops() -> None:
+    """Mixed steps, decodes alone, chunks alone; padding tokens are zero."""
+    backend = TritonBackend()
+    for block_size, head_dim, window, requests in (
+        (8, 32, None, MIXED),
+        (16, 80, 20, MIXED),
+        (256, 64, None, DECODES),
+        (16, 64, None, MIXED[3:]),
+    ):
+        shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window)
+        batch = make_batch(requests, shape, block_size=block_size, padding_tokens=2)
+        backend.prepare(batch.metadata)
+        for key, value in ((batch.key, batch.value), (None, None)):  # the second time they are stored already
+            out = backend.forward(batch.query, key, value, batch.kv_cache, batch.metadata, shape)
+            torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
+
+
+def check_quantised(cache_dtype: torch.dtype) -> None:
+    """New prompts, stored by the twin: the interpreter rounds to 8 bits in its own way (kernel_cases_kv_quant)."""
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+    batch = make_batch([(1, 1), (9, 9), (33, 33)], shape)
+    cache, scales = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype), torch.zeros(2, *batch.kv_cache.shape[1:4])
+    scales = scales.transpose(2, 3).contiguous()
+    store_kv(batch.key * 1e-3, batch.value, cache, batch.metadata.slot_mapping, scales)
+    outputs = []
+    for backend in (TorchBackend(), TritonBackend()):
+        backend.prepare(batch.metadata)
+        outputs.append(backend.forward(batch.query, None, None, cache, batch.metadata, shape, scales))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
 
 def main() -> None:
-    backend = TritonBackend()
-    for block_size, head_dim, window in ((8, 32, None), (16, 80, 20), (256, 64, None)):
-        shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window)
-        requests = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
-        batch = make_batch(requests, shape, block_size=block_size, padding_tokens=2)
-        backend.prepare(batch.metadata)
-        out = backend.forward(batch.query, batch.key, batch.value, batch.kv_cache, batch.metadata, shape)
-        torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
-    print("all cases agree")
+    check_against_loops()
+    for cache_dtype in LARGEST_VALUE:
+        check_quantised(cache_dtype)
+    print(AGREEMENT)
 
 
 if __name__ == "__main__":

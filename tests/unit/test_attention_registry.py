@@ -48,7 +48,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CUDA | {"block_size": 16}, "triton"),
         (ON_CUDA | {"dtype": torch.float32}, "triton"),
         (ON_CUDA | {"kv_cache_dtype": torch.float16}, "triton"),
-        (ON_CUDA | {"head_dim": 512}, "triton"),
+        (ON_CUDA | {"head_dim": 512}, "torch"),
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.kv_store import fastest_store
 from tp_engine.attention.needs import AttentionNeeds
-from tp_engine.kernels.store_kv import store_kv
-from tp_engine.kernels.triton_support import has_triton
 
 BLOCK_SIZE_MULTIPLE = 256
 MAX_HEAD_DIM = 256
@@ -44,11 +43,7 @@ class FlashAttnBackend:
         package = package or _import_package()
         self._decode = package.flash_attn_with_kvcache
         self._varlen = package.flash_attn_varlen_func
-        self._store_kv = store_kv
-        if has_triton() and torch.cuda.is_available():
-            from tp_engine.kernels.store_kv_triton import store_kv_triton
-
-            self._store_kv = store_kv_triton
+        self._store_kv = fastest_store()
         self._prefills: _Prefills | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -82,7 +77,7 @@ class FlashAttnBackend:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         assert kv_scales is None, "why_not refuses a quantised cache"
         if key is not None and value is not None:
-            self._store_kv(key, value, kv_cache, metadata.slot_mapping)
+            self._store_kv(key, value, kv_cache, metadata.slot_mapping, None)
         parts, start = [], metadata.num_decodes
         if start:
             parts.append(self._attend_decodes(query[:start], kv_cache, metadata, shape))

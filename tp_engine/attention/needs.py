@@ -9,10 +9,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
-    """Known before any device is touched.  ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache."""
+    """Known before any device is touched.  ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.
+
+    ``capability`` is the GPU's compute capability, such as (9, 0); None where there is no GPU or nobody has asked.
+    """
 
     device_type: str
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
     block_size: int
     head_dim: int
+    capability: tuple[int, int] | None = None

@@ -1,38 +1,109 @@
-"""Paged attention with Triton kernels; only storing K/V has its kernel so far, the rest is the torch backend's."""
+"""Paged attention with Triton kernels: decodes split over their keys, prompt chunks tile by tile."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
-from tp_engine.attention.base import AttentionMetadata
+from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
-from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels.triton_support import has_triton
 
+MIN_FP8_CAPABILITY = (8, 9)
+MAX_HEAD_DIM = 256
+# Where no GPU says how many multiprocessors it has: Triton's interpreter.
+_INTERPRETED_MULTIPROCESSORS = 4
 
-class TritonBackend(TorchBackend):
-    """Stores by one kernel launch, without waiting for the device."""
+
+class TritonBackend:
+    """Stores, decodes and prefills by one or two kernel launches each; nothing waits for the device."""
 
     name = "triton"
+    can_capture_decodes = True
 
     def __init__(self) -> None:
-        super().__init__()
+        from tp_engine.kernels import paged_decode_triton, paged_prefill_triton
         from tp_engine.kernels.store_kv_triton import store_kv_triton
 
-        self._store_kernel = store_kv_triton
+        self._store_kv = store_kv_triton
+        self._decode = paged_decode_triton.paged_decode_triton
+        self._decode_sizes = cache(paged_decode_triton.decode_sizes)
+        self._prefill = paged_prefill_triton.paged_prefill_triton
+        self._prefill_sizes = cache(paged_prefill_triton.prefill_sizes)
+        self._num_prefill_tokens = 0
+        self._decode_tables = (torch.empty(0), torch.empty(0))
 
-    def _prepare_store(self, metadata: AttentionMetadata) -> None:
-        """Nothing: the kernel skips padding by itself."""
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Where the decodes end; see ``AttentionBackend``."""
+        first = metadata.num_decodes
+        self._num_prefill_tokens = int(metadata.host_query_lens[first:].sum())
+        self._decode_tables = (metadata.block_table[:first], metadata.seq_lens[:first])
 
-    def _store(
+    def forward(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        shape: AttentionShape,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        if key is not None and value is not None:
+            self._store_kv(key, value, kv_cache, metadata.slot_mapping, kv_scales)
+        num_decodes, out = metadata.num_decodes, torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if num_decodes:
+            self._attend_decodes(query[:num_decodes], kv_cache, out[:num_decodes], shape, kv_scales)
+        if self._num_prefill_tokens:
+            self._prefill(
+                query,
+                kv_cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                metadata.query_start,
+                out,
+                scale=shape.scale,
+                sizes=self._prefill_sizes(shape.head_dim, query.dtype.itemsize),
+                num_queries=self._num_prefill_tokens,
+                first_request=num_decodes,
+                window=shape.sliding_window,
+                kv_scales=kv_scales,
+            )
+        if num_decodes + self._num_prefill_tokens < len(query):
+            out[num_decodes + self._num_prefill_tokens :] = 0.0
+        return out
+
+    def _attend_decodes(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        shape: AttentionShape,
         kv_scales: torch.Tensor | None,
     ) -> None:
-        self._store_kernel(key, value, kv_cache, metadata.slot_mapping)
+        """``query`` and ``out`` (D, heads, head_dim), one token of each of the first D requests."""
+        sizes = self._decode_sizes(
+            len(query), shape.num_kv_heads, shape.head_dim, query.dtype.itemsize, _num_multiprocessors(query.device)
+        )
+        self._decode(
+            query,
+            kv_cache,
+            *self._decode_tables,
+            out,
+            scale=shape.scale,
+            sizes=sizes,
+            window=shape.sliding_window,
+            kv_scales=kv_scales,
+        )
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
@@ -41,4 +112,9 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if not has_triton():
         return "the triton package is not installed; `pip install triton`, or use attention_backend=torch"
+    if needs.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {needs.head_dim}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
+    is_too_old = needs.capability is not None and needs.capability < MIN_FP8_CAPABILITY
+    if needs.kv_cache_dtype == torch.float8_e4m3fn and is_too_old:
+        return "kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have; set kv_cache_dtype=int8"
     return None

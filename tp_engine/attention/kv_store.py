@@ -1,0 +1,23 @@
+"""Which function stores keys and values: one kernel launch where Triton can be used, else plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.triton_support import has_triton
+
+# Key, value, cache, slots and, of a quantised cache, its scales; see ``store_kv``.
+StoreKv: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+
+
+def fastest_store() -> StoreKv:
+    """Of this machine's device; the kernel does not wait for the device, ``store_kv`` does."""
+    if not (has_triton() and torch.cuda.is_available()):
+        return store_kv
+    from tp_engine.kernels.store_kv_triton import store_kv_triton
+
+    return store_kv_triton
