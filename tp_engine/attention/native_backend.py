@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import TypeAlias
-
 import numpy as np
 import torch
 
@@ -13,11 +10,10 @@ from tp_engine.attention.batch_plan import Group
 from tp_engine.attention.calls import LayerInput
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
+from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.paged_attention import PagedAttention
 from tp_engine.plan import IntArray
-
-_LayerPointer: TypeAlias = "ctypes._Pointer[Layer]"
 
 MAX_HEAD_DIM = 256
 # Queries of one request beyond which matrix products over copied keys are faster (measured).
@@ -34,12 +30,7 @@ class NativeBackend(TorchBackend):
         super().__init__()
         library = native_library()
         assert library is not None, "why_not comes first"
-        self._attend = library.paged_attention
-        self._step = Step()
-        self._step_pointer = ctypes.pointer(self._step)
-        self._step_arrays: tuple[object, ...] = ()
-        # By the address of the cache, with what the description was made from.
-        self._layers: dict[int, tuple[AttentionShape, tuple[object, ...], _LayerPointer]] = {}
+        self._kernel = PagedAttention(library)
         self._has_zeros = False
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -52,21 +43,7 @@ class NativeBackend(TorchBackend):
             is_long = query_lens > MAX_NATIVE_QUERY
             self._groups = [_group_of(row, starts, query_lens, seq_lens) for row in np.flatnonzero(is_long).tolist()]
             query_lens = np.where(is_long, np.int32(0), query_lens)
-        self._fill_step(metadata, query_lens, starts)
-
-    def _fill_step(self, metadata: AttentionMetadata, query_lens: IntArray, starts: IntArray) -> None:
-        table, slots = metadata.block_table, metadata.slot_mapping
-        seq_lens = np.ascontiguousarray(metadata.host_seq_lens, dtype=np.int32)
-        assert table.dtype == torch.int32 and table.stride(1) == 1 and slots.dtype == torch.int64
-        self._step_arrays = (query_lens, starts, seq_lens, table, slots)
-        step = self._step
-        step.num_requests, step.num_tokens = len(query_lens), len(slots)
-        step.query_lens, step.query_starts, step.seq_lens = (
-            array.ctypes.data for array in (query_lens, starts, seq_lens)
-        )
-        step.block_table, step.table_stride = table.data_ptr(), table.stride(0)
-        step.slots = slots.data_ptr()
-        step.num_threads = torch.get_num_threads()
+        self._kernel.set_step(query_lens, starts, seq_lens, metadata.block_table, metadata.slot_mapping)
 
     def forward(
         self,
@@ -81,18 +58,10 @@ class NativeBackend(TorchBackend):
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         assert kv_scales is None, "why_not refuses a quantised cache"
         query = _with_dense_tokens(query)
-        out = (torch.zeros if self._has_zeros else torch.empty)(query.shape, dtype=query.dtype)
-        states: tuple[int | None, ...] = (None, None)
-        strides = (0, 0)
         if key is not None and value is not None:
             key, value = _with_dense_tokens(key), _with_dense_tokens(value)
-            states, strides = (key.data_ptr(), value.data_ptr()), (key.stride(0), value.stride(0))
-        layer = self._layer(query, kv_cache, shape)
-        failed = self._attend(
-            self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides
-        )
-        if failed:
-            raise MemoryError("the attention kernel has no memory for its list of tasks")
+        out = (torch.zeros if self._has_zeros else torch.empty)(query.shape, dtype=query.dtype)
+        self._kernel(query, key, value, kv_cache, out, shape.scale, shape.sliding_window)
         if self._groups:
             self._attend_long(LayerInput(query, key, value, kv_cache, shape, self._reader), metadata, out)
         return out
@@ -102,31 +71,6 @@ class NativeBackend(TorchBackend):
         kind, calls = self._planned_calls(layer, metadata)
         for call in calls:
             out[call.tokens] = call.run(layer, kind.dtype).to(out.dtype)
-
-    def _layer(self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> _LayerPointer:
-        """The kernel's description of a layer, made when it is first seen."""
-        address = kv_cache.data_ptr()
-        known = self._layers.get(address)
-        facts = (query.dtype, kv_cache.dtype, kv_cache.shape)
-        if known is not None and known[0] is shape and known[1] == facts:
-            return known[2]
-        assert kv_cache[0].is_contiguous() and kv_cache.shape[3:] == (shape.num_kv_heads, shape.head_dim)
-        layer = ctypes.pointer(
-            Layer(
-                key_cache=address,
-                value_cache=kv_cache[1].data_ptr(),
-                block_size=kv_cache.shape[2],
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                window=shape.sliding_window or 0,
-                cache_dtype=DTYPE_CODES[kv_cache.dtype],
-                dtype=DTYPE_CODES[query.dtype],
-                scale=shape.scale,
-            )
-        )
-        self._layers[address] = (shape, facts, layer)
-        return layer
 
 
 def _group_of(row: int, starts: IntArray, query_lens: IntArray, seq_lens: IntArray) -> Group:

@@ -11,6 +11,7 @@ import torch
 from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
 from tp_engine.kernels.native.layout import Layer, Step
+from tp_engine.kernels.native.self_check import disagreement
 from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)
@@ -31,10 +32,14 @@ def native_library() -> ctypes.CDLL | None:
         _logger.info("native CPU kernels are switched off by TP_ENGINE_NATIVE")
         return None
     try:
-        return _load(built_library(_loaded_openmp()))
+        library = _load(built_library(_loaded_openmp()))
     except (BuildError, OSError, AttributeError) as error:
         _logger.warning("no native CPU kernels, PyTorch computes instead: %s", error)
         return None
+    if found := disagreement(library):
+        _logger.warning("no native CPU kernels, PyTorch computes instead: %s", found)
+        return None
+    return library
 
 
 def _load(path: Path) -> ctypes.CDLL:

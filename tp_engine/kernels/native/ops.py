@@ -92,5 +92,5 @@ class NativeOps:
             dtype,
             torch.get_num_threads(),
         )
-        query, key, value = heads.split((num_rotated - num_kv_heads, num_kv_heads, num_kv_heads), 1)
+        query, key, value = heads.split_with_sizes((num_rotated - num_kv_heads, num_kv_heads, num_kv_heads), 1)
         return query, key, value

@@ -1,0 +1,190 @@
+"""The kernels in C against their PyTorch twins and float64 (rows B9, B10); skipped where they can not be built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.paged_batches import PagedBatch, make_batch
+from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.native_backend import MAX_NATIVE_QUERY, NativeBackend
+from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels.native import self_check
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.ops import NativeOps
+from tp_engine.kernels.rope import HeadNorm, Rotation
+from tp_engine.kernels.store_kv import store_kv
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(1, 1), (1, 768), (3, 48), (7, 100), (40, 520), (33, 1024)]
+MIXED = [(1, 40), (1, 3), (1, 300), (1, 0), (5, 5), (7, 270), (40, 55), (2, 17), (60, 600), (100, 130)]
+
+
+@pytest.fixture
+def ops() -> NativeOps:
+    library = native_library()
+    assert library is not None
+    return NativeOps(library)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return (found.double() - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norms(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
+    """Oracle: the formula in float64; the error is at most twice PyTorch's.  The sum is PyTorch's bit by bit."""
+    torch.set_num_threads(threads)
+    x, residual = torch.randn(2, *size).to(dtype)
+    weight = torch.randn(size[1]).to(dtype)
+
+    def formula(values: torch.Tensor) -> torch.Tensor:
+        wide = values.double()
+        return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+    plain = error(norm.rms_norm(x, weight, 1e-5), formula(x))
+    assert error(ops.rms_norm(x, weight, 1e-5), formula(x)) <= 2 * plain + 1e-6
+    ours, theirs = residual.clone(), residual.clone()
+    plain = error(norm.add_rms_norm(x, theirs, weight, 1e-5), formula(theirs))
+    assert error(ops.add_rms_norm(x, ours, weight, 1e-5), formula(theirs)) <= 2 * plain + 1e-6
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_silu_and_mul(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
+    """Oracle: the formula in float64; the error is at most twice PyTorch's."""
+    torch.set_num_threads(threads)
+    x = torch.randn(size[0], 2 * size[1]).to(dtype) * 5
+    gate, up = x.double().chunk(2, -1)
+    exact = gate * gate.sigmoid() * up
+    assert error(ops.silu_and_mul(x), exact) <= 2 * error(activation.silu_and_mul(x), exact) + 1e-5
+
+
+def test_silu_of_extremes(ops: NativeOps) -> None:
+    """Oracle: PyTorch, at values where the exponential leaves float32's range; NaN stays."""
+    gate = torch.tensor([[-1e30, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 200.0, 1e30, float("nan")]])
+    x = torch.cat((gate, torch.ones_like(gate)), 1)
+    torch.testing.assert_close(ops.silu_and_mul(x), activation.silu_and_mul(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 8, 12, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads(ops: NativeOps, dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
+    """Oracle: the twin in float64; the error is at most twice that of PyTorch in the same precision."""
+    num_heads, num_kv_heads = 6, 2
+    heads = torch.randn(40, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    table, positions = torch.randn(50, head_dim).to(dtype), torch.randint(50, (40,))
+    weights = torch.randn(2, head_dim).to(dtype)
+
+    def turned(turn: Callable[..., rope.Heads], kind: torch.dtype) -> torch.Tensor:
+        q_weight, k_weight = weights.to(kind)
+        repeated = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
+        head_norm = HeadNorm(q_weight=q_weight, k_weight=k_weight, weights=repeated, eps=1e-6) if has_norm else None
+        rotation = Rotation(table.to(kind), positions)
+        parts = turn(heads.to(kind, copy=True), num_kv_heads, head_norm, rotation, None, None, torch.arange(40))
+        return torch.cat([part for part in parts if part is not None], 1)
+
+    exact = turned(rope.prepare_heads, torch.float64)
+    plain = error(turned(rope.prepare_heads, dtype), exact)
+    assert error(turned(ops.prepare_heads, dtype), exact) <= 2 * plain + 1e-6
+
+
+def test_what_the_kernels_do_not_take_is_their_twins(ops: NativeOps) -> None:
+    """Oracle: the twins: other types, and rows that are not contiguous."""
+    wide, weight = torch.randn(5, 16).double(), torch.randn(8).double()
+    assert torch.equal(ops.silu_and_mul(wide), activation.silu_and_mul(wide))
+    assert torch.equal(ops.rms_norm(wide[:, :8], weight, 1e-5), norm.rms_norm(wide[:, :8], weight, 1e-5))
+    strided = torch.randn(5, 16)[:, ::2]
+    torch.testing.assert_close(ops.silu_and_mul(strided), activation.silu_and_mul(strided))
+
+
+def attend(backend: TorchBackend, batch: PagedBatch) -> torch.Tensor:
+    """The batch's output; its cache is left as it was."""
+    backend.prepare(batch.metadata)
+    cache = batch.kv_cache.clone()
+    return backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
+
+
+def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        sliding_window=window,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 12, 16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 20])
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention(dtype: torch.dtype, head_dim: int, group: int, window: int | None) -> None:
+    """Oracle: PyTorch in float32 on the same rounded inputs; the error is at most twice that of PyTorch in ``dtype``.
+
+    Ranges of keys, tiles of rows, padding, and NaN in all memory that no request owns.
+    """
+    shape = shape_of(group * 2, 2, head_dim, window)
+    batch = make_batch(MIXED, shape, dtype=dtype, padding_tokens=3, block_size=8)
+    wide = make_batch(MIXED, shape, dtype=torch.float32, padding_tokens=3, block_size=8)
+    wide.query, wide.kv_cache = batch.query.float(), batch.kv_cache.float()
+    wide.key, wide.value = batch.key.float(), batch.value.float()
+    exact = attend(TorchBackend(), wide).double()
+    plain, found = attend(TorchBackend(), batch), attend(NativeBackend(), batch)
+    assert found.dtype == dtype and not found.isnan().any()
+    assert error(found, exact) <= 2 * error(plain, exact) + 4e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
+def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Oracle: the twin that stores by slot, bit by bit; without keys nothing is stored and the result is the same."""
+    batch = make_batch(MIXED, shape_of(4, 2, 20), dtype=dtype, cache_dtype=cache_dtype, padding_tokens=3)
+    expected, found = batch.kv_cache.clone(), batch.kv_cache.clone()
+    store_kv(batch.key, batch.value, expected, batch.metadata.slot_mapping)
+    backend = NativeBackend()
+    backend.prepare(batch.metadata)
+    first = backend.forward(batch.query, batch.key, batch.value, found, batch.metadata, batch.shape)
+    assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
+    second = backend.forward(batch.query, None, None, found, batch.metadata, batch.shape)
+    is_short = torch.cat([torch.full((n,), n <= MAX_NATIVE_QUERY) for n, _ in [*MIXED, (3, 0)]])
+    assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
+    assert torch.equal(first[is_short], second[is_short])
+
+
+def test_a_request_s_result_depends_on_nothing_else() -> None:
+    """Oracle: itself: alone, in a batch, in chunks, with one thread or more, bit by bit."""
+    shape = shape_of(6, 2, 64)
+    batch = make_batch([(40, 700)], shape, dtype=torch.bfloat16)
+    whole = attend(NativeBackend(), batch)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(NativeBackend(), batch), whole)
+    backend, cache = NativeBackend(), batch.kv_cache.clone()
+    store_kv(batch.key, batch.value, cache, batch.metadata.slot_mapping)
+    for position in (0, 17, 39):
+        one = make_batch([(1, 660 + position + 1)] * 9, shape, dtype=torch.bfloat16)
+        one.metadata.block_table = batch.metadata.block_table.expand(9, -1)
+        backend.prepare(one.metadata)
+        query = batch.query[position].expand(9, -1, -1)
+        out = backend.forward(query, None, None, cache, one.metadata, shape)
+        assert torch.equal(out, whole[position].expand(9, -1, -1))
+
+
+def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: kernels as they are agree; one that forgets a factor is named."""
+    library = native_library()
+    assert library is not None and self_check.disagreement(library) is None
+    right = NativeOps.rms_norm
+    monkeypatch.setattr(NativeOps, "rms_norm", lambda self, x, weight, eps: right(self, x, weight, eps) * 1.01)
+    assert self_check.disagreement(library) == "rms_norm in torch.float32 differs from PyTorch"

@@ -1,0 +1,99 @@
+"""Attention over the paged cache by ``attention.c``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
+from tp_engine.plan import IntArray
+
+_LayerPointer: TypeAlias = "ctypes._Pointer[Layer]"
+
+
+class PagedAttention:
+    """The kernel of ``library`` with one step's batch, given once for all layers."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.paged_attention
+        self._step = Step()
+        self._step_pointer = ctypes.pointer(self._step)
+        self._step_arrays: tuple[object, ...] = ()
+        # By the address of the cache, with what the description was made from.
+        self._layers: dict[int, tuple[tuple[object, ...], _LayerPointer]] = {}
+
+    def set_step(
+        self,
+        query_lens: IntArray,
+        starts: IntArray,
+        seq_lens: IntArray,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """``query_lens``, ``starts`` (a request's first token), ``seq_lens`` (B,) int32, ``block_table`` (B, M) int32,
+        ``slot_mapping`` (N,) int64; requests without queries are left out."""
+        lengths = [np.ascontiguousarray(array, dtype=np.int32) for array in (query_lens, starts, seq_lens)]
+        assert block_table.dtype == torch.int32 and block_table.stride(1) == 1
+        assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
+        self._step_arrays = (*lengths, block_table, slot_mapping)
+        step = self._step
+        step.num_requests, step.num_tokens = len(query_lens), len(slot_mapping)
+        step.query_lens, step.query_starts, step.seq_lens = (array.ctypes.data for array in lengths)
+        step.block_table, step.table_stride = block_table.data_ptr(), block_table.stride(0)
+        step.slots = slot_mapping.data_ptr()
+        step.num_threads = torch.get_num_threads()
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Store ``key`` and ``value`` (N, KV heads, head_dim) unless they are None, then attend.
+
+        ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (2, blocks, block_size, KV heads,
+        head_dim); ``out``, contiguous and shaped as ``query``, is written for the step's requests.
+        """
+        if key is None or value is None:
+            states: tuple[int | None, ...] = (None, None)
+            strides = (0, 0)
+        else:
+            states, strides = (key.data_ptr(), value.data_ptr()), (key.stride(0), value.stride(0))
+        layer = self._layer(query, kv_cache, scale, window)
+        failed = self._attend(
+            self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides
+        )
+        if failed:
+            raise MemoryError("the attention kernel has no memory for its list of tasks")
+
+    def _layer(self, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, window: int | None) -> _LayerPointer:
+        """The kernel's description of a layer, made when it is first seen."""
+        address, num_heads = kv_cache.data_ptr(), query.shape[1]
+        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, scale, window)
+        known = self._layers.get(address)
+        if known is not None and known[0] == facts:
+            return known[1]
+        assert kv_cache[0].is_contiguous()
+        layer = ctypes.pointer(
+            Layer(
+                key_cache=address,
+                value_cache=kv_cache[1].data_ptr(),
+                block_size=kv_cache.shape[2],
+                num_heads=num_heads,
+                num_kv_heads=kv_cache.shape[3],
+                head_dim=kv_cache.shape[4],
+                window=window or 0,
+                cache_dtype=DTYPE_CODES[kv_cache.dtype],
+                dtype=DTYPE_CODES[query.dtype],
+                scale=scale,
+            )
+        )
+        self._layers[address] = (facts, layer)
+        return layer
