@@ -57,10 +57,10 @@ class Case:
 
     @property
     def is_alone(self) -> bool:
-        """A script that has not started its ranks yet: nobody is there to say anything about its end."""
-        return (
-            self.kind == "script" and self.rank == 0 and self.phase == "import" and self.action not in ("raise", "oom")
-        )
+        """A script whose ranks are not there yet, or not yet on the board: nobody can say anything about its end."""
+        if self.kind != "script" or self.rank != 0 or self.action in ("raise", "oom"):
+            return False
+        return self.phase == "import" or (self.phase == "group_init" and self.action in ("exit", "kill"))
 
     @property
     def outlives_its_ranks(self) -> bool:
@@ -141,7 +141,7 @@ def _wrong_code(case: Case, code: int) -> list[str]:
     expected = {"exit": EXIT_CODE, "kill": -signal.SIGKILL}.get(case.action)
     if case.outlives_its_ranks and case.action == "sleep":
         expected = -signal.SIGKILL
-    if case.is_alone and case.action == "stop":  # and woken up, it goes on
+    if case.is_alone and case.action == "stop":  # woken up, it goes on
         expected = 0
     if case.kind == "script" and case.rank == 0 and expected is not None:
         return [] if code == expected else [f"exit code {code}, expected {expected}"]
@@ -163,7 +163,7 @@ def _missing_words(case: Case, running: Job) -> list[str]:
 
 def _record_problems(case: Case, running: Job) -> list[str]:
     """Once there is a board, whoever ends the job leaves a record that names the culprit."""
-    if case.phase in ("import", "shutdown"):
+    if case.phase in ("import", "shutdown") or case.is_alone:
         return []
     records = [load_record(path) for path in running.flight_records.glob("*.json")]
     if not records:

@@ -150,7 +150,7 @@ def join(
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())
     try:
-        _meet(watched, info)
+        _meet(watched, info, note)
         # NCCL's own threads use the store too, and should not depend on Python.
         store = watched if backend == "gloo" else store
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
@@ -164,8 +164,9 @@ def join(
     return RankGroups(info, communicator, HostGroup(info, host), note, owns_default=True)
 
 
-def _meet(store: WatchedStore, info: RankInfo) -> None:
+def _meet(store: WatchedStore, info: RankInfo, note: PhaseNote) -> None:
     """All ranks are here: whoever dies later is missed in a collective, not in a rendezvous."""
     keys = [f"rank {rank} joins" for rank in range(info.world_size)]
     store.set(keys[info.rank], "1")
+    note.done()
     store.wait(keys)
