@@ -129,7 +129,9 @@ class Job:
     def report(self, error: BaseException) -> None:
         """Leave ``error`` with its traceback on the board, for all ranks to see."""
         blamed = error.rank if isinstance(error, RankError) and error.rank != self.rank else None
-        self.slot.fail("".join(traceback.format_exception(error)), blamed_rank=blamed)
+        is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
+        text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
+        self.slot.fail("".join(text), blamed_rank=blamed)
 
     def blame(self, error: BaseException) -> None:
         """Raise ``RankError`` if another rank is behind this rank's ``error``; return if it is this rank's own.
