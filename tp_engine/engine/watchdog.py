@@ -56,10 +56,8 @@ class Watchdog:
         self.incident: Incident | None = None
         self.hang: Hang | None = None
         self.peers = Peers(board, rank)
-        self.exit_code: Callable[[int], int | None] = lambda rank: None
-        self.on_incident: Callable[[Incident], None] = lambda incident: None
-        self.abort: Callable[[], None] = lambda: None
         self.pulse: Pulse | None = None
+        self._forget_owner()
         self._board = board
         self._slot = board.slots[rank]
         self._limits = limits
@@ -113,6 +111,13 @@ class Watchdog:
         with self._lock:
             self.peers.close()
             os.close(self._wake)
+        self._forget_owner()
+
+    def _forget_owner(self) -> None:
+        """Without callbacks: they hold on to the job, which holds on to this."""
+        self.exit_code: Callable[[int], int | None] = lambda rank: None
+        self.on_incident: Callable[[Incident], None] = lambda incident: None
+        self.abort: Callable[[], None] = lambda: None
 
     def _run(self) -> None:
         try:
