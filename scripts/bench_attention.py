@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import select_backend
 from tp_engine.slots import slots_for
 
@@ -85,9 +86,10 @@ def measure(
     ).normal_()
     query = torch.randn(len(seq_lens), num_heads, head_dim, dtype=dtype, device=args.device)
     key, value = torch.randn(2, len(seq_lens), num_kv_heads, head_dim, dtype=dtype, device=args.device)
-    backend = select_backend(
-        args.backend, device_type=args.device, dtype=dtype, block_size=args.block_size, head_dim=head_dim
+    needs = AttentionNeeds(
+        device_type=args.device, dtype=dtype, kv_cache_dtype=dtype, block_size=args.block_size, head_dim=head_dim
     )
+    backend = select_backend(args.backend, needs)
 
     layers = itertools.cycle(range(NUM_LAYERS))
 

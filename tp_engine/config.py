@@ -16,6 +16,7 @@ from tp_engine.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 
@@ -35,7 +36,9 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "number of ranks that share the model")
     device: str = option("auto", "where to run; auto takes CUDA where there is a GPU", choices=DEVICES)
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
-    kv_cache_dtype: str = option("auto", "type of the KV cache; auto takes dtype", choices=DTYPES)
+    kv_cache_dtype: str = option(
+        "auto", "type of the KV cache; auto takes dtype; fp8 and int8 are quantised", choices=KV_CACHE_DTYPES
+    )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     attention_backend: str = option("auto", "attention implementation", choices=ATTENTION_BACKENDS)
     enforce_eager: bool = option(False, "never use CUDA graphs")

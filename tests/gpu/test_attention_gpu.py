@@ -7,6 +7,7 @@ import torch
 
 from tests.paged_batches import PagedBatch, make_batch
 from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.store_kv import store_kv
@@ -20,12 +21,19 @@ REQUESTS = [(1, 40), (1, 300), (1, 1), (1, 0), (5, 5), (7, 30), (7, 300), (300, 
 def run(name: str, batch: PagedBatch) -> torch.Tensor:
     """Output (N, heads, head_dim), or skip where the backend can not be used here."""
     cache, dtype = batch.kv_cache, batch.query.dtype
-    facts = {"device_type": "cuda", "dtype": dtype, "block_size": cache.shape[2], "head_dim": cache.shape[4]}
+    needs = AttentionNeeds(
+        device_type="cuda",
+        dtype=dtype,
+        kv_cache_dtype=cache.dtype,
+        block_size=cache.shape[2],
+        head_dim=cache.shape[4],
+        capability=torch.cuda.get_device_capability(),
+    )
     try:
-        check_backend(name, **facts)
+        check_backend(name, needs)
     except ConfigError as error:
         pytest.skip(str(error))
-    backend = select_backend(name, **facts)
+    backend = select_backend(name, needs)
     backend.prepare(batch.metadata)
     return backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
 

@@ -12,12 +12,18 @@ import torch
 
 from tests import fake_flash_attn
 from tp_engine.attention import flash_attn, native_backend, triton_backend
+from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.config import ATTENTION_BACKENDS
 from tp_engine.errors import ConfigError
 
 ON_CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32, "block_size": 16, "head_dim": 64}
 ON_CUDA: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "block_size": 256, "head_dim": 128}
+
+
+def needs(facts: dict[str, Any]) -> AttentionNeeds:
+    """The cache has the type of the queries unless ``facts`` say otherwise."""
+    return AttentionNeeds(**({"kv_cache_dtype": facts["dtype"]} | facts))
 
 
 @pytest.fixture
@@ -54,15 +60,15 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: flash_attn where its rules hold, then triton on CUDA; native on CPUs; then torch.  The log says why."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):
-        assert check_backend("auto", **facts) == chosen
+        assert check_backend("auto", needs(facts)) == chosen
     assert f"attention backend: {chosen} (" in caplog.text
 
 
 @pytest.mark.usefixtures("none_installed")
 def test_auto_without_packages() -> None:
     """Oracle: torch runs everywhere."""
-    assert check_backend("auto", **ON_CUDA) == "torch"
-    assert check_backend("auto", **ON_CPU) == "torch"
+    assert check_backend("auto", needs(ON_CUDA)) == "torch"
+    assert check_backend("auto", needs(ON_CPU)) == "torch"
 
 
 @pytest.mark.usefixtures("none_installed")
@@ -70,7 +76,7 @@ def test_auto_without_packages() -> None:
 def test_named_backend_that_is_not_installed(name: str) -> None:
     """Oracle: a clear message with the remedy."""
     with pytest.raises(ConfigError, match=f"attention_backend is {name}: .* not installed; `pip install"):
-        check_backend(name, **ON_CUDA)
+        check_backend(name, needs(ON_CUDA))
 
 
 @pytest.mark.usefixtures("none_installed")
@@ -79,7 +85,7 @@ def test_native_backend_without_a_compiler() -> None:
     with pytest.raises(
         ConfigError, match=r"attention_backend is native: .* not available here .*; use attention_backend"
     ):
-        check_backend("native", **ON_CPU)
+        check_backend("native", needs(ON_CPU))
 
 
 @pytest.mark.usefixtures("all_installed")
@@ -101,16 +107,16 @@ def test_native_backend_without_a_compiler() -> None:
 def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], message: str) -> None:
     """Oracle: the value, the rule and the remedy, before any device is touched."""
     with pytest.raises(ConfigError, match=message):
-        check_backend(name, **facts)
+        check_backend(name, needs(facts))
 
 
 @pytest.mark.usefixtures("all_installed")
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the backend's own name; every name that the configuration offers is known."""
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
-    assert select_backend("torch", **ON_CPU).name == "torch"
-    assert select_backend("torch", **ON_CUDA).name == "torch"
-    assert select_backend("flash_attn", **ON_CUDA).name == "flash_attn"
+    assert select_backend("torch", needs(ON_CPU)).name == "torch"
+    assert select_backend("torch", needs(ON_CUDA)).name == "torch"
+    assert select_backend("flash_attn", needs(ON_CUDA)).name == "flash_attn"
     for name in ATTENTION_BACKENDS:
         facts = ON_CPU if name == "native" else ON_CUDA
-        assert check_backend(name, **facts) in ATTENTION_BACKENDS
+        assert check_backend(name, needs(facts)) in ATTENTION_BACKENDS

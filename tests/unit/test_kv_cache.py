@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache, resident_bytes
+from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, allocate_kv_scales, bind_kv_cache, resident_bytes
 
 CPU = torch.device("cpu")
 
@@ -15,9 +15,10 @@ class Layer:
     """An attention layer that only remembers its cache."""
 
     kv_cache: torch.Tensor
+    kv_scales: torch.Tensor | None
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.kv_cache = kv_cache
+    def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+        self.kv_cache, self.kv_scales = kv_cache, kv_scales
 
 
 def small_shape(dtype: torch.dtype = torch.bfloat16) -> KvCacheShape:
@@ -45,6 +46,30 @@ def test_layers_are_bound_by_index_to_views() -> None:
         layer.kv_cache.fill_(index + 1)
     assert [int(cache[:, index].min()) for index in range(3)] == [1, 2, 3]
     assert [int(cache[:, index].max()) for index in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_cache_has_scales_that_are_counted(dtype: torch.dtype) -> None:
+    """Oracle: the documented shapes; block_bytes is what both tensors take per block; zeros; layers get their views."""
+    shape, layers = small_shape(dtype), [Layer() for _ in range(3)]
+    cache, scales = allocate_kv_cache(shape, 5, CPU), allocate_kv_scales(shape, 5, CPU)
+    assert scales is not None and (cache.dtype, scales.dtype) == (dtype, torch.float32)
+    assert cache.shape == (2, 3, 5, 16, 2, 64) and scales.shape == (2, 3, 5, 2, 16)
+    assert 5 * shape.block_bytes == cache.numel() + 4 * scales.numel() == 5 * 2 * 3 * 16 * 2 * (64 + 4)
+    assert not cache.float().any() and not scales.any()
+    bind_kv_cache(cache, layers, scales)
+    for index, layer in enumerate(layers):
+        assert layer.kv_scales is not None and layer.kv_scales.shape == (2, 5, 2, 16)
+        layer.kv_scales.fill_(index + 1)
+    assert [float(scales[:, index].mean()) for index in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_other_caches_have_no_scales() -> None:
+    """Oracle: None, and None for the layers."""
+    assert allocate_kv_scales(small_shape(), 5, CPU) is None
+    layers = [Layer() for _ in range(3)]
+    bind_kv_cache(allocate_kv_cache(small_shape(), 5, CPU), layers)
+    assert [layer.kv_scales for layer in layers] == [None, None, None]
 
 
 @pytest.mark.parametrize("count", [2, 4])

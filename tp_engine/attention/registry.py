@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from tp_engine.attention import flash_attn, native_backend, triton_backend
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.flash_attn import FlashAttnBackend
@@ -33,26 +31,11 @@ _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 }
 
 
-def check_backend(
-    name: str,
-    *,
-    device_type: str,
-    dtype: torch.dtype,
-    block_size: int,
-    head_dim: int,
-    kv_cache_dtype: torch.dtype | None = None,
-) -> str:
+def check_backend(name: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use: ``name``, or for ``auto`` the fastest usable one.
 
-    ``kv_cache_dtype`` None means ``dtype``.  Raises ``ConfigError`` where a named backend can not be used.
+    Raises ``ConfigError`` where a named backend can not be used.
     """
-    needs = AttentionNeeds(
-        device_type=device_type,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype or dtype,
-        block_size=block_size,
-        head_dim=head_dim,
-    )
     if name == "auto":
         return _choose(needs)
     if name not in _WHY_NOT:
@@ -76,22 +59,6 @@ def _choose(needs: AttentionNeeds) -> str:
     raise AssertionError("the torch backend is always usable")
 
 
-def select_backend(
-    name: str,
-    *,
-    device_type: str,
-    dtype: torch.dtype,
-    block_size: int,
-    head_dim: int,
-    kv_cache_dtype: torch.dtype | None = None,
-) -> AttentionBackend:
+def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     """A new backend of the kind that ``check_backend`` answers for the same arguments."""
-    chosen = check_backend(
-        name,
-        device_type=device_type,
-        dtype=dtype,
-        block_size=block_size,
-        head_dim=head_dim,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    return _BACKENDS[chosen]()
+    return _BACKENDS[check_backend(name, needs)]()

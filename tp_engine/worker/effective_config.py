@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
@@ -15,6 +16,8 @@ from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_mode
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_CACHE_DTYPES = _TORCH_DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_MIN_BFLOAT16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,18 @@ class EffectiveConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights, activations and KV cache."""
+        """Type of weights and activations."""
         return _TORCH_DTYPES[self.config.dtype]
+
+    @property
+    def kv_cache_dtype(self) -> torch.dtype:
+        """Type of the KV cache; a quantised one has scales beside it."""
+        return _KV_CACHE_DTYPES[self.config.kv_cache_dtype]
+
+    @property
+    def attention_needs(self) -> AttentionNeeds:
+        """What the attention backend must be able to do."""
+        return _attention_needs(self.config, self.model)
 
 
 def resolve(config: EngineConfig) -> EffectiveConfig:
@@ -55,18 +68,35 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
         tokenizer=config.tokenizer,
         device=device,
         dtype=dtype,
-        kv_cache_dtype=_resolve_kv_cache_dtype(config, dtype),
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),
-        attention_backend=check_backend(
-            config.attention_backend,
-            device_type=device,
-            dtype=_TORCH_DTYPES[dtype],
-            block_size=config.block_size,
-            head_dim=model.head_dim,
-        ),
     )
+    needs = _attention_needs(effective, model)
+    _check_dtype(dtype, needs.capability)
+    effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path)
+
+
+def _attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
+    has_gpu = config.device == "cuda" and torch.cuda.is_available()
+    return AttentionNeeds(
+        device_type=config.device,
+        dtype=_TORCH_DTYPES[config.dtype],
+        kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
+        block_size=config.block_size,
+        head_dim=model.head_dim,
+        capability=torch.cuda.get_device_capability(0) if has_gpu else None,
+    )
+
+
+def _check_dtype(dtype: str, capability: tuple[int, int] | None) -> None:
+    """Refuse what a GPU of this compute capability can not compute with."""
+    if dtype == "bfloat16" and capability is not None and capability < _MIN_BFLOAT16_CAPABILITY:
+        raise ConfigError(
+            f"dtype is bfloat16, which GPUs before compute capability 8.0 do not have, and this one is of "
+            f"{capability[0]}.{capability[1]}; set dtype=float16"
+        )
 
 
 def _resolve_device(config: EngineConfig) -> str:
@@ -78,12 +108,3 @@ def _resolve_device(config: EngineConfig) -> str:
             f"needs one device: lower tensor_parallel_size, or use --device cpu"
         )
     return device
-
-
-def _resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
-    if config.kv_cache_dtype not in ("auto", dtype):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype} but dtype is {dtype}; a KV cache of another type is not "
-            f"supported: leave kv_cache_dtype at auto"
-        )
-    return dtype

@@ -1,14 +1,16 @@
-"""The KV cache tensor of one rank.
+"""The KV cache tensor of one rank, and the scales beside it where it is quantised.
 
 ::
 
-    kv_cache (2, layers, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
+    kv_cache  (2, layers, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
+    kv_scales (2, layers, blocks, local KV heads, block_size) float32         kernels/kv_quant.py
     kv_cache[:, i] is layer i's (2, blocks, block_size, local KV heads, head_dim), a view
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Protocol
 import torch
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kernels.kv_quant import SCALE_DTYPE, is_quantised
 from tp_engine.units import format_gib
 from tp_engine.worker.memory_ledger import kv_block_bytes
 
@@ -40,7 +43,14 @@ class KvCacheShape:
             local_num_kv_heads=self.local_num_kv_heads,
             head_dim=self.head_dim,
             itemsize=self.dtype.itemsize,
+            scale_bytes=self._scale_bytes,
         )
+
+    @property
+    def _scale_bytes(self) -> int:
+        if not is_quantised(self.dtype):
+            return 0
+        return 2 * self.num_layers * self.block_size * self.local_num_kv_heads * SCALE_DTYPE.itemsize
 
     @property
     def bytes_per_token(self) -> int:
@@ -51,12 +61,16 @@ class KvCacheShape:
         """The tensor's full shape."""
         return (2, self.num_layers, num_blocks, self.block_size, self.local_num_kv_heads, self.head_dim)
 
+    def scales_with_blocks(self, num_blocks: int) -> tuple[int, int, int, int, int]:
+        """The full shape of a quantised cache's scales."""
+        return (2, self.num_layers, num_blocks, self.local_num_kv_heads, self.block_size)
+
 
 class KvCacheLayer(Protocol):
     """An attention layer, as far as its cache is concerned."""
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Take (2, blocks, block_size, local KV heads, head_dim)."""
+    def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+        """Take (2, blocks, block_size, local KV heads, head_dim), and (2, blocks, local KV heads, block_size)."""
 
 
 def allocate_kv_cache(shape: KvCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -64,24 +78,43 @@ def allocate_kv_cache(shape: KvCacheShape, num_blocks: int, device: torch.device
 
     On CPU it is mapped, not written: the kernel brings a page, zeroed, when a block is first used.
     """
-    sizes = shape.with_blocks(num_blocks)
     try:
-        if device.type == "cpu":
-            pages = mmap.mmap(-1, num_blocks * shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=shape.dtype).view(sizes)
-        return torch.zeros(sizes, dtype=shape.dtype, device=device)
+        return _zeros(shape.with_blocks(num_blocks), shape.dtype, device)
     except (RuntimeError, OSError, OverflowError) as error:
-        raise MemoryBudgetError(
-            f"can not allocate {format_gib(num_blocks * shape.block_bytes)} for {num_blocks} KV blocks on {device} "
-            f"({error}); lower gpu_memory_utilization, num_gpu_blocks_override or kv_cache_memory_bytes"
-        ) from error
+        raise _no_room(shape, num_blocks, device, error) from error
 
 
-def bind_kv_cache(kv_cache: torch.Tensor, layers: Sequence[KvCacheLayer]) -> None:
+def allocate_kv_scales(shape: KvCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor | None:
+    """The scales beside a quantised cache, likewise; None beside another."""
+    if not is_quantised(shape.dtype):
+        return None
+    try:
+        return _zeros(shape.scales_with_blocks(num_blocks), SCALE_DTYPE, device)
+    except (RuntimeError, OSError, OverflowError) as error:
+        raise _no_room(shape, num_blocks, device, error) from error
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(sizes) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(sizes)
+
+
+def _no_room(shape: KvCacheShape, num_blocks: int, device: torch.device, error: Exception) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"can not allocate {format_gib(num_blocks * shape.block_bytes)} for {num_blocks} KV blocks on {device} "
+        f"({error}); lower gpu_memory_utilization, num_gpu_blocks_override or kv_cache_memory_bytes"
+    )
+
+
+def bind_kv_cache(
+    kv_cache: torch.Tensor, layers: Sequence[KvCacheLayer], kv_scales: torch.Tensor | None = None
+) -> None:
     """Give layer i its view ``kv_cache[:, i]``; the number of attention layers must be that of the cache."""
     assert len(layers) == kv_cache.shape[1], f"{len(layers)} attention layers for a cache of {kv_cache.shape[1]}"
     for index, layer in enumerate(layers):
-        layer.bind_kv_cache(kv_cache[:, index])
+        layer.bind_kv_cache(kv_cache[:, index], None if kv_scales is None else kv_scales[:, index])
 
 
 def resident_bytes(kv_cache: torch.Tensor) -> int:

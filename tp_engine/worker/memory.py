@@ -132,9 +132,10 @@ def log_memory(ledger: MemoryLedger, shape: KvCacheShape, *, rank: int, num_bloc
 class MemoryMonitor:
     """Growth of this process's memory since it was made, which is when the rank is ready: after the warm-up."""
 
-    def __init__(self, device: Device, kv_cache: torch.Tensor) -> None:
+    def __init__(self, device: Device, *kv_tensors: torch.Tensor) -> None:
+        """``kv_tensors``: the cache, and its scales if it has some."""
         self._device = device
-        self._kv_cache = kv_cache
+        self._kv_tensors = kv_tensors
         self._ready_bytes = self._own_bytes()
 
     def growth(self) -> int:
@@ -143,5 +144,5 @@ class MemoryMonitor:
 
     def _own_bytes(self) -> int:
         snapshot = self._device.snapshot()
-        in_cache = resident_bytes(self._kv_cache) if self._device.type == "cpu" else 0
+        in_cache = sum(map(resident_bytes, self._kv_tensors)) if self._device.type == "cpu" else 0
         return snapshot.torch_reserved + snapshot.non_torch - in_cache

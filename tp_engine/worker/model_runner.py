@@ -53,6 +53,7 @@ class ModelRunner:
         backend: AttentionBackend,
         batch: InputBatch,
         kv_cache: torch.Tensor,
+        kv_scales: torch.Tensor | None,
         communicator: Communicator,
         sampling: SamplingState,
         note: PhaseNote,
@@ -61,7 +62,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._batch = batch
-        self._kv_cache = kv_cache
+        self._kv_tensors = (kv_cache,) if kv_scales is None else (kv_cache, kv_scales)
         self._communicator = communicator
         self._sampling = sampling
         self._note = note
@@ -97,8 +98,11 @@ class ModelRunner:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
         if len(plan.copies):
-            source, target = (upload(plan.copies[:, i].astype(np.int64), self._kv_cache.device) for i in (0, 1))
-            self._kv_cache[:, :, target] = self._kv_cache[:, :, source]
+            device = self._kv_tensors[0].device
+            source, target = (upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1))
+            for tensor in self._kv_tensors:
+                raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # 8-bit floats can not be indexed
+                raw[:, :, target] = raw[:, :, source]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         """Sample; every rank gets the ids, rank 0 the log-probabilities too.  ``hidden`` (N, hidden)."""

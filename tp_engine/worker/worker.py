@@ -19,7 +19,7 @@ from tp_engine.weights.loader import load_weights
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
+from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, allocate_kv_scales, bind_kv_cache
 from tp_engine.worker.largest_step import run_largest_step
 from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import MemoryLedger
@@ -44,19 +44,13 @@ class Worker:
         self._groups = groups
         self._phases = Phases(groups.host, groups.note)
         config, model = effective.config, effective.model
-        self._backend = select_backend(
-            config.attention_backend,
-            device_type=config.device,
-            dtype=effective.dtype,
-            block_size=config.block_size,
-            head_dim=model.head_dim,
-        )
+        self._backend = select_backend(config.attention_backend, effective.attention_needs)
         self._kv_shape = KvCacheShape(
             num_layers=model.num_layers,
             block_size=config.block_size,
             local_num_kv_heads=local_num_kv_heads(model, config.tensor_parallel_size),
             head_dim=model.head_dim,
-            dtype=effective.dtype,
+            dtype=effective.kv_cache_dtype,
         )
         self._runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
@@ -171,7 +165,8 @@ class Worker:
     def _make_runner(self, model: CausalLM, device: Device, num_blocks: int) -> ModelRunner:
         config, torch_device = self._effective.config, device.torch_device
         kv_cache = allocate_kv_cache(self._kv_shape, num_blocks, torch_device)
-        bind_kv_cache(kv_cache, model.attention_layers)
+        kv_scales = allocate_kv_scales(self._kv_shape, num_blocks, torch_device)
+        bind_kv_cache(kv_cache, model.attention_layers, kv_scales)
         batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._effective.max_model_len,
@@ -184,12 +179,13 @@ class Worker:
             device=torch_device,
             info=self._groups.info,
         )
-        self._monitor = MemoryMonitor(device, kv_cache)
+        self._monitor = MemoryMonitor(device, *(tensor for tensor in (kv_cache, kv_scales) if tensor is not None))
         return ModelRunner(
             model=model,
             backend=self._backend,
             batch=batch,
             kv_cache=kv_cache,
+            kv_scales=kv_scales,
             communicator=self._groups.communicator,
             sampling=sampling,
             note=self._groups.note,
