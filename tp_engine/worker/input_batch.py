@@ -4,10 +4,11 @@ Per row, changed only by plans::
 
     token_ids    device           prompt, then generated tokens; written by the sampler, read by the next step
     block_table  host and device  block ids in order
-    num_computed host             tokens whose K/V is in the cache
+    num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
 
-The host never needs the value of a generated token, so a step can be prepared before the last one has ended.
+On CUDA the device makes the inputs of steps that only decode (decode_batch.py).  The host never needs the value of a
+generated token, so a step can be prepared before the last one has ended.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
+from tp_engine.kernels.decode_inputs import RowTables
 from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.slots import slots_for
 from tp_engine.units import ceil_div
 from tp_engine.worker.batch_layout import BatchLayout, make_layout
+from tp_engine.worker.decode_batch import DecodeBatch
 from tp_engine.worker.mirrored import MirroredTable
 
 
@@ -31,7 +34,8 @@ class StepInputs:
     """Inputs of one forward pass over N tokens, of which n are followed by a sampled one.
 
     On the device: ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``sampled_places`` (n,) int64, where the new ids
-    go in the flattened token table.  On the host: ``sampled_positions`` (n,), the new tokens' positions.
+    go in the flattened token table (None: the device knows).  On the host: ``sampled_positions`` (n,), the new tokens'
+    positions.
     """
 
     layout: BatchLayout
@@ -39,13 +43,22 @@ class StepInputs:
     positions: torch.Tensor
     attention: AttentionMetadata
     sampled_positions: IntArray
-    sampled_places: torch.Tensor
+    sampled_places: torch.Tensor | None
 
 
 class InputBatch:
     """Owner of the rows.  ``apply`` takes a plan's changes, ``prepare`` makes its inputs, ``advance`` ends the step."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        decodes_on_device: bool | None = None,
+    ) -> None:
+        """``decodes_on_device`` None: on CUDA."""
         self._block_size = block_size
         self._device = device
         self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, though nobody reads it
@@ -54,8 +67,20 @@ class InputBatch:
         self._last_layout: BatchLayout | None = None
         self._block_table = MirroredTable((max_num_seqs, ceil_div(max_model_len, block_size)), device)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
+        self._computed = MirroredTable((max_num_seqs,), device)
+        self.num_computed = self._computed.host
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
+        on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
+        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs) if on_device else None
+
+    def row_tables(self) -> RowTables:
+        """The rows as the device sees them."""
+        return RowTables(
+            token_ids=self._token_ids,
+            num_computed=self._computed.device,
+            block_table=self._block_table.device,
+            block_size=self._block_size,
+        )
 
     def apply(self, plan: StepPlan) -> None:
         """Released rows first, then admissions, then new blocks (plan.py)."""
@@ -70,6 +95,7 @@ class InputBatch:
         self._token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
         self.num_prompt[row] = admission.num_prompt_tokens
         self.num_computed[row] = admission.num_computed_tokens
+        self._computed.push(np.array([row]))
         self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray, start: int | None = None) -> None:
@@ -87,6 +113,8 @@ class InputBatch:
     def prepare(self, plan: StepPlan) -> StepInputs:
         """The inputs of this step; a few array operations, whatever the number of rows."""
         layout, device = self._layout_of(plan), self._device
+        if self.decodes is not None and layout.is_decode_only:
+            return self._prepare_decodes(layout, self.decodes)
         computed = self.num_computed[layout.rows]
         positions, seq_lens = layout.positions(computed), computed + layout.query_lens
         places = layout.token_rows * self._row_stride + positions
@@ -113,15 +141,41 @@ class InputBatch:
             sampled_places=upload(layout.sampled_rows * np.int64(self._row_stride) + sampled_positions, device),
         )
 
+    def _prepare_decodes(self, layout: BatchLayout, decodes: DecodeBatch) -> StepInputs:
+        """The same, made by the device."""
+        seq_lens = self.num_computed[layout.rows] + 1
+        decodes.set_rows(layout.rows, len(layout.rows))
+        inputs = decodes.prepare(len(layout.rows))
+        return StepInputs(
+            layout=layout,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=decodes.metadata(inputs, seq_lens),
+            sampled_positions=seq_lens,
+            sampled_places=None,
+        )
+
     def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
         """Token ids (count,) int32 of ``row`` from position ``first`` on."""
         return self._token_ids[row, first : first + count]
 
     def advance(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
         """The step's tokens are computed; ``sampled`` (n,) int32 become the next known tokens of their rows."""
-        self.num_computed[inputs.layout.rows] += inputs.layout.query_lens
+        layout = inputs.layout
+        if inputs.sampled_places is None:
+            assert self.decodes is not None and sampled is not None
+            self.decodes.advance(len(layout.rows), sampled)
+            self.count_decodes(layout.rows)
+            return
+        self.num_computed[layout.rows] += layout.query_lens
+        self._computed.push(layout.rows)
         if sampled is not None:
             self._flat_token_ids.index_copy_(0, inputs.sampled_places, sampled)
+
+    def count_decodes(self, rows: IntArray) -> None:
+        """The host's part of a decode step that the device has advanced by itself."""
+        if not self._computed.is_shared:
+            self.num_computed[rows] += 1
 
     def _layout_of(self, plan: StepPlan) -> BatchLayout:
         """Kept from the last step while the same rows decode."""

@@ -14,17 +14,20 @@ from tp_engine.plan import IntArray
 
 
 class MirroredTable:
-    """An int32 table of ``shape``: ``host`` (numpy) is written first, then pushed to ``device``."""
+    """An int32 table of ``shape``: ``host`` (numpy) is written first, then pushed to ``device``.
+
+    ``is_shared``: both are the same memory.
+    """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.host: IntArray = on_host.numpy()
         self.device = on_host if device.type == "cpu" else torch.zeros(shape, dtype=torch.int32, device=device)
-        self._shared = device.type == "cpu"
+        self.is_shared = device.type == "cpu"
 
     def push(self, *index: npt.NDArray[np.integer]) -> None:
         """Send ``host[index]`` to the device, without a synchronisation."""
-        if self._shared:
+        if self.is_shared:
             return
         where = tuple(upload(axis.astype(np.int64), self.device.device) for axis in index)
         self.device.index_put_(where, upload(self.host[index], self.device.device))

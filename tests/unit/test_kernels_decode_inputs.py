@@ -1,0 +1,30 @@
+"""Inputs of decode steps made on the device: the PyTorch twin, the interpreted kernels, and their compilation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.kernel_cases_decode_inputs import TWIN_CASES
+from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+
+CASES = "kernel_cases_decode_inputs"
+
+
+@pytest.mark.parametrize("case", TWIN_CASES)
+def test_twin(case: str) -> None:
+    """Oracle: the host's arithmetic, over three steps with padding among the rows."""
+    TWIN_CASES[case]("cpu")
+
+
+@needs_triton
+def test_interpreted_kernels() -> None:
+    """Oracle: the host's arithmetic, over three steps with padding among the rows."""
+    interpreted(CASES)
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_compile_for(capability: int) -> None:
+    """Oracle: Triton's own compiler, which needs no GPU."""
+    compile_cases(CASES, capability)

@@ -1,0 +1,130 @@
+"""Inputs of a decode step, made on the device from the rows that live there: plain PyTorch, the twin of
+``decode_inputs_triton``.
+
+A decode step needs nothing from the host but the list of its rows, which seldom changes::
+
+    R rows of T tokens and M blocks          B requests, one token each; row -1 is padding
+    token_ids    (R, T) int32                rows         (B,)   int32  r                                padding:
+    num_computed (R,)   int32                input_ids    (B,)   int32  token_ids[r, n]                        0
+      n = num_computed[r]                    positions    (B,)   int64  n                                      0
+    block_table  (R, M) int32                slot_mapping (B,)   int64  table[r, n // size] * size + n % size -1
+                                             seq_lens     (B,)   int32  n + 1                                  0
+                                             block_table  (B, M) int32  table[r], the columns in use
+
+The sampled token goes to ``token_ids[r, n + 1]`` and the row has ``n + 1`` computed tokens: ``advance_decodes``.
+Nothing waits for the device and no shape depends on a length, so a CUDA graph can hold both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.kernels.triton_support import has_triton
+from tp_engine.plan import PAD_SLOT
+
+PAD_ROW = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTables:
+    """The rows, on the device; see the module's text.  ``block_size`` in tokens."""
+
+    token_ids: torch.Tensor
+    num_computed: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """Inputs of one step at a fixed place; see the module's text.  Columns of ``block_table`` behind a request's last
+    block hold whatever block ids they held before.  ``query_start`` (B + 1,) int32 never changes."""
+
+    rows: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    query_start: torch.Tensor
+
+    @staticmethod
+    def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
+        """Room for ``max_requests``, all of them padding."""
+        device, num_columns = tables.block_table.device, tables.block_table.shape[1]
+
+        def filled(value: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((max_requests,), value, dtype=dtype, device=device)
+
+        return DecodeInputs(
+            rows=filled(PAD_ROW, torch.int32),
+            input_ids=filled(0, torch.int32),
+            positions=filled(0, torch.int64),
+            slot_mapping=filled(PAD_SLOT, torch.int64),
+            seq_lens=filled(0, torch.int32),
+            block_table=torch.zeros((max_requests, num_columns), dtype=torch.int32, device=device),
+            query_start=torch.arange(max_requests + 1, dtype=torch.int32, device=device),
+        )
+
+    def first(self, num_requests: int) -> DecodeInputs:
+        """The first so many requests, at the same place."""
+        return DecodeInputs(
+            rows=self.rows[:num_requests],
+            input_ids=self.input_ids[:num_requests],
+            positions=self.positions[:num_requests],
+            slot_mapping=self.slot_mapping[:num_requests],
+            seq_lens=self.seq_lens[:num_requests],
+            block_table=self.block_table[:num_requests],
+            query_start=self.query_start[: num_requests + 1],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOps:
+    """One implementation of ``prepare_decodes`` and ``advance_decodes``."""
+
+    prepare: Callable[[RowTables, DecodeInputs], None]
+    advance: Callable[[RowTables, torch.Tensor, torch.Tensor], None]
+
+
+def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
+    """Fill ``inputs`` for the rows that it names."""
+    is_padding = inputs.rows < 0
+    rows = inputs.rows.clamp(min=0).to(torch.int64)
+    computed = tables.num_computed.index_select(0, rows).to(torch.int64)
+    block = tables.block_table[rows, computed // tables.block_size].to(torch.int64)
+    slots = block * tables.block_size + computed % tables.block_size
+    inputs.input_ids.copy_(tables.token_ids[rows, computed].masked_fill_(is_padding, 0))
+    inputs.positions.copy_(computed.masked_fill(is_padding, 0))
+    inputs.slot_mapping.copy_(slots.masked_fill_(is_padding, PAD_SLOT))
+    inputs.seq_lens.copy_((computed + 1).masked_fill_(is_padding, 0))
+    inputs.block_table.copy_(tables.block_table.index_select(0, rows))
+
+
+def advance_decodes(tables: RowTables, rows: torch.Tensor, sampled: torch.Tensor) -> None:
+    """The tokens of ``rows`` (B,) int32 are computed, and ``sampled`` (B,) int32 follow them; padding is skipped."""
+    is_kept = rows >= 0
+    places = rows.clamp(min=0).to(torch.int64)
+    columns = (tables.num_computed.index_select(0, places) + 1).clamp_(max=tables.token_ids.shape[1] - 1)
+    flat = tables.token_ids.view(-1)
+    flat_places = places * tables.token_ids.shape[1] + columns
+    # Padding adds 0 to row 0: leaving it out would need a shape that only the device knows.
+    flat.index_add_(0, flat_places, (sampled - flat.index_select(0, flat_places)) * is_kept)
+    tables.num_computed.index_add_(0, places, is_kept.to(torch.int32))
+
+
+def decode_ops(device_type: str) -> DecodeOps:
+    """Triton's on CUDA where Triton is installed, plain PyTorch elsewhere."""
+    if device_type != "cuda" or not has_triton():
+        return DecodeOps(prepare=prepare_decodes, advance=advance_decodes)
+    return triton_decode_ops()
+
+
+def triton_decode_ops() -> DecodeOps:
+    """The Triton kernels, imported when they are asked for."""
+    from tp_engine.kernels.decode_inputs_triton import advance_decodes_triton, prepare_decodes_triton
+
+    return DecodeOps(prepare=prepare_decodes_triton, advance=advance_decodes_triton)

@@ -1,0 +1,117 @@
+"""Inputs of a decode step in one launch, and the end of the step in another: the Triton twin of ``decode_inputs``.
+
+::
+
+    prepare: program b gathers request b; of its block table it copies the columns in use, BLOCK at a time
+    advance: program i ends the step of requests [i * BLOCK, (i + 1) * BLOCK)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.plan import PAD_SLOT
+
+_TABLE_BLOCK = 256
+_ADVANCE_BLOCK = 128
+_PAD_SLOT = tl.constexpr(PAD_SLOT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
+    token_ids,
+    num_computed,
+    block_table,
+    rows,
+    input_ids,
+    positions,
+    slot_mapping,
+    seq_lens,
+    tables,
+    token_stride,
+    NUM_COLUMNS: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program: one request."""
+    request = tl.program_id(0)
+    row = tl.load(rows + request).to(tl.int64)
+    if row < 0:
+        tl.store(input_ids + request, 0)
+        tl.store(positions + request, 0)
+        tl.store(slot_mapping + request, _PAD_SLOT)
+        tl.store(seq_lens + request, 0)
+    else:
+        computed = tl.load(num_computed + row)
+        own_table = block_table + row * NUM_COLUMNS
+        last_block = tl.load(own_table + computed // BLOCK_SIZE).to(tl.int64)
+        tl.store(input_ids + request, tl.load(token_ids + row * token_stride + computed))
+        tl.store(positions + request, computed.to(tl.int64))
+        tl.store(slot_mapping + request, last_block * BLOCK_SIZE + computed % BLOCK_SIZE)
+        tl.store(seq_lens + request, computed + 1)
+        num_used = computed // BLOCK_SIZE + 1
+        target = tables + request.to(tl.int64) * NUM_COLUMNS
+        for start in range(0, num_used, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            in_use = column < num_used
+            tl.store(target + column, tl.load(own_table + column, mask=in_use), mask=in_use)
+
+
+@triton.jit(do_not_specialize=["num_requests"])  # type: ignore[untyped-decorator]
+def advance_decodes_kernel(  # type: ignore[no-untyped-def]
+    token_ids,
+    num_computed,
+    rows,
+    sampled,
+    token_stride,
+    num_requests,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK requests."""
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + request, mask=request < num_requests, other=-1).to(tl.int64)
+    is_kept = row >= 0
+    computed = tl.load(num_computed + row, mask=is_kept, other=0) + 1
+    new_token = tl.load(sampled + request, mask=is_kept, other=0)
+    tl.store(token_ids + row * token_stride + computed, new_token, mask=is_kept)
+    tl.store(num_computed + row, computed, mask=is_kept)
+
+
+def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
+    """``decode_inputs.prepare_decodes``, which copies only the columns of the block tables that are in use."""
+    num_columns = tables.block_table.shape[1]
+    assert tables.block_table.is_contiguous() and inputs.block_table.is_contiguous()
+    assert tables.token_ids.stride(1) == 1 and inputs.block_table.shape[1] == num_columns
+    prepare_decodes_kernel[(len(inputs.rows),)](
+        tables.token_ids,
+        tables.num_computed,
+        tables.block_table,
+        inputs.rows,
+        inputs.input_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.seq_lens,
+        inputs.block_table,
+        tables.token_ids.stride(0),
+        NUM_COLUMNS=num_columns,
+        BLOCK_SIZE=tables.block_size,
+        BLOCK=_TABLE_BLOCK,
+        num_warps=1,
+    )
+
+
+def advance_decodes_triton(tables: RowTables, rows: torch.Tensor, sampled: torch.Tensor) -> None:
+    """``decode_inputs.advance_decodes``."""
+    assert rows.dtype == sampled.dtype == torch.int32 and rows.is_contiguous() and sampled.is_contiguous()
+    advance_decodes_kernel[(triton.cdiv(len(rows), _ADVANCE_BLOCK),)](
+        tables.token_ids,
+        tables.num_computed,
+        rows,
+        sampled,
+        tables.token_ids.stride(0),
+        len(rows),
+        BLOCK=_ADVANCE_BLOCK,
+    )
