@@ -1,4 +1,4 @@
-"""Compiling and keeping the native kernels: a compiler that fails, a cache that is damaged or shared, the off switch."""
+"""Compiling and keeping the native kernels: a compiler that fails, a damaged or shared cache, the off switch."""
 
 from __future__ import annotations
 

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.batch_plan import Group
-from tp_engine.attention.calls import LayerInput
 from tp_engine.attention.needs import AttentionNeeds
-from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import PagedAttention
-from tp_engine.plan import IntArray
 
 MAX_HEAD_DIM = 256
-# Queries of one request beyond which matrix products over copied keys are faster (measured).
-MAX_NATIVE_QUERY = 64
 
 
-class NativeBackend(TorchBackend):
-    """Decodes and short chunks by one call per layer; long chunks by the torch backend's tiles."""
+class NativeBackend:
+    """One call per layer, for decodes and chunks alike: a request's result does not depend on the batch it is in."""
 
     name = "native"
     can_capture_decodes = False
 
     def __init__(self) -> None:
-        super().__init__()
         library = native_library()
         assert library is not None, "why_not comes first"
         self._kernel = PagedAttention(library)
-        self._has_zeros = False
+        self._has_padding = False
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Give the kernel this step's lengths; see ``AttentionBackend``."""
-        query_lens, seq_lens = metadata.host_query_lens, metadata.host_seq_lens
-        starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
-        self._calls, self._groups = {}, []
-        self._has_zeros = metadata.is_padded
-        if query_lens.max(initial=0) > MAX_NATIVE_QUERY:
-            is_long = query_lens > MAX_NATIVE_QUERY
-            self._groups = [_group_of(row, starts, query_lens, seq_lens) for row in np.flatnonzero(is_long).tolist()]
-            query_lens = np.where(is_long, np.int32(0), query_lens)
-        self._kernel.set_step(query_lens, starts, seq_lens, metadata.block_table, metadata.slot_mapping)
+        self._has_padding = metadata.is_padded
+        self._kernel.set_step(
+            metadata.host_query_lens,
+            metadata.query_start.numpy()[:-1],
+            metadata.host_seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+        )
 
     def forward(
         self,
@@ -60,23 +51,9 @@ class NativeBackend(TorchBackend):
         query = _with_dense_tokens(query)
         if key is not None and value is not None:
             key, value = _with_dense_tokens(key), _with_dense_tokens(value)
-        out = (torch.zeros if self._has_zeros else torch.empty)(query.shape, dtype=query.dtype)
+        out = (torch.zeros if self._has_padding else torch.empty)(query.shape, dtype=query.dtype)
         self._kernel(query, key, value, kv_cache, out, shape.scale, shape.sliding_window)
-        if self._groups:
-            self._attend_long(LayerInput(query, key, value, kv_cache, shape, self._reader), metadata, out)
         return out
-
-    def _attend_long(self, layer: LayerInput, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        """The requests that the kernel has left out, one by one; their K/V is stored."""
-        kind, calls = self._planned_calls(layer, metadata)
-        for call in calls:
-            out[call.tokens] = call.run(layer, kind.dtype).to(out.dtype)
-
-
-def _group_of(row: int, starts: IntArray, query_lens: IntArray, seq_lens: IntArray) -> Group:
-    one = slice(row, row + 1)
-    rows = np.array([row], dtype=np.int32)
-    return Group(rows=rows, starts=starts[one], seq_lens=seq_lens[one], query_len=int(query_lens[row]))
 
 
 def _with_dense_tokens(states: torch.Tensor) -> torch.Tensor:
