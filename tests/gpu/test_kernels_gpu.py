@@ -1,0 +1,101 @@
+"""The cases that the interpreter runs on CPUs, on a GPU; and the same kernels inside of CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MODULES = ("kernel_cases_layer_ops", "kernel_cases_decode_inputs")
+
+
+@cache
+def cases_of(module: str) -> Any:
+    """The module of cases."""
+    return importlib.import_module(f"tests.unit.{module}")
+
+
+@pytest.mark.parametrize(("module", "case"), [(module, case) for module in MODULES for case in cases_of(module).CASES])
+def test_kernel(module: str, case: str) -> None:
+    """Oracle: that of the case."""
+    if "float8" in case and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("8-bit floats need compute capability 8.9")
+    cases_of(module).CASES[case]("cuda")
+
+
+def captured(step: Any) -> torch.cuda.CUDAGraph:
+    """``step`` as a graph, after one call that compiles its kernels."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def test_decode_inputs_in_a_graph() -> None:
+    """Oracle: the PyTorch twin on a copy of the tables; replays advance the rows, and other rows take their turn."""
+    from tp_engine.kernels.decode_inputs import DecodeInputs, decode_ops
+
+    make_tables = cases_of("kernel_cases_decode_inputs").make_tables
+    tables, twin_tables = (make_tables(9, 600, 16, device) for device in ("cuda", "cpu"))
+    inputs, twin_inputs = DecodeInputs.allocate(4, tables), DecodeInputs.allocate(4, twin_tables)
+    sampled = torch.arange(4, dtype=torch.int32)
+    on_device = sampled.cuda()
+    ops, twin = decode_ops("cuda"), decode_ops("cpu")
+
+    def step() -> None:
+        ops.prepare(tables, inputs)
+        ops.advance(tables, inputs.rows, on_device)
+
+    graph = captured(step)  # all rows are padding so far: nothing has changed
+    for rows in ([0, 5, -1, 3], [5, -1, -1, 0], [5, -1, -1, 0]):
+        for kept in (inputs, twin_inputs):
+            kept.rows.copy_(torch.tensor(rows, dtype=torch.int32))
+        graph.replay()
+        twin.prepare(twin_tables, twin_inputs)
+        twin.advance(twin_tables, twin_inputs.rows, sampled)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
+            torch.testing.assert_close(getattr(inputs, name).cpu(), getattr(twin_inputs, name), msg=name)
+        assert torch.equal(tables.token_ids.cpu(), twin_tables.token_ids)
+        assert torch.equal(tables.num_computed.cpu(), twin_tables.num_computed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
+    """Oracle: the same kernels launched one by one, bit by bit, for other inputs than the captured ones."""
+    from tp_engine.kernels.layer_ops import layer_ops
+
+    ops, make = layer_ops("cuda"), cases_of("kernel_cases_layer_ops")
+    assert ops.name == "triton"
+    weight, gate_up, merged = (make.random(shape, dtype, "cuda") for shape in ((96,), (3, 192), (3, 8, 32)))
+    positions, slots = torch.tensor([4, 5, 6], device="cuda"), torch.tensor([1, -1, 7], device="cuda")
+    rotation = make.make_rotation(32, positions, dtype)
+    cache = torch.zeros(2, 2, 4, 2, 32, dtype=dtype, device="cuda")
+    residual = make.random((3, 96), dtype, "cuda")
+    results: dict[str, torch.Tensor] = {}
+
+    def step() -> None:
+        x = ops.silu_and_mul(gate_up)
+        results["norm"] = ops.add_rms_norm(x, residual, weight, 1e-6)
+        results["query"] = ops.prepare_heads(merged, 2, None, rotation, cache, None, slots)[0]
+
+    graph = captured(step)
+    replayed = results["norm"], results["query"]
+    for seed in (1, 2):
+        inputs = [make.random(tuple(kept.shape), dtype, "cuda", seed) for kept in (gate_up, merged, residual)]
+        outcomes = []
+        for run in (graph.replay, step):
+            for kept, fresh in zip((gate_up, merged, residual), inputs, strict=True):
+                kept.copy_(fresh)
+            run()
+            norm, query = replayed if run is not step else (results["norm"], results["query"])
+            outcomes.append([norm.clone(), query.clone(), residual.clone(), cache.clone()])
+        for found, expected in zip(*outcomes, strict=True):
+            assert torch.equal(found, expected)
