@@ -1,27 +1,10 @@
-"""Model shapes and seeded workloads of the offline benchmark."""
+"""Seeded workloads of the offline benchmark."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-
-SHAPES = {
-    "A": {
-        "architecture": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "B": {
-        "architecture": "llama", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": False,
-    },
-    "C": {
-        "architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "intermediate_size": 688, "vocab_size": 4096, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,20 +41,13 @@ def shared_prefix(vocab_size: int, seed: int) -> Workload:
     return Workload("shared prefix", [prefix + rng.integers(3, vocab_size, 16).tolist() for _ in range(32)], [16] * 32)
 
 
-WORKLOADS = {"latency": latency, "throughput": throughput, "shared_prefix": shared_prefix}
+def batch256(vocab_size: int, seed: int) -> Workload:
+    """256 requests at once: 100 to 1024 tokens in, 100 to 1024 out.  The lengths are the same for every seed."""
+    rng, lengths = np.random.default_rng(seed), np.random.default_rng(0)
+    prompts = [rng.integers(3, min(vocab_size, 10_000), size).tolist() for size in lengths.integers(100, 1025, 256)]
+    return Workload("256 requests", prompts, lengths.integers(100, 1025, 256).tolist())
 
 
-def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
-    """Save a random checkpoint of ``shape`` with transformers, for every engine to load."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    options = dict(SHAPES[shape])
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    make_config, make_model = kinds[str(options.pop("architecture"))]
-    config = make_config(
-        **options, max_position_embeddings=2048, initializer_range=0.02, eos_token_id=2, bos_token_id=1
-    )
-    torch.manual_seed(0)
-    make_model(config).to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
+WORKLOADS = {"latency": latency, "throughput": throughput, "shared_prefix": shared_prefix, "batch256": batch256}
+SMALL_WORKLOADS = ("latency", "throughput", "shared_prefix")
+LARGE_WORKLOADS = ("latency", "batch256")
