@@ -49,6 +49,30 @@ def noise_keys(seeds: UInt64Array, positions: IntArray) -> IntArray:
     return words.astype(np.int32)
 
 
+def device_noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``noise_keys`` on the device: ``seeds`` (n,) int64, the bits of the unsigned ones, and ``positions`` (n,)."""
+    gamma = _signed(int(_GAMMA))
+    counter = (positions.to(torch.int64) + 1) * gamma
+    key = _device_mix64(_device_mix64(seeds + gamma) + counter)
+    return torch.stack((key & _MASK_31, (key >> 32) & _MASK_31), dim=1).to(torch.int32)
+
+
+def _device_mix64(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    """As for unsigned numbers."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 of the same bits."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
 def hash_tokens(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """31 hashed bits (m, c) int32 per token: ``token_ids`` (c,) or (m, c) int32 under ``keys`` (m, 2) int32."""
     x = token_ids ^ keys[:, :1]

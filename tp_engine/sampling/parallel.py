@@ -32,7 +32,6 @@ from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
 from tp_engine.sampling.processors import edited_logits, record_tokens
 from tp_engine.sampling.ranking import best_keys
-from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
 
@@ -44,11 +43,6 @@ class _GroupStep:
     logits: torch.Tensor
     keys: torch.Tensor | None
     maximum: torch.Tensor | None = None
-
-
-def make_sampler(state: SamplingState, communicator: Communicator) -> Sampler | ParallelSampler:
-    """What samples this rank's logits (n, width); ``state`` knows the rank's slice of the vocabulary."""
-    return Sampler(state) if communicator.info.world_size == 1 else ParallelSampler(state, communicator)
 
 
 class ParallelSampler:

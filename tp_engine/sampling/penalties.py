@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tp_engine.kernels.sampling_tables import CountTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
@@ -62,11 +63,23 @@ class PenaltyCounts:
             0, upload(self._vocab.columns_of(generated), self._device), upload(counts, self._device)
         )
 
-    def record(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Count one generated token per row: ``rows`` (m,) int64, each once, and ``token_ids`` (m,)."""
+    @property
+    def tables(self) -> CountTables | None:
+        """The counts, if they are allocated."""
+        if self.output_counts is None or self.in_prompt is None:
+            return None
+        return CountTables(output_counts=self.output_counts, in_prompt=self.in_prompt)
+
+    def record(self, rows: torch.Tensor, token_ids: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Count one generated token per row: ``rows`` (m,) int64, each once, and ``token_ids`` (m,).
+
+        Only where ``counted`` (m,) bool, if that is given.
+        """
         output_counts, _ = self._tensors()
         columns = token_ids - self._vocab.first
         is_mine = (columns >= 0) & (columns < self._shape[1])
+        if counted is not None:
+            is_mine &= counted
         flat = rows * self._shape[1] + columns.mul_(is_mine)
         output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
 

@@ -13,7 +13,10 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.dist.rank import RankInfo
+from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.triton_support import has_triton
 from tp_engine.layers.embedding import VocabSlice
+from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray, RowSampling
 from tp_engine.sampling.penalties import PenaltyCounts
 
@@ -25,10 +28,19 @@ class SamplingState:
     """Sampling parameters of ``max_num_seqs`` rows; a released row samples greedily without processors.
 
     ``version`` changes with every admission, so that whoever caches what follows from the parameters can tell.
-    ``vocab`` is this rank's part of the vocabulary; what is kept per token is kept for that part.
+    ``vocab`` is this rank's part of the vocabulary; what is kept per token is kept for that part.  ``tables`` are the
+    parameters for kernels, kept on CUDA where Triton is installed, unless ``has_tables`` says otherwise.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device, info: RankInfo = ALONE) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        info: RankInfo = ALONE,
+        has_tables: bool | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.vocab = VocabSlice.of_rank(vocab_size, info)
         self.device = device
@@ -45,10 +57,14 @@ class SamplingState:
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_penalised = np.zeros(max_num_seqs, dtype=np.bool_)
-        self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # penalties, logit_bias or allowed_token_ids
+        self.has_lists = np.zeros(max_num_seqs, dtype=np.bool_)  # logit_bias or allowed_token_ids
+        self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # these or penalties
         self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no processor, no log-probabilities
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
+        if has_tables is None:
+            has_tables = device.type == "cuda" and has_triton()
+        self.tables = SamplingTables.empty(max_num_seqs, device) if has_tables else None
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""
@@ -64,10 +80,29 @@ class SamplingState:
         self.num_prompt_tokens[row] = num_prompt_tokens
         self._admit_token_lists(row, sampling)
         self._admit_penalties(row, sampling, token_ids, num_prompt_tokens)
-        self.is_edited[row] = self.is_penalised[row] or len(sampling.bias_token_ids) or len(sampling.allowed_token_ids)
+        self.has_lists[row] = len(sampling.bias_token_ids) or len(sampling.allowed_token_ids)
+        self.is_edited[row] = self.is_penalised[row] or self.has_lists[row]
         self.is_plain[row] = (
             greedy and not self.is_edited[row] and self.num_logprobs[row] < 0 and self.min_tokens[row] == 0
         )
+        self._push(row)
+
+    def _push(self, row: int) -> None:
+        """Bring a row's parameters into the tables."""
+        if self.tables is None:
+            return
+        floats = (
+            self.temperature,
+            self.top_p,
+            self.log_min_p,
+            self.repetition_penalty,
+            self.frequency_penalty,
+            self.presence_penalty,
+        )
+        numbers = np.array([column[row] for column in floats], dtype=np.float32)
+        self.tables.floats[row] = upload(numbers, self.device)
+        self.tables.top_k[row : row + 1] = upload(self.top_k[row : row + 1].copy(), self.device)
+        self.tables.seeds[row : row + 1] = upload(self.seed[row : row + 1].view(np.int64).copy(), self.device)
 
     def _admit_token_lists(self, row: int, sampling: RowSampling) -> None:
         self.token_lists.pop(row, None)
@@ -93,6 +128,7 @@ class SamplingState:
         self.num_logprobs[rows] = -1
         self.min_tokens[rows] = 0
         self.is_penalised[rows] = False
+        self.has_lists[rows] = False
         self.is_edited[rows] = False
         self.is_plain[rows] = True
         for row in rows.tolist():

@@ -16,8 +16,8 @@ from tp_engine.layers.forward_context import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.sampling.choice import make_sampler
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
-from tp_engine.sampling.parallel import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.input_batch import InputBatch, StepInputs
 from tp_engine.worker.input_digest import digest_inputs

@@ -1,0 +1,51 @@
+"""The sampling kernels on a GPU: the same cases as interpreted, and captured in a CUDA graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.kernel_harness import needs_triton
+from tp_engine.dist.collectives import SingleRank
+from tp_engine.plan import RowSampling
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), needs_triton]
+
+
+def test_cases() -> None:
+    """Oracle: ``Sampler`` on the same GPU; the noise is equal bit by bit."""
+    from tests.unit.kernel_cases_sampling import CASES
+
+    for name, check in CASES.items():
+        try:
+            check("cuda")
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_captured() -> None:
+    """Oracle: the same launches without a graph; between replays rows, positions and logits change."""
+    from tests.unit.kernel_cases_sampling import FILTERED, MIN_P, PENALISED, PLAIN, RANKED, make_state
+    from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
+
+    samplings: list[RowSampling] = [*PLAIN, *MIN_P, *RANKED, *FILTERED, *PENALISED]
+    captured, eager = (
+        DeviceSampler(make_state(samplings, 5000, "cuda", has_tables=True), SingleRank()) for _ in range(2)
+    )
+    kind, count = StepKind(penalised=True, min_p=True, ranked=True), 8
+    logits = torch.zeros(count, 5000, dtype=torch.bfloat16, device="cuda")
+    rows, positions = (torch.full((count,), -1, dtype=torch.int64, device="cuda") for _ in range(2))
+    for _ in range(2):
+        captured.sample(kind, logits, rows, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = captured.sample(kind, logits, rows, positions)
+    generator = np.random.default_rng(0)
+    for step in range(5):
+        chosen = 2 * generator.permutation(len(samplings))[:count] + 1
+        rows.copy_(torch.from_numpy(chosen))
+        positions.fill_(20 + step)
+        logits.copy_(torch.randn(logits.shape) * 3)
+        graph.replay()
+        assert torch.equal(tokens, eager.sample(kind, logits, rows, positions))

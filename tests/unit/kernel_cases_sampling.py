@@ -1,0 +1,224 @@
+"""Sampling kernels against ``Sampler``: interpreted (``main``), on CUDA (``CASES``), and the engine's launches
+(``launch_all``).
+
+Tokens are equal.  (The interpreter's logarithm may differ from the twin's in the last bits, which changes a token only
+where two scores are as close; the cases have none.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tests.simulated_ranks import run_ranks
+from tests.unit.kernel_harness import AGREEMENT
+from tp_engine.dist.collectives import Communicator, SingleRank
+from tp_engine.kernels import sampling_best_triton, sampling_filter_triton
+from tp_engine.kernels.sampling_noise_triton import gumbel_noise, hash_tokens, noise_key
+from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
+from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
+from tp_engine.plan import RowSampling
+from tp_engine.sampling import noise
+from tp_engine.sampling.choice import KernelSampler, make_sampler
+from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
+from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.state import SamplingState
+
+ONE_AT_A_TIME = threading.Lock()
+STEPS = 2
+DTYPES = (torch.float32, torch.bfloat16)
+PENALISED = [
+    RowSampling(repetition_penalty=1.3),
+    RowSampling(temperature=1.0, frequency_penalty=0.4, presence_penalty=0.7, seed=5),
+    RowSampling(temperature=0.7, presence_penalty=-1.0, seed=-6),
+]
+PLAIN = [RowSampling(), RowSampling(temperature=1.0, seed=1), RowSampling(temperature=0.6, seed=-(2**63))]
+MIN_P = [RowSampling(temperature=1.2, min_p=0.1, seed=2), RowSampling(temperature=0.8, min_p=1.0, seed=3)]
+RANKED = [
+    RowSampling(temperature=0.6, top_k=20, top_p=0.95, seed=7),
+    RowSampling(temperature=1.0, top_k=1, seed=8),
+    RowSampling(temperature=2.0, top_k=64, min_p=0.02, seed=9),
+    RowSampling(temperature=1.0, top_k=50, top_p=0.3, seed=10),
+]
+FILTERED = [
+    RowSampling(temperature=0.7, top_p=0.9, seed=11),
+    RowSampling(temperature=1.5, top_p=0.999, min_p=0.001, seed=12),
+    RowSampling(temperature=1.0, top_k=200, top_p=0.8, seed=13),
+]
+
+
+def make_state(samplings: Sequence[RowSampling], vocab_size: int, device: str, **options: object) -> SamplingState:
+    """Row 2 i + 1 has ``samplings[i]`` and has seen some tokens."""
+    rows = 2 * len(samplings) + 1
+    state = SamplingState(max_num_seqs=rows, vocab_size=vocab_size, device=torch.device(device), **options)  # type: ignore[arg-type]
+    for i, sampling in enumerate(samplings):
+        state.admit(2 * i + 1, sampling, np.arange(i, i + 40, 3, dtype=np.int32), 6)
+    return state
+
+
+def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
+    """Its kernels never run beside those of another thread, which the interpreter can not bear."""
+    for name in ("_best_keys", "_top_keys", "_draw_filtered"):
+        kernel = getattr(sampler, name)
+
+        def launch(*args: Any, kernel: Callable[..., Any] = kernel, **kwargs: Any) -> Any:
+            with ONE_AT_A_TIME:
+                return kernel(*args, **kwargs)
+
+        setattr(sampler, name, launch)
+    return sampler
+
+
+def check_tokens(
+    device: str, samplings: Sequence[RowSampling], kind: StepKind, world_size: int, logits: torch.Tensor
+) -> None:
+    """``logits`` (steps, n, vocab); the device's sampler gets its rows in disorder, with padding among them."""
+    _, count, vocab_size = logits.shape
+    rows = 2 * np.random.default_rng(0).permutation(count).astype(np.int32) + 1
+    twin = Sampler(make_state(samplings, vocab_size, device, has_tables=False))
+    padding = padded_vocab_size(vocab_size, world_size) - vocab_size if world_size > 1 else 0
+    wide = torch.nn.functional.pad(logits, (0, padding)).to(device)
+    positions = [np.full(count, 14 + step, np.int32) for step in range(STEPS)]
+    expected = [twin.sample(logits[i].to(device), rows, positions[i])[0].tolist() for i in range(STEPS)]
+
+    def body(communicator: Communicator) -> list[list[int]]:
+        state = make_state(samplings, vocab_size, device, has_tables=True, info=communicator.info)
+        sampler = one_at_a_time(DeviceSampler(state, communicator))
+        own = VocabSlice.of_rank(vocab_size, communicator.info)
+        first = communicator.info.rank * own.width
+        found = []
+        for step in range(STEPS):
+            assert sampler.kind_of(rows, positions[step]) == kind
+            slices = wide[step, :, first : first + own.width]
+            padded_rows = torch.from_numpy(np.append(rows, [-1])).to(device, torch.int64)
+            padded_positions = torch.from_numpy(np.append(positions[step], [0])).to(device, torch.int64)
+            padded_slices = torch.cat((slices, slices[:1]))
+            tokens = sampler.sample(kind, padded_slices, padded_rows, padded_positions)
+            assert tokens.dtype is torch.int32 and 0 <= int(tokens[-1]) < vocab_size
+            found.append(tokens[:-1].tolist())
+        return found
+
+    results = [body(SingleRank())] if world_size == 1 else run_ranks(world_size, body)
+    for found in results:
+        assert found == expected, f"{found} instead of {expected}"
+
+
+def check_choice(device: str) -> None:
+    """Steps for kernels and steps with log-probabilities, in turn, count the same rows' penalties."""
+    samplings = [*PENALISED, RowSampling(logprobs=2, presence_penalty=0.5)]
+    logits = random_logits(4, 300, torch.float32, 1.0).to(device)
+    mixed = make_sampler(make_state(samplings, 300, device, has_tables=True), SingleRank())
+    twin = make_sampler(make_state(samplings, 300, device, has_tables=False), SingleRank())
+    assert isinstance(mixed, KernelSampler) and isinstance(twin, Sampler)
+    for step, count in enumerate((4, 3, 4, 3)):
+        rows, positions = 2 * np.arange(count, dtype=np.int32) + 1, np.full(count, 14 + step, np.int32)
+        found, expected = (sampler.sample(logits[step % STEPS, :count], rows, positions) for sampler in (mixed, twin))
+        assert torch.equal(found[0], expected[0])
+        assert (found[1] is None) == (count == 3) and (expected[1] is None) == (count == 3)
+
+
+def random_logits(count: int, vocab_size: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return (torch.randn(STEPS, count, vocab_size, generator=generator) * scale).to(dtype)
+
+
+def check_noise(device: str) -> None:
+    """Keys and hashes bit by bit, from int64 seeds on the device; the noise within rounding (on CUDA: exactly)."""
+    seeds = torch.tensor([0, 1, -1, 123456789, -(2**63)], device=device)
+    positions = torch.tensor([0, 5, 100_000, 2**31 - 1, 7], device=device)
+    keys = noise.noise_keys(seeds.cpu().numpy().view(np.uint64), positions.cpu().numpy().astype(np.int32))
+    assert np.array_equal(noise.device_noise_keys(seeds, positions).cpu().numpy(), keys)
+    token_ids = torch.cat((torch.arange(300), torch.tensor([151_935, 2**31 - 1]))).to(device, torch.int32)
+    hashed = torch.empty((5, len(token_ids)), dtype=torch.int32, device=device)
+    noisy = torch.empty((5, len(token_ids)), dtype=torch.float32, device=device)
+    noise_probe[(5,)](token_ids, seeds, positions, hashed, noisy, len(token_ids), 512, enable_fp_fusion=False)
+    on_device = torch.from_numpy(keys).to(device)
+    assert torch.equal(hashed, noise.hash_tokens(token_ids, on_device))
+    expected = noise.gumbel_noise(token_ids, on_device)
+    tolerance = 0.0 if device == "cuda" else 1e-6
+    torch.testing.assert_close(noisy, expected, rtol=tolerance, atol=tolerance)
+
+
+@triton.jit
+def noise_probe(token_ids, seeds, positions, hashed, noisy, num_ids, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """One program: the hashes and the noise of all ids for one row."""
+    row = tl.program_id(0)
+    word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + row))
+    column = tl.arange(0, BLOCK)
+    inside = column < num_ids
+    ids = tl.load(token_ids + column, mask=inside, other=0)
+    tl.store(hashed + row * num_ids + column, hash_tokens(ids, word_1, word_2), mask=inside)
+    tl.store(noisy + row * num_ids + column, gumbel_noise(ids, word_1, word_2), mask=inside)
+
+
+def make_cases() -> dict[str, Callable[[str], None]]:
+    """Name -> check on a device."""
+    cases: dict[str, Callable[[str], None]] = {"noise": check_noise}
+
+    def add(name: str, samplings: Sequence[RowSampling], kind: StepKind, world_size: int, logits: torch.Tensor) -> None:
+        cases[f"{name}-{world_size}"] = lambda device: check_tokens(device, samplings, kind, world_size, logits)
+
+    for world_size in (1, 3):
+        for dtype in DTYPES:
+            add(f"plain-{dtype}", PLAIN, StepKind(), world_size, random_logits(3, 1003, dtype))
+        min_p, ranked = [*PLAIN, *MIN_P], [*PLAIN, *RANKED]
+        add("min_p", min_p, StepKind(min_p=True), world_size, random_logits(5, 700, torch.float32, 1.0))
+        penalised = [*PLAIN, *PENALISED]
+        add("penalties", penalised, StepKind(penalised=True), world_size, random_logits(6, 700, torch.float32, 1.0))
+        add("ranked", ranked, StepKind(ranked=True), world_size, random_logits(7, 700, torch.bfloat16))
+        everything = [*PENALISED, *MIN_P, *RANKED]
+        kind = StepKind(penalised=True, min_p=True, ranked=True)
+        add("everything", everything, kind, world_size, random_logits(9, 500, torch.float32))
+        # Of equal logits the lowest ids come first, also where a threshold divides them.
+        tied = (random_logits(7, 400, torch.float32) / 2).round()
+        add("ties", ranked, StepKind(ranked=True), world_size, tied)
+    cases["choice"] = check_choice
+    add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
+    add("filtered ties", FILTERED, StepKind(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
+    add("padding alone", [*PLAIN, RANKED[1]], StepKind(ranked=True), 2, random_logits(4, 16, torch.float32))
+    return cases
+
+
+CASES = make_cases()
+
+
+def launch_all() -> None:
+    """What one rank and what one of eight launches, for Qwen3's vocabulary."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, positions = (empty(64, dtype=torch.int64) for _ in range(2))
+    tables = SamplingTables.empty(256, torch.device("meta"))
+    counts = CountTables(
+        output_counts=empty(256, 18992, dtype=torch.int32), in_prompt=empty(256, 18992, dtype=torch.bool)
+    )
+    maxima = empty(64, dtype=torch.float32)
+    whole, part = empty(64, 151936, dtype=torch.bfloat16), empty(64, 18992, dtype=torch.bfloat16)
+    best = sampling_best_triton.best_keys_triton
+    best(whole, rows, positions, tables, first_id=0)
+    best(part, rows, positions, tables, first_id=18992)
+    best(part, rows, positions, tables, first_id=18992, counts=counts, maxima=maxima)
+    sampling_filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)
+    token_ids = empty(64, dtype=torch.int32)
+    sampling_filter_triton.draw_filtered_triton(whole, rows, positions, tables, token_ids)
+
+
+def main() -> None:
+    sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = 256  # several blocks of few tokens
+    for name, check in CASES.items():
+        try:
+            check("cpu")
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    print(AGREEMENT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Sampling by kernels, the same launches whatever the rows: what a captured graph can hold.
+
+Nothing here depends on a host value that changes from step to step: rows and positions are read on the device,
+parameters from the rows' tables.  The host only says of which *kind* a step is, and each kind has its own launches:
+
+| rows | one rank | several ranks |
+| --- | --- | --- |
+| greedy, temperature | best_keys | the same, its keys exchanged |
+| with penalties (``penalised``) | the same launch reads the counts | the same |
+| min_p without top_k and top_p (``min_p``) | largest logit first | the same, exchanged first |
+| top_k up to MAX_RANKED (``ranked``) | threshold search and draw | top_keys, exchanged with the others' keys |
+| a larger top_k, or top_p without top_k (``ranked``) | threshold search and draw | not by this sampler |
+
+Rows with token lists, log-probabilities, tokens still banned by min_tokens, or penalties beside filters are not sampled
+by this sampler: ``kind_of`` is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tp_engine.dist.collectives import Communicator
+from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
+from tp_engine.plan import IntArray
+from tp_engine.sampling import shares
+from tp_engine.sampling.exchange import exchange
+from tp_engine.sampling.groups import RowGroup, Way
+from tp_engine.sampling.noise import device_noise_keys
+from tp_engine.sampling.ranking import LOWEST_KEY, key_ids
+from tp_engine.sampling.state import SamplingState
+
+MAX_RANKED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKind:
+    """Which launches a step needs beside the first; see the module's table."""
+
+    penalised: bool = False
+    min_p: bool = False
+    ranked: bool = False
+
+
+class DeviceSampler:
+    """Samples the rows of ``state``, which has tables, together with the other ranks if there are any."""
+
+    def __init__(self, state: SamplingState, communicator: Communicator) -> None:
+        from tp_engine.kernels.sampling_best_triton import best_keys_triton
+        from tp_engine.kernels.sampling_filter_triton import draw_filtered_triton, top_keys_triton
+
+        assert state.tables is not None, "kernels read the state's tables"
+        self._tables: SamplingTables = state.tables
+        self._state = state
+        self._communicator = communicator
+        self._best_keys, self._top_keys, self._draw_filtered = best_keys_triton, top_keys_triton, draw_filtered_triton
+
+    def kind_of(self, rows: IntArray, positions: IntArray) -> StepKind | None:
+        """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,); None if it is none of this sampler's."""
+        state = self._state
+        is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
+        if (state.has_lists[rows] | (state.num_logprobs[rows] >= 0) | is_short).any():
+            return None
+        draws, penalised = state.temperature[rows] > 0.0, state.is_penalised[rows]
+        has_top_k = draws & (state.top_k[rows] < state.vocab_size)
+        ranked = has_top_k | (draws & (state.top_p[rows] < 1.0))
+        min_p = draws & ~ranked & (state.log_min_p[rows] > -np.inf)
+        if (penalised & (ranked | min_p)).any():
+            return None
+        if self._communicator.info.world_size > 1 and (ranked & (~has_top_k | (state.top_k[rows] > MAX_RANKED))).any():
+            return None
+        return StepKind(penalised=bool(penalised.any()), min_p=bool(min_p.any()), ranked=bool(ranked.any()))
+
+    def sample(self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids (n,) int32, the same on every rank, without a look at any value: it can be captured.
+
+        ``logits`` (n, width) are this rank's slice, ``rows`` and ``positions`` (n,) int64 on the device; a row of -1
+        is padding and gets any token.  A collective if there are several ranks.
+        """
+        held = logits[:, : self._state.vocab.num_ids]
+        counts = self._state.penalties.tables if kind.penalised else None
+        maxima = self._maxima(held) if kind.min_p else None
+        keys = self._best_share(held, rows, positions, counts, maxima)
+        if self._communicator.info.world_size == 1:
+            tokens = key_ids(keys[:, 0])
+            if kind.ranked:
+                self._draw_filtered(held, rows, positions, self._tables, tokens)
+        elif kind.ranked:
+            best, ranked = exchange(self._communicator, [keys, self._ranked_share(held, rows)])
+            tokens = self._choose(best, ranked, rows.clamp(min=0), positions)
+        else:
+            tokens = shares.decide_best(*exchange(self._communicator, [keys]))
+        if kind.penalised:
+            self._record(rows, tokens)
+        return tokens
+
+    def _maxima(self, held: torch.Tensor) -> torch.Tensor:
+        (stack,) = exchange(self._communicator, [shares.maximum_share(held)])
+        return shares.decide_maximum(stack)[:, 0]
+
+    def _best_share(
+        self,
+        held: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        counts: CountTables | None,
+        maxima: torch.Tensor | None,
+    ) -> torch.Tensor:
+        first_id = self._state.vocab.first
+        if held.shape[1] == 0:
+            return self._no_keys(held, 1)
+        keys = self._best_keys(held, rows, positions, self._tables, first_id=first_id, counts=counts, maxima=maxima)
+        return keys[:, None]
+
+    def _ranked_share(self, held: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if held.shape[1] == 0:
+            return self._no_keys(held, MAX_RANKED)
+        return self._top_keys(held, rows, self._tables, first_id=self._state.vocab.first, width=MAX_RANKED)
+
+    @staticmethod
+    def _no_keys(held: torch.Tensor, width: int) -> torch.Tensor:
+        return torch.full((held.shape[0], width), LOWEST_KEY, dtype=torch.int64, device=held.device)
+
+    def _choose(
+        self, best: torch.Tensor, ranked: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows with top_k draw from the merged candidates, the others have their best token."""
+        floats = self._tables.floats.index_select(0, rows)
+        top_k = self._tables.top_k.index_select(0, rows)[:, None].to(torch.int64)
+        group = RowGroup(
+            way=Way.RANKED,
+            edited=False,
+            members=rows,
+            source=None,
+            temperature=floats[:, 0:1],
+            top_p=floats[:, 1:2].double(),
+            log_min_p=floats[:, 2:3],
+            top_k=top_k,
+            largest_top_k=MAX_RANKED,
+            uses_min_p=True,
+        )
+        keys = device_noise_keys(self._tables.seeds.index_select(0, rows), positions)
+        drawn = shares.decide_ranked(ranked, group, keys)
+        is_ranked = (floats[:, 0] > 0.0) & (top_k[:, 0] < self._state.vocab_size)
+        return torch.where(is_ranked, drawn, shares.decide_best(best))
+
+    def _record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        known = rows.clamp(min=0)
+        _, _, _, repetition, frequency, presence = self._tables.floats.index_select(0, known).unbind(1)
+        is_penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
+        self._state.penalties.record(known, tokens, is_penalised & (rows >= 0))
