@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""Time every kernel on this GPU against the bandwidth of a plain copy in the same run.  Ends with one JSON line.
+
+Each kernel is launched from a CUDA graph, on as many sets of tensors in turn as do not fit into the L2 cache together,
+so neither the host nor the cache distorts its time.  Rows marked "warm" did fit, because all sets together are small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+from bench_kernel_cases import KernelCase, Launch, Shape, decode_cases, token_cases
+from bench_machine import copy_bandwidth, processor_name
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(name="qwen3-0.6b", hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128),
+        Shape(name="qwen3-8b", hidden=4096, inner=12288, num_heads=32, num_kv_heads=8, head_dim=128),
+        Shape(name="qwen3-32b", hidden=5120, inner=25600, num_heads=64, num_kv_heads=8, head_dim=128),
+    )
+}
+MAX_SETS = 128
+MIN_LAUNCHES = 20
+MAX_REPEATS = 500  # rows that advance at every launch stay within their tables
+
+
+def number_of_sets(num_bytes: int, l2_bytes: int) -> int:
+    """Sets of tensors to take turns with: together four times the L2 cache, ``MAX_SETS`` at most."""
+    return min(MAX_SETS, max(1, -(-4 * l2_bytes // num_bytes)))
+
+
+def row_of(case: KernelCase, seconds: float, bandwidth: float, *, num_sets: int, l2_bytes: int) -> dict[str, object]:
+    """The figures of one kernel; ``bandwidth`` in bytes per second, read and written ones counted."""
+    return {
+        "kernel": case.kernel,
+        "size": case.size,
+        "bytes": case.num_bytes,
+        "us": round(seconds * 1e6, 2),
+        "gb_per_s": round(case.num_bytes / seconds / 1e9, 1),
+        "share_of_copy": round(case.num_bytes / seconds / bandwidth, 3),
+        "warm": case.num_bytes * num_sets < 2 * l2_bytes,
+    }
+
+
+def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
+    """The median over ``repeats`` replays of one graph that holds every launch, at least ``MIN_LAUNCHES`` in all."""
+    rounds = -(-MIN_LAUNCHES // len(launches))
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    samples = []
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) / 1e3 / (rounds * len(launches)))
+    return statistics.median(samples[2:])
+
+
+def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
+    """Every kernel at every size asked for."""
+    for num_tokens in (*args.batch, *args.prefill):
+        yield from token_cases(shape, num_tokens)
+    for num_requests in args.batch:
+        for length in args.length:
+            yield from decode_cases(shape, num_requests, length)
+
+
+def measure(case: KernelCase, bandwidth: float, repeats: int) -> dict[str, object]:
+    """One row of the table, or why there is none."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    num_sets = number_of_sets(case.num_bytes, l2_bytes)
+    try:
+        seconds = seconds_per_launch([case.make() for _ in range(num_sets)], repeats)
+    except Exception as error:  # one kernel that fails must not cost the figures of the others
+        return {"kernel": case.kernel, "size": case.size, "error": f"{type(error).__name__}: {error}"}
+    return row_of(case, seconds, bandwidth, num_sets=num_sets, l2_bytes=l2_bytes)
+
+
+def print_row(row: dict[str, object]) -> None:
+    """One line of the table."""
+    if "error" in row:
+        print(f"{row['kernel']:32} {row['size']:>16}  failed: {row['error']}", flush=True)
+        return
+    moved, rate = f"{row['bytes']:>14,} B {row['us']:>10.2f} us", f"{row['gb_per_s']:>9.1f} GB/s"
+    share = f"{row['share_of_copy']:>7.1%}{'  warm' if row['warm'] else ''}"
+    print(f"{row['kernel']:32} {row['size']:>16} {moved} {rate} {share}", flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="the layer's shape (default: %(default)s)")
+    parser.add_argument("--batch", type=_sizes, default=(1, 64, 256), help="requests per decode step, as in 1,64,256")
+    parser.add_argument("--prefill", type=_sizes, default=(8192,), help="tokens of prefill steps, as in 2048,8192")
+    parser.add_argument("--length", type=_sizes, default=(1024,), help="tokens of each decoding request")
+    parser.add_argument("--only", default="", help="only kernels whose name contains this")
+    parser.add_argument("--repeats", type=int, default=20, help="replays of each graph (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    if not 1 <= args.repeats <= MAX_REPEATS:
+        parser.error(f"--repeats is {args.repeats}; it goes from 1 to {MAX_REPEATS}")
+    return args
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text} contains a size below 1")
+    return sizes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 without a GPU, 1 if a kernel failed."""
+    args = parse(arguments)
+    if not torch.cuda.is_available():
+        print("bench_kernels times CUDA kernels, and torch finds no CUDA GPU; run it on a GPU host", file=sys.stderr)
+        return 2
+    shape, bandwidth = SHAPES[args.shape], copy_bandwidth()
+    print(f"{processor_name()}, torch {torch.__version__}: copies at {bandwidth / 1e9:,.0f} GB/s; shape {shape.name}")
+    rows = []
+    for case in all_cases(shape, args):
+        if args.only in case.kernel:
+            rows.append(measure(case, bandwidth, args.repeats))
+            print_row(rows[-1])
+            torch.cuda.empty_cache()
+    facts = {"benchmark": "kernels", "device": processor_name(), "torch": torch.__version__, "shape": shape.name}
+    print(json.dumps(facts | {"copy_gb_per_s": round(bandwidth / 1e9, 1), "results": rows}))
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Run in a process of its own with TRITON_INTERPRET=1: everything that ``scripts/bench_kernels.py`` launches, once."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.unit.kernel_harness import AGREEMENT, ROOT
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from bench_kernel_cases import Shape, decode_cases, token_cases
+
+    shape = Shape(name="tiny", hidden=32, inner=24, num_heads=4, num_kv_heads=2, head_dim=32, device="cpu")
+    for case in (*token_cases(shape, 3), *decode_cases(shape, 2, 40)):
+        launch = case.make()
+        launch()
+        launch()
+        assert case.num_bytes > 0
+    print(AGREEMENT)
+
+
+if __name__ == "__main__":
+    main()
