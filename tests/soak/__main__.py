@@ -1,0 +1,95 @@
+"""``python -m tests.soak --minutes 10 --ranks 8``: the soak, a report, and one JSON line.
+
+::
+
+    quiet life        the reference: greedy tokens of every prompt
+    disturbed life    three fifths of the time: random load, pauses, sleeps, memory sampled
+    fatal lives       until the time is over: a rank is killed, stopped, or fails; then the next engine, same process
+    quiet life        the same tokens as at first
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.soak.lives import Soak, check_process, disturbed_life, fatal_life, quiet_life
+from tests.soak.usage import MIB
+from tests.tiny_models import make_checkpoint
+from tp_engine.log import configure_logging
+
+FATAL_KINDS = ("kill", "raise", "stop", "exit", "oom")
+_DISTURBED_SHARE = 0.6
+_RSS_ALLOWANCE = 12 * MIB
+
+
+def run(
+    soak: Soak, *, seconds: float, most_rss_growth: int = _RSS_ALLOWANCE, fatal_kinds: Sequence[str] = FATAL_KINDS
+) -> None:
+    """All lives; raises at the first violation.  At least one disturbed and one fatal life are lived."""
+    deadline_s = time.monotonic() + seconds
+    quiet_life(soak)
+    disturbed_life(soak, seconds * _DISTURBED_SHARE, most_steps=int(40 * seconds))
+    soak.usage.check(most_rss_growth)
+    for kind in itertools.cycle(fatal_kinds):
+        fatal_life(soak, kind)
+        if time.monotonic() >= deadline_s:
+            break
+    quiet_life(soak)
+    check_process(soak)
+
+
+def findings(soak: Soak, violation: str | None, seconds: float) -> dict[str, Any]:
+    """The report."""
+    return {
+        "soak": "passed" if violation is None else "failed",
+        "violation": violation,
+        "ranks": soak.num_ranks,
+        "seed": soak.seed,
+        "seconds": round(seconds, 1),
+        **{name.replace(" ", "_"): number for name, number in sorted(soak.count.items())},
+        "rss_growth_mib": [round(growth / MIB, 2) for growth in soak.usage.rss_growth()],
+        "rss_mib": [round(samples[-1].rss / MIB) for samples in soak.usage.by_rank],
+        "descriptors": [samples[-1].descriptors for samples in soak.usage.by_rank],
+        "num_samples": len(soak.usage.by_rank[0]) if soak.usage.by_rank else 0,
+        "descriptors_between_lives": [one.descriptors for one in soak.between_lives],
+        "threads_between_lives": [one.threads for one in soak.between_lives],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 1 with the violation."""
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time; printed in the report")
+    parser.add_argument("--check-every-s", type=float, default=5.0, help="time between two checks of an idle engine")
+    parser.add_argument("--fatal", nargs="+", default=FATAL_KINDS, choices=FATAL_KINDS, help="how ranks are lost")
+    options = parser.parse_args(argv)
+    configure_logging("soak")
+    started_s, violation = time.monotonic(), None
+    with tempfile.TemporaryDirectory(prefix="tp_engine-soak-") as scratch:
+        folder = make_checkpoint(Path(scratch) / "model", "qwen3", num_heads=8, num_kv_heads=8)
+        soak = Soak(folder, options.ranks, options.seed, options.check_every_s)
+        try:
+            run(soak, seconds=60 * options.minutes, fatal_kinds=options.fatal)
+        except Exception as error:
+            traceback.print_exc()
+            violation = f"{type(error).__name__}: {error}"
+    report = findings(soak, violation, time.monotonic() - started_s)
+    for name, value in report.items():
+        print(f"{name:30} {value}")
+    print(json.dumps(report), flush=True)
+    return 0 if violation is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

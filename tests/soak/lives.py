@@ -1,0 +1,177 @@
+"""Lives of engines: one that is disturbed and must not notice, and ones that end early and must say why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.soak.disturbances import Pauses, random_sleeps
+from tests.soak.usage import Sample, Usage, rank_processes, sample
+from tests.soak.workload import Workload, prompt_pool, undisturbed_answers
+from tp_engine.config import EngineConfig
+from tp_engine.engine.engine import Engine
+from tp_engine.engine.rank_group import start_engine
+from tp_engine.errors import EngineDeadError, RankError
+
+FAULT_VARIABLE = "TP_ENGINE_FAULT"
+NUM_BLOCKS = 40
+SOFT_LIMIT_S, HARD_LIMIT_S = 1.5, 4.0
+_ENDS_WITHIN_S = 20.0
+
+
+@dataclass
+class Soak:
+    """Settings and findings of one run."""
+
+    folder: Path
+    num_ranks: int
+    seed: int
+    check_every_s: float
+    pool: list[list[int]] = field(init=False)
+    reference: list[list[int]] = field(default_factory=list)
+    count: Counter[str] = field(default_factory=Counter)
+    usage: Usage = field(default_factory=Usage)
+    between_lives: list[Sample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.pool = prompt_pool(self.seed)
+
+    def config(self, **changes: object) -> EngineConfig:
+        """So few blocks that three long requests fill them, and up to 16 sequences that want some."""
+        options: dict[str, object] = {
+            "model": str(self.folder),
+            "tensor_parallel_size": self.num_ranks,
+            "device": "cpu",
+            "dtype": "float32",
+            "num_gpu_blocks_override": NUM_BLOCKS,
+            "max_model_len": 144,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+        }
+        return EngineConfig(**options | changes)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def engine_life(soak: Soak, fault: str = "", **changes: object) -> Iterator[Engine]:
+    """An engine from start to close, with ``fault`` as its TP_ENGINE_FAULT; afterwards no rank may be left."""
+    with _environment(fault):
+        engine = start_engine(soak.config(**changes))
+        try:
+            yield engine
+        finally:
+            engine.close()
+    soak.count["lives"] += 1
+    left = rank_processes()
+    assert not left, f"processes left by an engine that was closed: {[process.pid for process in left]}"
+    soak.between_lives.append(sample(psutil.Process()))
+
+
+@contextlib.contextmanager
+def _environment(fault: str) -> Iterator[None]:
+    if fault:
+        os.environ[FAULT_VARIABLE] = fault
+    try:
+        yield
+    finally:
+        os.environ.pop(FAULT_VARIABLE, None)
+
+
+def quiet_life(soak: Soak) -> None:
+    """An undisturbed engine gives the reference, or the same tokens as it gave before."""
+    with engine_life(soak) as engine:
+        answers = undisturbed_answers(engine, soak.pool)
+        check_idle(engine)
+    assert not soak.reference or answers == soak.reference, "an undisturbed engine gave other tokens than at first"
+    soak.reference = answers
+
+
+def disturbed_life(soak: Soak, seconds: float, *, most_steps: int) -> None:
+    """Random load with pauses and sleeps for ``seconds``; every answer whose tokens are known is compared."""
+    sleeps = random_sleeps(soak.num_ranks, soak.rng, most_steps=most_steps)
+    with engine_life(soak, sleeps) as engine:
+        load = Workload(engine, soak.pool, soak.rng, soak.reference)
+        deadline_s = time.monotonic() + seconds
+        with Pauses(rank_processes(), random.Random(soak.seed + 1)) as pauses:
+            while time.monotonic() < deadline_s:
+                _busy(load, min(deadline_s, time.monotonic() + soak.check_every_s))
+                load.finish()
+                with pauses.lock:
+                    check_idle(engine)
+                    soak.usage.take()
+        stats = engine.stats()
+        soak.count.update(load.count + pauses.count)
+        soak.count["preemptions"] += stats.num_preemptions
+        soak.count["recomputed tokens"] += stats.num_recomputed_tokens
+
+
+def _busy(load: Workload, until_s: float) -> None:
+    while time.monotonic() < until_s:
+        load.turn()
+        check_blocks(load.engine)
+
+
+def check_blocks(engine: Engine) -> None:
+    """Every block is free, cached or used."""
+    stats = engine.stats()
+    found = (stats.num_free_blocks, stats.num_cached_blocks, stats.num_used_blocks)
+    assert sum(found) == NUM_BLOCKS, f"free, cached and used blocks are {found}, of {NUM_BLOCKS}"
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing runs, so nothing is used, and all parts agree."""
+    engine.check_integrity()
+    check_blocks(engine)
+    stats = engine.stats()
+    assert (stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0), f"not idle: {stats}"
+
+
+def fatal_life(soak: Soak, kind: str) -> None:
+    """An engine that loses a rank under load: ``RankError`` names it, in time, and no request goes on."""
+    rank = soak.rng.randrange(1, soak.num_ranks)
+    fault = f"{rank}:step_begin@{soak.rng.randint(5, 60)}:{kind}" if kind in ("raise", "exit", "oom") else ""
+    limits = {"hang_soft_limit_s": SOFT_LIMIT_S, "hang_hard_limit_s": HARD_LIMIT_S}
+    with engine_life(soak, fault, **limits) as engine:
+        load = Workload(engine, soak.pool, soak.rng, soak.reference)
+        for _ in range(soak.rng.randint(5, 60)):
+            if not fault:
+                load.turn()
+        struck_s = time.monotonic()
+        if not fault:
+            rank_processes()[rank - 1].send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        _expect_end(load, rank, kind, struck_s)
+    soak.count[f"ended by {kind}"] += 1
+
+
+def _expect_end(load: Workload, rank: int, kind: str, struck_s: float) -> None:
+    try:
+        while time.monotonic() < struck_s + _ENDS_WITHIN_S + HARD_LIMIT_S:
+            load.turn()
+    except RankError as error:
+        assert error.rank == rank, f"rank {rank} was lost ({kind}), the error names another: {error}"
+        took_s = time.monotonic() - struck_s
+        assert took_s < _ENDS_WITHIN_S + HARD_LIMIT_S, f"the engine took {took_s:.1f} s to notice"
+    else:
+        raise AssertionError(f"rank {rank} was lost ({kind}) and the engine runs on")
+    try:
+        load.turn()
+    except EngineDeadError:
+        return
+    raise AssertionError("an engine that has lost a rank takes another step")
+
+
+def check_process(soak: Soak) -> None:
+    """What an engine's end gives back: this process holds no more descriptors or threads than after the first ends."""
+    first, last = soak.between_lives[1], soak.between_lives[-1]
+    for name in ("descriptors", "threads"):
+        found = [getattr(one, name) for one in soak.between_lives]
+        assert getattr(last, name) <= getattr(first, name), f"{name} of this process after each life: {found}"
