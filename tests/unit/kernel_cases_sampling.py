@@ -27,6 +27,9 @@ from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
 from tp_engine.sampling.choice import KernelSampler, make_sampler
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
+from tp_engine.sampling.filters import draw_ranked
+from tp_engine.sampling.groups import plan_groups
+from tp_engine.sampling.kernel_drawing import draw_filtered
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
@@ -123,6 +126,19 @@ def check_choice(device: str) -> None:
         assert (found[1] is None) == (count == 3) and (expected[1] is None) == (count == 3)
 
 
+def check_groups(device: str) -> None:
+    """The way of steps that have other needs too, such as a bias: by kernel what ranking gives."""
+    samplings = [*RANKED, *FILTERED]
+    state = make_state(samplings, 300, device, has_tables=False)
+    rows = 2 * np.arange(len(samplings), dtype=np.int32) + 1
+    logits = random_logits(len(samplings), 300, torch.float32, 1.0)[0].to(device)
+    keys = torch.from_numpy(noise.noise_keys(state.seed[rows], rows)).to(device)
+    for group in plan_groups(state, rows, np.zeros(len(rows), np.bool_)).groups:
+        own, own_keys = group.logits_of(logits, None), keys[group.members]
+        expected = draw_ranked(own.clone(), group, own_keys, 300)
+        assert torch.equal(draw_filtered(own, group, own_keys), expected)
+
+
 def random_logits(count: int, vocab_size: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count)
     return (torch.randn(STEPS, count, vocab_size, generator=generator) * scale).to(dtype)
@@ -178,7 +194,7 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         # Of equal logits the lowest ids come first, also where a threshold divides them.
         tied = (random_logits(7, 400, torch.float32) / 2).round()
         add("ties", ranked, StepKind(ranked=True), world_size, tied)
-    cases["choice"] = check_choice
+    cases["choice"], cases["groups"] = check_choice, check_groups
     add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
     add("filtered ties", FILTERED, StepKind(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
     add("padding alone", [*PLAIN, RANKED[1]], StepKind(ranked=True), 2, random_logits(4, 16, torch.float32))
@@ -208,6 +224,8 @@ def launch_all() -> None:
     sampling_filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)
     token_ids = empty(64, dtype=torch.int32)
     sampling_filter_triton.draw_filtered_triton(whole, rows, positions, tables, token_ids)
+    wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)
+    sampling_filter_triton.draw_filtered_triton(wide, rows, None, tables, token_ids, noise_keys=keys)
 
 
 def main() -> None:

@@ -63,6 +63,10 @@ class ProcessGroupCommunicator:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note.collective()
+        if tensor.dim() == 1:  # nothing to rearrange, so nothing to copy
+            whole = tensor.new_empty(self.info.world_size * len(tensor))
+            dist.all_gather_into_tensor(whole, tensor.contiguous(), group=self._group)
+            return whole
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)

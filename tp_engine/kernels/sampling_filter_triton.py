@@ -241,10 +241,12 @@ def draw_filtered_kernel(  # type: ignore[no-untyped-def]
     floats,
     top_ks,
     seeds,
+    noise_keys,
     token_ids,
     logits_stride,
     num_ids,
     NUM_FLOATS: tl.constexpr,  # noqa: N803
+    HAS_KEYS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """One program: one row; it leaves at once if the row has neither top_k nor top_p."""
@@ -253,7 +255,10 @@ def draw_filtered_kernel(  # type: ignore[no-untyped-def]
     parameters = floats + row * NUM_FLOATS
     top_k = tl.load(top_ks + row)
     if (tl.load(parameters) > 0.0) & ((top_k < num_ids) | (tl.load(parameters + 1) < 1.0)):
-        word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + place))
+        if HAS_KEYS:
+            word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
+        else:
+            word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + place))
         drawn = draw(logits + place * logits_stride, num_ids, parameters, top_k, word_1, word_2, BLOCK)
         tl.store(token_ids + place, drawn)
 
@@ -276,16 +281,22 @@ def top_keys_triton(
 
 
 def draw_filtered_triton(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: SamplingTables, token_ids: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor | None,
+    tables: SamplingTables,
+    token_ids: torch.Tensor,
+    *,
+    noise_keys: torch.Tensor | None = None,
 ) -> None:
     """Draw the rows of ``logits`` (n, vocab) that have top_k or top_p, by these, min_p and noise.
 
-    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  Other arguments as for
-    ``best_keys_triton``.
+    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  ``noise_keys`` (n, 2) int32 are
+    taken instead of seeds and positions where they are known.  Other arguments as for ``best_keys_triton``.
     """
     num_rows, num_ids = logits.shape
-    assert logits.stride(1) == 1, logits.stride()
+    assert logits.stride(1) == 1 and (positions is None) != (noise_keys is None), logits.stride()
     draw_filtered_kernel[(num_rows,)](
-        logits, rows, positions, tables.floats, tables.top_k, tables.seeds, token_ids, logits.stride(0), num_ids,
-        NUM_FLOATS=NUM_FLOATS, BLOCK=_BLOCK, num_warps=16, **LAUNCH_OPTIONS,
+        logits, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, token_ids, logits.stride(0),
+        num_ids, NUM_FLOATS=NUM_FLOATS, HAS_KEYS=noise_keys is not None, BLOCK=_BLOCK, num_warps=16, **LAUNCH_OPTIONS,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from tp_engine.sampling.groups import RowGroup, Way
+from tp_engine.sampling.kernel_drawing import draw_filtered, draws_by_kernel
 from tp_engine.sampling.noise import gumbel_noise
 from tp_engine.sampling.ranking import rank_candidates, row_argmax
 
@@ -53,6 +54,8 @@ def draw(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, vocab_ids: t
     """
     if group.way is Way.ANY:
         return row_argmax(noisy_scores(logits, group, keys, vocab_ids)).to(torch.int32)
+    if draws_by_kernel(logits.device.type):
+        return draw_filtered(logits, group, keys)
     if group.way is Way.NUCLEUS:
         return draw_nucleus(logits, group, keys)
     return draw_ranked(logits, group, keys, group.largest_top_k if group.way is Way.RANKED else logits.shape[1])
