@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import find_incident, where
 from tp_engine.engine.peers import Peers
+from tp_engine.engine.process_handle import ProcessHandle
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import RankError
 from tp_engine.faults import Phase, PhaseNote
@@ -330,6 +332,25 @@ def test_a_pid_of_another_process_is_not_touched() -> None:
         assert stranger.poll() is None
         stranger.communicate(b"\n")
         peers.close()
+
+
+def test_a_kernel_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a death is seen, and a stopped process killed, by pid and start time alone."""
+
+    def none(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", none)
+    board = JobBoard.create(3)
+    with rank_process(board, 1) as first, rank_process(board, 2) as second, watchdog(board) as dog:
+        dog.check()
+        second.send_signal(signal.SIGSTOP)
+        first.kill()
+        with pytest.raises(RankError, match="rank 1: process"):
+            wait_for(lambda: dog.check() is not None)
+        assert second.wait(DEADLINE_S) == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        ProcessHandle(os.getpid(), 1)
 
 
 def test_watching_costs_nothing() -> None:

@@ -1,14 +1,11 @@
-"""The processes of the other ranks, each held by a pidfd: its end is seen at once, and a signal can not hit another."""
+"""The processes of the other ranks, each held by its handle: its end is seen, and a signal can not hit another."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 from collections.abc import Iterable
 
-from tp_engine.ipc.job_board import JobBoard, State, process_start
+from tp_engine.engine.process_handle import ProcessHandle
+from tp_engine.ipc.job_board import JobBoard, State
 
 
 class Peers:
@@ -16,33 +13,36 @@ class Peers:
 
     def __init__(self, board: JobBoard, rank: int) -> None:
         self._others = [slot for slot in board.slots if slot.rank != rank]
-        self._descriptors: dict[int, int] = {}
+        self._handles: dict[int, ProcessHandle] = {}
         self._gone: dict[int, None] = {}  # a set in the order of the ends
 
     def adopt(self, rank: int, pid: int) -> None:
         """A child that this process has just started, and not yet waited for."""
-        self._descriptors[rank] = os.pidfd_open(pid)
+        self._handles[rank] = ProcessHandle(pid)
 
     def refresh(self) -> list[int]:
         """Find the ranks that have registered since; returns the descriptors to poll."""
         for slot in self._others:
-            if slot.pid and slot.rank not in self._descriptors and slot.rank not in self._gone:
-                self._open(slot.rank, slot.pid, slot.started_ticks)
-        return [descriptor for rank, descriptor in self._descriptors.items() if rank not in self._gone]
+            if slot.pid and slot.rank not in self._handles and slot.rank not in self._gone:
+                try:
+                    self._handles[slot.rank] = ProcessHandle(slot.pid, slot.started_ticks)
+                except ProcessLookupError:
+                    self._gone[slot.rank] = None
+        living = [handle for rank, handle in self._handles.items() if rank not in self._gone]
+        return [handle.descriptor for handle in living if handle.descriptor is not None]
 
     def gone(self) -> list[int]:
         """The ranks whose process has ended, first the one that was noticed first."""
-        for rank, descriptor in self._descriptors.items():
-            if rank not in self._gone and select.select([descriptor], [], [], 0.0)[0]:
+        for rank, handle in self._handles.items():
+            if rank not in self._gone and handle.has_ended():
                 self._gone[rank] = None
         return list(self._gone)
 
     def kill(self, ranks: Iterable[int]) -> None:
         """SIGKILL for those that are still there, also where they are stopped."""
         for rank in ranks:
-            if rank in self._descriptors and rank not in self._gone:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._descriptors[rank], signal.SIGKILL)
+            if rank in self._handles and rank not in self._gone:
+                self._handles[rank].kill()
 
     def kill_all(self) -> None:
         """SIGKILL for every other rank that has not left."""
@@ -56,21 +56,6 @@ class Peers:
 
     def close(self) -> None:
         """Let go of the processes."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def _open(self, rank: int, pid: int, started_ticks: int) -> None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._gone[rank] = None
-            return
-        self._descriptors[rank] = descriptor
-        try:
-            is_same = process_start(pid) == started_ticks
-        except ProcessLookupError:
-            is_same = False
-        if not is_same:  # it ended, and another process has its number
-            os.close(self._descriptors.pop(rank))
-            self._gone[rank] = None
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()

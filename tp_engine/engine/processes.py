@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tp_engine.engine.incident import describe_exit
+from tp_engine.engine.process_handle import ProcessHandle
 from tp_engine.errors import RankError
 
 _watched_parents: set[int] = set()
@@ -27,14 +27,14 @@ def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
         return
     _watched_parents.add(parent_pid)
     try:
-        parent = os.pidfd_open(parent_pid)
+        parent = ProcessHandle(parent_pid)
     except ProcessLookupError:
         os._exit(1)
     if os.getppid() != parent_pid:  # it had ended before, and its number belongs to another process
         os._exit(1)
 
     def watch() -> None:
-        select.select([parent], [], [])
+        parent.wait()
         time.sleep(grace_s)
         os._exit(1)
 

@@ -293,6 +293,11 @@ def process_start(pid: int) -> int:
     return int(_stat(pid)[19])
 
 
+def process_state(pid: int) -> str:
+    """The kernel's letter for its state, such as ``T`` for stopped; ``ProcessLookupError`` if there is none."""
+    return _stat(pid)[0]
+
+
 def process_cpu(pid: int) -> int:
     """CPU time that ``pid`` has used, in clock ticks; 0 if there is none."""
     try:
