@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
-ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
+ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 
 
@@ -40,7 +40,10 @@ class EngineConfig:
         "auto", "type of the KV cache; auto takes dtype; fp8 and int8 are quantised", choices=KV_CACHE_DTYPES
     )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
-    attention_backend: str = option("auto", "attention implementation", choices=ATTENTION_BACKENDS)
+    attention_backend: str = option(
+        "auto",
+        "attention implementation, or PREFILL:DECODE for two that share the work: " + ", ".join(ATTENTION_BACKENDS),
+    )
     enforce_eager: bool = option(False, "never use CUDA graphs")
     block_size: int = option(16, "tokens per KV block")
     gpu_memory_utilization: float | None = option(
@@ -76,6 +79,13 @@ class EngineConfig:
             if choices and value not in choices:
                 raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(choices)}")
             check_type(spec.name, value, str(spec.type))
+        parts = self.attention_backend.split(":")
+        known = ATTENTION_BACKENDS[1:] if len(parts) == 2 else ATTENTION_BACKENDS
+        if len(parts) > 2 or any(part not in known for part in parts):
+            raise ConfigError(
+                f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}, or "
+                f"two of them but auto as PREFILL:DECODE"
+            )
 
     def _check_ranges(self) -> None:
         positive = (

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests import fake_flash_attn
-from tp_engine.attention import flash_attn, native_backend, triton_backend
+from tests import fake_attention_packages as fakes
+from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
-from tp_engine.config import ATTENTION_BACKENDS
+from tp_engine.config import ATTENTION_BACKENDS, EngineConfig
 from tp_engine.errors import ConfigError
 
 ON_CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32, "block_size": 16, "head_dim": 64}
+FP8 = torch.float8_e4m3fn
 ON_CUDA: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "block_size": 256, "head_dim": 128}
 
 
@@ -26,20 +27,29 @@ def needs(facts: dict[str, Any]) -> AttentionNeeds:
     return AttentionNeeds(**({"kv_cache_dtype": facts["dtype"]} | facts))
 
 
+def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """As on a machine with these packages; the native kernels' is a compiler, PyTorch's own is torch_varlen."""
+
+    def find_spec(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name in packages else None
+
+    monkeypatch.setattr(flash_attn, "find_spec", find_spec)
+    monkeypatch.setattr(flashinfer, "find_spec", find_spec)
+    monkeypatch.setattr(triton_backend, "has_triton", lambda: "triton" in packages)
+    monkeypatch.setattr(torch_varlen, "paged_varlen_attn", lambda: fakes.varlen_attn if "torch" in packages else None)
+    monkeypatch.setattr(native_backend, "native_library", lambda: object() if "compiler" in packages else None)
+
+
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with both packages and a compiler."""
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setattr(triton_backend, "has_triton", lambda: True)
-    monkeypatch.setattr(native_backend, "native_library", lambda: object())
+    """Everything but flash-attn 3."""
+    install(monkeypatch, "flash_attn", "triton", "flashinfer", "torch", "compiler")
 
 
 @pytest.fixture
 def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with nothing."""
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: None)
-    monkeypatch.setattr(triton_backend, "has_triton", lambda: False)
-    monkeypatch.setattr(native_backend, "native_library", lambda: None)
+    """Nothing."""
+    install(monkeypatch)
 
 
 @pytest.mark.usefixtures("all_installed")
@@ -54,6 +64,10 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CUDA | {"block_size": 16}, "triton"),
         (ON_CUDA | {"dtype": torch.float32}, "triton"),
         (ON_CUDA | {"kv_cache_dtype": torch.float16}, "triton"),
+        (ON_CUDA | {"kv_cache_dtype": torch.int8, "capability": (8, 0)}, "triton"),
+        (ON_CUDA | {"kv_cache_dtype": torch.float8_e4m3fn, "capability": (8, 0)}, "torch"),
+        (ON_CUDA | {"kv_cache_dtype": torch.float8_e4m3fn, "capability": (8, 9)}, "triton"),
+        (ON_CPU | {"kv_cache_dtype": torch.int8}, "torch"),
         (ON_CUDA | {"head_dim": 512}, "torch"),
     ],
 )
@@ -72,7 +86,7 @@ def test_auto_without_packages() -> None:
 
 
 @pytest.mark.usefixtures("none_installed")
-@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "flashinfer"])
 def test_named_backend_that_is_not_installed(name: str) -> None:
     """Oracle: a clear message with the remedy."""
     with pytest.raises(ConfigError, match=f"attention_backend is {name}: .* not installed; `pip install"):
@@ -101,7 +115,20 @@ def test_native_backend_without_a_compiler() -> None:
         ("flash_attn", ON_CUDA | {"dtype": torch.float32}, "not torch.float32; set dtype"),
         ("flash_attn", ON_CUDA | {"head_dim": 100}, "head_dim is 100"),
         ("flash_attn", ON_CUDA | {"kv_cache_dtype": torch.float16}, "both equal"),
+        ("flash_attn", ON_CUDA | {"kv_cache_dtype": torch.int8}, "set kv_cache_dtype=auto, or use"),
+        (
+            "native",
+            ON_CPU | {"kv_cache_dtype": torch.int8},
+            "kv_cache_dtype is torch.int8; .*use attention_backend=torch",
+        ),
+        ("triton", ON_CUDA | {"kv_cache_dtype": FP8, "capability": (8, 0)}, "before compute capability 8.9 .*int8"),
+        ("triton", ON_CUDA | {"head_dim": 512}, "head_dim is 512; it takes at most 256"),
+        ("flashinfer", ON_CUDA | {"head_dim": 96}, "head_dim is 96; it takes 64, 128, 256"),
+        ("torch_varlen", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),
         ("xformers", ON_CUDA, "choose auto or one of"),
+        ("triton:xformers", ON_CUDA, "'triton:xformers'; choose auto or one of .*PREFILL:DECODE"),
+        ("triton:native", ON_CUDA, "native: it runs on CPUs"),
+        ("triton:auto", ON_CUDA, "choose auto or one of"),
     ],
 )
 def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], message: str) -> None:
@@ -113,10 +140,43 @@ def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], messa
 @pytest.mark.usefixtures("all_installed")
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the backend's own name; every name that the configuration offers is known."""
-    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", fakes)
     assert select_backend("torch", needs(ON_CPU)).name == "torch"
-    assert select_backend("torch", needs(ON_CUDA)).name == "torch"
-    assert select_backend("flash_attn", needs(ON_CUDA)).name == "flash_attn"
+    for name in ("torch", "flash_attn", "torch_varlen", "flash_attn:torch"):
+        assert select_backend(name, needs(ON_CUDA)).name == name
+    assert select_backend("torch:torch", needs(ON_CUDA)).name == "torch"
     for name in ATTENTION_BACKENDS:
         facts = ON_CPU if name == "native" else ON_CUDA
         assert check_backend(name, needs(facts)) in ATTENTION_BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "version"),
+    [
+        (("flash_attn", "flash_attn_interface"), (9, 0), 3),
+        (("flash_attn_interface",), None, 3),
+        (("flash_attn", "flash_attn_interface"), (8, 0), 2),
+        (("flash_attn",), (9, 0), 2),
+        (("flash_attn_interface",), (10, 0), None),
+    ],
+)
+def test_version_of_flash_attention(
+    packages: tuple[str, ...], capability: tuple[int, int] | None, version: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: version 3 is for Hopper alone, and takes small blocks."""
+    install(monkeypatch, *packages)
+    small_blocks = needs(ON_CUDA | {"block_size": 16, "capability": capability})
+    assert flash_attn.best_version(small_blocks) == version
+    assert (flash_attn.why_not(small_blocks) is None) == (version == 3)
+
+
+@pytest.mark.parametrize("name", ["xformers", "triton:torch:torch", "auto:torch", "triton:", ""])
+def test_configuration_refuses_unknown_names(name: str) -> None:
+    """Oracle: the names and the form, before anything is imported."""
+    with pytest.raises(ConfigError, match=r"attention_backend is .*PREFILL:DECODE"):
+        EngineConfig(attention_backend=name)
+
+
+def test_configuration_takes_pairs() -> None:
+    """Oracle: kept as written."""
+    assert EngineConfig(attention_backend="flash_attn:triton").attention_backend == "flash_attn:triton"

@@ -45,6 +45,8 @@ DOORS = {
     "torch.distributed": "tp_engine/dist/",
     "triton": "tp_engine/kernels/",
     "flash_attn": "tp_engine/attention/flash_attn.py",
+    "flash_attn_interface": "tp_engine/attention/flash_attn.py",
+    "flashinfer": "tp_engine/attention/flashinfer.py",
     "safetensors": "tp_engine/weights/",
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",

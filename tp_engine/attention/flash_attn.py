@@ -1,10 +1,15 @@
-"""Paged attention through the flash-attn package, 2.x (https://github.com/Dao-AILab/flash-attention)."""
+"""Paged attention through the flash-attn package (https://github.com/Dao-AILab/flash-attention).
+
+Two packages have the name: ``flash_attn`` is version 2, ``flash_attn_interface`` version 3, which is for Hopper GPUs,
+takes blocks of any size, and is preferred where it is installed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,36 +20,148 @@ from tp_engine.attention.needs import AttentionNeeds
 BLOCK_SIZE_MULTIPLE = 256
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+_HOPPER = 9
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefills:
+class Prefills:
     """The part of the batch after the decodes: P requests, T tokens."""
 
     cu_seqlens_q: torch.Tensor  # (P + 1,) int32, where each request's queries start, from 0
-    cu_seqlens_k: torch.Tensor  # (P + 1,) int32, likewise for all its computed tokens
+    seq_lens: torch.Tensor  # (P,) int32, all its computed tokens
+    cu_seqlens_k: torch.Tensor  # (P + 1,) int32, their sums
     max_seqlen_q: int
     max_seqlen_k: int
     block_table: torch.Tensor  # (P, M) int32
     num_tokens: int
 
 
-class FlashAttnBackend:
-    """Decodes by ``flash_attn_with_kvcache``, everything else by ``flash_attn_varlen_func``; both read the paged cache,
-    so cached prefixes and chunks need nothing special.
+class FlashAttnCalls(Protocol):
+    """The two calls, in the words of one version of the package."""
 
-    ``package`` is the flash_attn module, imported unless given.
-    """
+    def decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """``query`` (D, 1, heads, head_dim), one token of each of D requests; the output likewise."""
+
+    def prefill(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, shape: AttentionShape
+    ) -> torch.Tensor:
+        """``query`` (T, heads, head_dim); causal from the lower right: a request's last query sees its last key."""
+
+
+class FlashAttn2:
+    """Decodes by ``flash_attn_with_kvcache``, prefills by ``flash_attn_varlen_func``; ``package`` is the module."""
+
+    def __init__(self, package: Any = None) -> None:
+        package = package or import_module("flash_attn")
+        self._with_kvcache = package.flash_attn_with_kvcache
+        self._varlen = package.flash_attn_varlen_func
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """See ``FlashAttnCalls``."""
+        out: torch.Tensor = self._with_kvcache(
+            query,
+            kv_cache[0],
+            kv_cache[1],
+            cache_seqlens=seq_lens,
+            block_table=block_table,
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=_window_size(shape),
+        )
+        return out
+
+    def prefill(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, shape: AttentionShape
+    ) -> torch.Tensor:
+        """See ``FlashAttnCalls``."""
+        out: torch.Tensor = self._varlen(
+            query,
+            kv_cache[0],
+            kv_cache[1],
+            cu_seqlens_q=prefills.cu_seqlens_q,
+            cu_seqlens_k=prefills.cu_seqlens_k,
+            max_seqlen_q=prefills.max_seqlen_q,
+            max_seqlen_k=prefills.max_seqlen_k,
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=_window_size(shape),
+            block_table=prefills.block_table,
+        )
+        return out
+
+
+class FlashAttn3:
+    """Both by ``flash_attn_with_kvcache``, which packs queries of different lengths too; ``package`` is the module."""
+
+    def __init__(self, package: Any = None) -> None:
+        package = package or import_module("flash_attn_interface")
+        self._with_kvcache = package.flash_attn_with_kvcache
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """See ``FlashAttnCalls``."""
+        return self._call(query, kv_cache, shape, cache_seqlens=seq_lens, page_table=block_table)
+
+    def prefill(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, shape: AttentionShape
+    ) -> torch.Tensor:
+        """See ``FlashAttnCalls``."""
+        return self._call(
+            query,
+            kv_cache,
+            shape,
+            cache_seqlens=prefills.seq_lens,
+            page_table=prefills.block_table,
+            cu_seqlens_q=prefills.cu_seqlens_q,
+            max_seqlen_q=prefills.max_seqlen_q,
+        )
+
+    def _call(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, **lengths: torch.Tensor | int
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._with_kvcache(
+            query,
+            kv_cache[0],
+            kv_cache[1],
+            **lengths,
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=_window_size(shape),
+        )
+        return out
+
+
+class FlashAttnBackend:
+    """Decodes and prefills by one call each; both read the paged cache, so chunks and cached prefixes are nothing
+    special."""
 
     name = "flash_attn"
     can_capture_decodes = True
 
-    def __init__(self, package: Any = None) -> None:
-        package = package or _import_package()
-        self._decode = package.flash_attn_with_kvcache
-        self._varlen = package.flash_attn_varlen_func
+    def __init__(self, calls: FlashAttnCalls) -> None:
+        self._calls = calls
         self._store_kv = fastest_store()
-        self._prefills: _Prefills | None = None
+        self._prefills: Prefills | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Cumulative lengths of the prefills; see ``AttentionBackend``."""
@@ -55,8 +172,9 @@ class FlashAttnBackend:
         seq_lens = metadata.seq_lens[first:]
         cu_seqlens_k = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
-        self._prefills = _Prefills(
+        self._prefills = Prefills(
             cu_seqlens_q=metadata.query_start[first:] - metadata.query_start[first],
+            seq_lens=seq_lens,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=int(metadata.host_query_lens[first:].max()),
             max_seqlen_k=int(metadata.host_seq_lens[first:].max()),
@@ -80,55 +198,15 @@ class FlashAttnBackend:
             self._store_kv(key, value, kv_cache, metadata.slot_mapping, None)
         parts, start = [], metadata.num_decodes
         if start:
-            parts.append(self._attend_decodes(query[:start], kv_cache, metadata, shape))
+            seq_lens, table = metadata.seq_lens[:start], metadata.block_table[:start]
+            parts.append(self._calls.decode(query[:start].unsqueeze(1), kv_cache, seq_lens, table, shape).squeeze(1))
         if self._prefills is not None:
             end = start + self._prefills.num_tokens
-            parts.append(self._attend_prefills(query[start:end], kv_cache, self._prefills, shape))
+            parts.append(self._calls.prefill(query[start:end], kv_cache, self._prefills, shape))
             start = end
         if start < len(query):
             parts.append(torch.zeros_like(query[start:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _attend_decodes(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, shape: AttentionShape
-    ) -> torch.Tensor:
-        """``query`` (D, heads, head_dim), one token of each of the first D requests."""
-        out: torch.Tensor = self._decode(
-            query.unsqueeze(1),
-            kv_cache[0],
-            kv_cache[1],
-            cache_seqlens=metadata.seq_lens[: len(query)],
-            block_table=metadata.block_table[: len(query)],
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=_window_size(shape),
-        )
-        return out.squeeze(1)
-
-    def _attend_prefills(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: _Prefills, shape: AttentionShape
-    ) -> torch.Tensor:
-        """``query`` (T, heads, head_dim); causal from the lower right: a request's last query sees its last key."""
-        out: torch.Tensor = self._varlen(
-            query,
-            kv_cache[0],
-            kv_cache[1],
-            cu_seqlens_q=prefills.cu_seqlens_q,
-            cu_seqlens_k=prefills.cu_seqlens_k,
-            max_seqlen_q=prefills.max_seqlen_q,
-            max_seqlen_k=prefills.max_seqlen_k,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=_window_size(shape),
-            block_table=prefills.block_table,
-        )
-        return out
-
-
-def _import_package() -> Any:
-    import flash_attn
-
-    return flash_attn
 
 
 def _window_size(shape: AttentionShape) -> tuple[int, int]:
@@ -136,18 +214,40 @@ def _window_size(shape: AttentionShape) -> tuple[int, int]:
     return (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
 
 
+def best_version(needs: AttentionNeeds) -> int | None:
+    """3 or 2, of what is installed and runs on this GPU; None if nothing is."""
+    is_hopper = needs.capability is None or needs.capability[0] == _HOPPER
+    if is_hopper and find_spec("flash_attn_interface") is not None:
+        return 3
+    return 2 if find_spec("flash_attn") is not None else None
+
+
+def make_backend(needs: AttentionNeeds) -> FlashAttnBackend:
+    """With the best version of the package."""
+    return FlashAttnBackend(FlashAttn3() if best_version(needs) == 3 else FlashAttn2())
+
+
 def why_not(needs: AttentionNeeds) -> str | None:
     """What keeps this backend from being used, with the remedy; None if it can be used."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
-    if find_spec("flash_attn") is None:
+    version = best_version(needs)
+    if version is None:
         return "the flash-attn package is not installed; `pip install flash-attn`, or use another attention_backend"
+    if version == 2 and needs.block_size % BLOCK_SIZE_MULTIPLE:
+        return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
+    return why_not_these_types(needs)
+
+
+def why_not_these_types(needs: AttentionNeeds) -> str | None:
+    """The rules on types and head sizes that all flash attention kernels share."""
     if needs.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not {needs.dtype}; set dtype, or use another attention_backend"
     if needs.kv_cache_dtype != needs.dtype:
-        return f"kv_cache_dtype is {needs.kv_cache_dtype} but dtype is {needs.dtype}; it needs both equal"
-    if needs.block_size % BLOCK_SIZE_MULTIPLE:
-        return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
+        return (
+            f"kv_cache_dtype is {needs.kv_cache_dtype} but dtype is {needs.dtype}; it needs both equal: set "
+            f"kv_cache_dtype=auto, or use attention_backend=triton"
+        )
     if needs.head_dim > MAX_HEAD_DIM or needs.head_dim % HEAD_DIM_MULTIPLE:
         return (
             f"head_dim is {needs.head_dim}; it needs a multiple of {HEAD_DIM_MULTIPLE}, at most {MAX_HEAD_DIM}: use "

@@ -1,56 +1,71 @@
-"""Which attention backend runs: ``auto`` is resolved and a named one is checked before any device is touched."""
+"""Which attention backend runs: ``auto`` is resolved and a named one is checked before any device is touched.
+
+``PREFILL:DECODE`` names two backends, one for prompt chunks and one for decodes, that share the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from tp_engine.attention import flash_attn, native_backend, triton_backend
+from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend
 from tp_engine.attention.base import AttentionBackend
-from tp_engine.attention.flash_attn import FlashAttnBackend
+from tp_engine.attention.flashinfer import FlashInferBackend
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.pair_backend import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.attention.torch_varlen import TorchVarlenBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)
 
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What keeps a backend from being used, with the remedy, or None; and how to make one."""
+
+    why_not: Callable[[AttentionNeeds], str | None]
+    make: Callable[[AttentionNeeds], AttentionBackend]
+
+
 # In the order in which ``auto`` tries them; torch runs everywhere and is last.
-_WHY_NOT: dict[str, Callable[[AttentionNeeds], str | None]] = {
-    "flash_attn": flash_attn.why_not,
-    "triton": triton_backend.why_not,
-    "native": native_backend.why_not,
-    "torch": lambda needs: None,
-}
-_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "flash_attn": FlashAttnBackend,
-    "triton": TritonBackend,
-    "native": NativeBackend,
-    "torch": TorchBackend,
+_KINDS: dict[str, _Kind] = {
+    "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
+    "triton": _Kind(triton_backend.why_not, lambda needs: TritonBackend()),
+    "flashinfer": _Kind(flashinfer.why_not, lambda needs: FlashInferBackend()),
+    "torch_varlen": _Kind(torch_varlen.why_not, lambda needs: TorchVarlenBackend()),
+    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend()),
+    "torch": _Kind(lambda needs: None, lambda needs: TorchBackend()),
 }
 
 
 def check_backend(name: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use: ``name``, or for ``auto`` the fastest usable one.
 
-    Raises ``ConfigError`` where a named backend can not be used.
+    Raises ``ConfigError`` where a named backend, or one of a pair, can not be used.
     """
     if name == "auto":
         return _choose(needs)
-    if name not in _WHY_NOT:
-        raise ConfigError(f"attention_backend is {name!r}; choose auto or one of {', '.join(_WHY_NOT)}")
-    obstacle = _WHY_NOT[name](needs)
-    if obstacle is not None:
-        raise ConfigError(f"attention_backend is {name}: {obstacle}")
+    for part in name.split(":", 1):
+        if part not in _KINDS:
+            raise ConfigError(
+                f"attention_backend is {name!r}; choose auto or one of {', '.join(_KINDS)}, or two of them as "
+                f"PREFILL:DECODE"
+            )
+        obstacle = _KINDS[part].why_not(needs)
+        if obstacle is not None:
+            raise ConfigError(f"attention_backend is {part}: {obstacle}")
     return name
 
 
 def _choose(needs: AttentionNeeds) -> str:
     """The first usable backend; says why the faster ones are not."""
     obstacles: list[str] = []
-    for name, why_not in _WHY_NOT.items():
-        obstacle = why_not(needs)
+    for name, kind in _KINDS.items():
+        obstacle = kind.why_not(needs)
         if obstacle is None:
             reason = "; ".join(obstacles) or "the fastest, and all its rules hold"
             _logger.info("attention backend: %s (%s)", name, reason)
@@ -61,4 +76,7 @@ def _choose(needs: AttentionNeeds) -> str:
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     """A new backend of the kind that ``check_backend`` answers for the same arguments."""
-    return _BACKENDS[check_backend(name, needs)]()
+    prefill, _, decode = check_backend(name, needs).partition(":")
+    if not decode or decode == prefill:
+        return _KINDS[prefill].make(needs)
+    return PairBackend(_KINDS[prefill].make(needs), _KINDS[decode].make(needs))

@@ -1,0 +1,83 @@
+"""Two backends in one: prompt chunks by the first, decodes by the second."""
+
+from __future__ import annotations
+
+import torch
+
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.kv_store import fastest_store
+
+
+class PairBackend:
+    """``prefill`` and ``decode`` share the cache: K/V is stored once, then each attends to its part of a mixed step."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self.name = f"{prefill.name}:{decode.name}"
+        self.can_capture_decodes = decode.can_capture_decodes
+        self._prefill, self._decode = prefill, decode
+        self._store_kv = fastest_store()
+        self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Cut a mixed step in two; see ``AttentionBackend``."""
+        self._parts = None
+        if 0 < metadata.num_decodes < metadata.num_requests:
+            self._parts = split_step(metadata)
+            self._decode.prepare(self._parts[0])
+            self._prefill.prepare(self._parts[1])
+        else:
+            self._only(metadata).prepare(metadata)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        if self._parts is None:
+            return self._only(metadata).forward(query, key, value, kv_cache, metadata, shape, kv_scales)
+        if key is not None and value is not None:
+            self._store_kv(key, value, kv_cache, metadata.slot_mapping, kv_scales)
+        first = metadata.num_decodes
+        decodes, prefills = self._parts
+        return torch.cat(
+            (
+                self._decode.forward(query[:first], None, None, kv_cache, decodes, shape, kv_scales),
+                self._prefill.forward(query[first:], None, None, kv_cache, prefills, shape, kv_scales),
+            )
+        )
+
+    def _only(self, metadata: AttentionMetadata) -> AttentionBackend:
+        """The backend of a step that is not mixed."""
+        return self._decode if metadata.num_decodes else self._prefill
+
+
+def split_step(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
+    """A mixed step's decodes, and its prefills with the padding tokens behind them, each as a step of its own."""
+    first = metadata.num_decodes
+    decodes = AttentionMetadata(
+        num_decodes=first,
+        slot_mapping=metadata.slot_mapping[:first],
+        block_table=metadata.block_table[:first],
+        seq_lens=metadata.seq_lens[:first],
+        query_start=metadata.query_start[: first + 1],
+        host_query_lens=metadata.host_query_lens[:first],
+        host_seq_lens=metadata.host_seq_lens[:first],
+        is_padded=metadata.is_padded,
+    )
+    prefills = AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=metadata.slot_mapping[first:],
+        block_table=metadata.block_table[first:],
+        seq_lens=metadata.seq_lens[first:],
+        query_start=metadata.query_start[first:] - first,
+        host_query_lens=metadata.host_query_lens[first:],
+        host_seq_lens=metadata.host_seq_lens[first:],
+        is_padded=metadata.is_padded,
+    )
+    return decodes, prefills
