@@ -105,6 +105,7 @@ class PickledContender:
     def close(self) -> None:
         """End the readers."""
         self.readers.close()
+        self._events.clear()
 
     def _draw(self, lengths: list[int]) -> list[list[int]]:
         return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
