@@ -1,0 +1,147 @@
+"""Serving benchmark: a sweep of request rates over HTTP against an OpenAI-compatible server.
+
+    python scripts/bench_serve.py --base-url http://127.0.0.1:8000 --request-rate 1,2,4,8,inf --num-prompts 200
+    python scripts/bench_serve.py --model PATH --tensor-parallel-size 2 --goodput ttft:500 tpot:50
+    python scripts/bench_serve.py --shape qwen3-0.6b --server-args "--max-model-len 2048"            on a GPU
+
+Without --base-url it starts tp_engine's server and stops it again.  Arrivals follow a Poisson process and do not wait
+for earlier answers.  Prints one line per rate; the last line is one JSON object whose "results" have the field names
+of ``vllm bench serve``.  --result-dir keeps a JSON file per rate and a picture of the sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bench_machine import processor_name
+from bench_serve_client import Answer, Target, fetch_json, send_all
+from bench_serve_launch import own_server
+from bench_serve_metrics import details, summarise
+from bench_serve_options import parse_arguments
+from bench_serve_plot import svg
+from bench_serve_traffic import arrival_times, make_requests
+from bench_shapes import make_folder
+
+_COLUMNS = (
+    ("rate", "request_rate", ""), ("done", "completed", ""), ("failed", "failed", ""),
+    ("req/s", "request_throughput", ".2f"), ("good/s", "request_goodput", ".2f"),
+    ("tokens/s", "output_throughput", ".0f"),
+    ("TTFT ms", "median_ttft_ms", ".1f"), ("p99", "p99_ttft_ms", ".1f"),
+    ("TPOT ms", "median_tpot_ms", ".2f"), ("p99", "p99_tpot_ms", ".2f"),
+    ("ITL ms", "median_itl_ms", ".2f"), ("p99", "p99_itl_ms", ".2f"),
+    ("E2E ms", "median_e2el_ms", ".0f"), ("p99", "p99_e2el_ms", ".0f"),
+)  # fmt: skip
+_WARM_UP_SEED = 1_000_000
+
+
+def main() -> int:
+    """Measure and print; 1 if any request failed."""
+    args = parse_arguments(__doc__)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.result_dir is not None:
+            args.result_dir.mkdir(parents=True, exist_ok=True)
+        base_url = args.base_url or stack.enter_context(started_server(args, folder))
+        report = asyncio.run(sweep(args, base_url))
+    print(json.dumps(report))
+    return 1 if any(result["failed"] for result in report["results"]) else 0
+
+
+@contextlib.contextmanager
+def started_server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """tp_engine's own server for this run; yields its URL."""
+    from tp_engine.config import DEMO_MODEL
+    from tp_engine.model_config import load_model_config
+
+    model, arguments = args.model or str(DEMO_MODEL), list(args.server_args)
+    if args.shape:
+        model = str(make_folder(folder, args.shape, "bfloat16"))
+        arguments += ["--load-format", "dummy"]
+    args.model = None
+    args.vocab_size = args.vocab_size or load_model_config(model)[0].vocab_size
+    args.extra_body = {"return_token_ids": True} | args.extra_body  # a chunk for every token, whatever its text
+    log = (args.result_dir or folder) / "server.log"
+    with own_server(["--model", model, *arguments], args.tensor_parallel_size, log) as url:
+        yield url
+
+
+async def sweep(args: argparse.Namespace, base_url: str) -> dict[str, Any]:
+    """One rate after the other, each with prompts of its own; prints and saves as it goes."""
+    args.vocab_size = args.vocab_size or 10_000
+    target = await find_target(args, base_url)
+    await send_all(target, make_requests(args, args.num_warmups, _WARM_UP_SEED), [0.0] * args.num_warmups, None)
+    print("".join(f"{title:>10}" for title, _, _ in _COLUMNS), flush=True)
+    results = []
+    for number, rate in enumerate(args.request_rate):
+        result, answers = await measure(args, target, rate, args.seed + number)
+        results.append(result)
+        print("".join(_cell(result[field], style) for _, field, style in _COLUMNS), flush=True)
+        for error in sorted({answer.error for answer in answers if not answer.success})[:3]:
+            print(f"    failed: {error}", flush=True)
+        save(args, result, answers)
+    if args.result_dir is not None:
+        title = f"{target.model}, {results[0]['backend']}, {processor_name()}"
+        (args.result_dir / "sweep.svg").write_text(svg(title, results, args.percentiles), encoding="utf-8")
+    return {"benchmark": "serve", "machine": processor_name(), "started": not args.base_url, "results": results}
+
+
+async def find_target(args: argparse.Namespace, base_url: str) -> Target:
+    """The server, with the model to ask for."""
+    answers_in_full = {} if args.no_ignore_eos else {"ignore_eos": True}
+    target = Target(
+        base_url=base_url,
+        endpoint=args.endpoint,
+        model=args.model or "",
+        api_key=args.api_key,
+        timeout_s=args.timeout_s,
+        extra_body={"temperature": 0} | answers_in_full | args.extra_body,
+    )
+    if args.model:
+        return target
+    models = await fetch_json(target, "/v1/models")
+    return dataclasses.replace(target, model=models["data"][0]["id"])
+
+
+async def measure(
+    args: argparse.Namespace, target: Target, rate: float, seed: int
+) -> tuple[dict[str, Any], list[Answer]]:
+    """One rate: what was asked for, and the figures."""
+    requests = make_requests(args, args.num_prompts, seed)
+    times = arrival_times(len(requests), rate, args.burstiness, seed)
+    answers, duration_s = await send_all(target, requests, times, args.max_concurrency)
+    settings = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai-chat" if args.endpoint.endswith("/chat/completions") else "openai",
+        "model_id": target.model,
+        "num_prompts": args.num_prompts,
+        "request_rate": rate if rate != float("inf") else "inf",
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+    }
+    return settings | summarise(answers, duration_s, args.percentiles, args.goodput), answers
+
+
+def save(args: argparse.Namespace, result: dict[str, Any], answers: list[Answer]) -> None:
+    """A file per rate, as ``vllm bench serve --save-result`` writes it."""
+    if args.result_dir is None:
+        return
+    content = result | (details(answers) if args.save_detailed else {})
+    (args.result_dir / f"rate-{result['request_rate']}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _cell(value: Any, style: str) -> str:
+    return f"{'-' if value is None else format(value, style):>10}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What the serving benchmark sends, and when.
+
+Prompts are random token ids or the lines of a file.  Gaps between arrivals follow a gamma distribution of shape
+``burstiness``: 1 is a Poisson process, less comes in bursts, more is steadier, as in ``vllm bench serve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Request:
+    """``prompt`` is text or token ids; ``max_tokens`` are exactly what comes back where the server ignores EOS."""
+
+    prompt: str | list[int]
+    max_tokens: int
+
+
+def make_requests(args: argparse.Namespace, num_requests: int, seed: int) -> list[Request]:
+    """The requests of one rate; a fresh ``seed`` gives fresh prompts, so that no cache knows them."""
+    if args.dataset_path is not None:
+        return file_requests(args.dataset_path, num_requests, args.output_len)
+    return random_requests(
+        num_requests,
+        seed,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        range_ratio=args.random_range_ratio,
+        prefix_len=args.random_prefix_len,
+        vocab_size=args.vocab_size,
+    )
+
+
+def random_requests(
+    num_requests: int,
+    seed: int,
+    *,
+    input_len: int,
+    output_len: int,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    vocab_size: int = 10_000,
+) -> list[Request]:
+    """Random ids; lengths are uniform within ``range_ratio`` of what was asked for, behind a prefix that all share."""
+    rng = np.random.default_rng(seed)
+
+    def lengths(mean: int) -> list[int]:
+        low, high = math.floor(mean * (1 - range_ratio)), math.ceil(mean * (1 + range_ratio))
+        return rng.integers(max(1, low), high + 1, num_requests).tolist()
+
+    prefix = rng.integers(3, vocab_size, prefix_len).tolist()
+    sizes = zip(lengths(input_len), lengths(output_len), strict=True)
+    return [Request(prefix + rng.integers(3, vocab_size, size).tolist(), out) for size, out in sizes]
+
+
+def file_requests(path: Path, num_requests: int, output_len: int) -> list[Request]:
+    """``{"prompt": text or ids, "output_tokens": 64}`` a line, the second optional; repeated if there are too few."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            found.append(Request(record["prompt"], int(record.get("output_tokens", output_len))))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SystemExit(
+                f'{path}:{number}: {error!r}; each line must be JSON such as {{"prompt": "..."}}'
+            ) from error
+    if not found:
+        raise SystemExit(f"{path} holds no prompts")
+    return [found[index % len(found)] for index in range(num_requests)]
+
+
+def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request is sent; all at once for an infinite ``rate``.
+
+    Scaled so that the last one comes after ``num_requests / rate`` seconds: another seed is then the same load.
+    """
+    if math.isinf(rate):
+        return [0.0] * num_requests
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), num_requests)
+    times = np.cumsum(gaps)
+    return (times * (num_requests / rate / times[-1])).tolist()

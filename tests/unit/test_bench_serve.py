@@ -1,0 +1,139 @@
+"""The serving benchmark's arithmetic: traffic, figures and the picture.  No server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench_serve_client import Answer
+from bench_serve_metrics import details, summarise, tpot
+from bench_serve_options import parse_arguments
+from bench_serve_plot import svg
+from bench_serve_traffic import arrival_times, file_requests, make_requests, random_requests
+
+# What ``vllm bench serve --save-result`` writes about a run of text generation.
+VLLM_FIELDS = {
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
+    "max_concurrent_requests",
+    *(f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")),
+}  # fmt: skip
+
+
+def answer(start: float, ttft: float, *gaps: float, tokens: int | None = None) -> Answer:
+    """A request that went well."""
+    return Answer(
+        prompt_len=10,
+        start_time=start,
+        ttft=ttft,
+        itl=list(gaps),
+        latency=ttft + sum(gaps),
+        output_tokens=tokens or len(gaps) + 1,
+        success=True,
+    )
+
+
+def test_figures() -> None:
+    """Oracle: worked out by hand, and the field names of vLLM."""
+    failed = Answer(prompt_len=10, error="HTTP 429")
+    answers = [answer(5.0, 0.1, 0.2, 0.2), answer(5.5, 0.3, 0.4), answer(6.2, 0.2), failed]
+    figures = summarise(answers, 2.0, [50.0, 99.0], {"ttft": 250.0, "tpot": 300.0})
+    assert figures.keys() == VLLM_FIELDS | {f"p50_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el")}
+    assert (figures["completed"], figures["failed"]) == (3, 1)
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (30, 6)
+    assert (figures["request_throughput"], figures["output_throughput"]) == (1.5, 3.0)
+    assert figures["total_token_throughput"] == 18.0
+    assert figures["request_goodput"] == 1.0  # the second is late, and slow
+    assert figures["mean_ttft_ms"] == pytest.approx(200.0) and figures["median_e2el_ms"] == pytest.approx(500.0)
+    assert figures["mean_tpot_ms"] == pytest.approx(300.0)  # the third has no second token
+    assert figures["p99_itl_ms"] == pytest.approx(np.percentile([200, 200, 400], 99))
+    assert (figures["max_output_tokens_per_s"], figures["max_concurrent_requests"]) == (4.0, 2)
+    assert details(answers)["output_lens"] == [3, 2, 1, 0]
+
+
+def test_figures_without_limits_or_answers() -> None:
+    """Oracle: no goodput without limits; a run in which all failed has zeros, and no division by zero."""
+    figures = summarise([Answer(prompt_len=1, error="refused")], 1.0, [99.0], {})
+    assert figures["request_goodput"] is None and figures["failed"] == 1
+    assert figures["mean_ttft_ms"] == 0.0 and figures["max_concurrent_requests"] == 0
+
+
+def test_time_per_token_counts_tokens_not_chunks() -> None:
+    """Oracle: 0.4 s for the four tokens after the first, which came in two chunks."""
+    assert tpot(answer(0.0, 0.1, 0.2, 0.2, tokens=5)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("burstiness", "expected"), [(1.0, 1.0), (0.25, 2.0), (100.0, 0.1)])
+def test_arrivals_follow_a_gamma_distribution(burstiness: float, expected: float) -> None:
+    """Oracle: the gaps' coefficient of variation is 1 / sqrt(burstiness); the last comes after n / rate seconds."""
+    times = arrival_times(20_000, 50.0, burstiness, seed=3)
+    gaps = np.diff(times, prepend=0.0)
+    assert times[-1] == pytest.approx(400.0) and (gaps >= 0).all()
+    assert gaps.std() / gaps.mean() == pytest.approx(expected, rel=0.1)
+    assert times == arrival_times(20_000, 50.0, burstiness, seed=3)
+
+
+def test_an_infinite_rate_sends_all_at_once() -> None:
+    """Oracle: the definition."""
+    assert arrival_times(3, math.inf, 1.0, 0) == [0.0] * 3
+
+
+def test_random_prompts() -> None:
+    """Oracle: lengths within the ratio, ids below the vocabulary, a shared prefix, fresh prompts for a fresh seed."""
+    sizes = {"input_len": 100, "output_len": 50, "range_ratio": 0.2, "prefix_len": 7, "vocab_size": 300}
+    requests = random_requests(500, 0, **sizes)
+    lengths = [len(request.prompt) - 7 for request in requests]
+    assert (min(lengths), max(lengths)) == (80, 120)
+    assert {request.max_tokens for request in requests} == set(range(40, 61))
+    assert max(max(request.prompt) for request in requests) < 300
+    assert len({tuple(request.prompt[:7]) for request in requests}) == 1
+    assert requests != random_requests(500, 1, **sizes) and requests == random_requests(500, 0, **sizes)
+
+
+def test_prompts_of_a_file_repeat(tmp_path: Path) -> None:
+    """Oracle: the file's lines, in order."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "output_tokens": 3}\n\n{"prompt": [1, 2]}\n')
+    found = file_requests(path, 3, 9)
+    assert [(request.prompt, request.max_tokens) for request in found] == [("a", 3), ([1, 2], 9), ("a", 3)]
+    args = argparse.Namespace(dataset_path=path, output_len=9)
+    assert make_requests(args, 3, 0) == found
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "no json", '{"prompt": "a", "output_tokens": "x"}'])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    """Oracle: the error names the file."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(SystemExit, match=r"prompts\.jsonl"):
+        file_requests(path, 1, 1)
+
+
+def test_picture(tmp_path: Path) -> None:
+    """Oracle: it is XML, with a point per rate and line; lines without limits are left out."""
+    results = [
+        summarise([answer(0.0, 0.1, 0.2)], 1.0, [99.0], {}) | {"request_rate": rate} for rate in (1.0, 4.0, "inf")
+    ]
+    root = ElementTree.fromstring(svg("a <title>", results, [99.0]))
+    circles = root.findall(".//{*}circle")
+    assert len(circles) == 3 * (2 + 2 + 2 + 1 + 1)
+    assert {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")} >= {"a <title>", "inf", "p99"}
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the documented options; what is wrong is refused with the rule."""
+    args = parse_arguments("", ["--request-rate", "1,2.5,inf", "--goodput", "ttft:500", "tpot:50"])
+    assert args.request_rate == [1.0, 2.5, math.inf] and args.goodput == {"ttft": 500.0, "tpot": 50.0}
+    assert args.percentiles == [50.0, 90.0, 99.0]
+    wrong = (["--request-rate", "0"], ["--goodput", "itl:5"], ["--base-url", "x", "--shape", "qwen3-8b"])
+    for arguments in wrong:
+        with pytest.raises(SystemExit):
+            parse_arguments("", arguments)
+    told = capsys.readouterr().err
+    assert "rates must be positive" in told and "such as ttft:500" in told and "leave --base-url out" in told
+    assert json.dumps(args.extra_body) == "{}"
