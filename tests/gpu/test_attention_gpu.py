@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.paged_batches import PagedBatch, make_batch
-from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.errors import ConfigError
+from tp_engine.kernels.kv_quant import LARGEST_VALUE
 from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.triton_support import has_triton
 
@@ -18,9 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 REQUESTS = [(1, 40), (1, 300), (1, 1), (1, 0), (5, 5), (7, 30), (7, 300), (300, 300), (40, 290)]
 
 
-def run(name: str, batch: PagedBatch) -> torch.Tensor:
-    """Output (N, heads, head_dim), or skip where the backend can not be used here."""
-    cache, dtype = batch.kv_cache, batch.query.dtype
+def usable_backend(name: str, dtype: torch.dtype, cache: torch.Tensor) -> AttentionBackend:
+    """Or skip where it can not be used here."""
     needs = AttentionNeeds(
         device_type="cuda",
         dtype=dtype,
@@ -33,16 +33,21 @@ def run(name: str, batch: PagedBatch) -> torch.Tensor:
         check_backend(name, needs)
     except ConfigError as error:
         pytest.skip(str(error))
-    backend = select_backend(name, needs)
+    return select_backend(name, needs)
+
+
+def run(name: str, batch: PagedBatch) -> torch.Tensor:
+    """Output (N, heads, head_dim), or skip where the backend can not be used here."""
+    backend = usable_backend(name, batch.query.dtype, batch.kv_cache)
     backend.prepare(batch.metadata)
-    return backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
+    return backend.forward(batch.query, batch.key, batch.value, batch.kv_cache, batch.metadata, batch.shape)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("name", ["torch", "triton", "flash_attn"])
+@pytest.mark.parametrize("name", ["torch", "triton", "flash_attn", "flashinfer", "torch_varlen", "torch:triton"])
 def test_backend(name: str, block_size: int, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
     """Oracle: loops in float32; the error is at most twice that of the torch backend in the same precision."""
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5, sliding_window=window)
@@ -54,6 +59,65 @@ def test_backend(name: str, block_size: int, dtype: torch.dtype, head_dim: int, 
     plain_error = (outputs["torch"] - expected).abs().max().item()
     assert plain_error < (1e-4 if dtype == torch.float32 else 3e-2)
     assert (outputs[name] - expected).abs().max().item() <= 2 * plain_error + 1e-6
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize("cache_dtype", LARGEST_VALUE, ids=str)
+def test_quantised_cache(cache_dtype: torch.dtype) -> None:
+    """Oracle: the torch backend, storing and attending too; a value that lies between two steps may be rounded to
+    either of them."""
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
+    outputs = []
+    for name in ("torch", "triton"):
+        batch = make_batch([(1, 1), (9, 9), (300, 300)], shape, dtype=torch.bfloat16, device="cuda")
+        cache = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype, device="cuda")
+        scales = torch.zeros(2, cache.shape[1], 2, 16, device="cuda")
+        backend = usable_backend(name, batch.query.dtype, cache)
+        backend.prepare(batch.metadata)
+        out = backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, shape, scales)
+        outputs.append(out.float())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_decodes_in_a_cuda_graph(name: str) -> None:
+    """Oracle: the same backend without a graph; replays see other lengths and other blocks."""
+    shape = AttentionShape(num_heads=16, num_kv_heads=2, head_dim=128, scale=0.1)
+    steps = [[(1, 40), (1, 300), (1, 1), (1, 0)], [(1, 1), (1, 17), (1, 900), (1, 2)], [(1, 0)] * 3 + [(1, 1024)]]
+    batches = [make_batch(step, shape, dtype=torch.bfloat16, block_size=256, device="cuda") for step in steps]
+    batch = batches[0]
+    num_blocks = max(one.kv_cache.shape[1] for one in batches)
+    cache = torch.zeros(2, num_blocks, *batch.kv_cache.shape[2:], dtype=torch.bfloat16, device="cuda")
+    metadata = batch.metadata
+    metadata.block_table = torch.zeros(4, 4, dtype=torch.int32, device="cuda")
+    backend = usable_backend(name, torch.bfloat16, cache)
+    if not backend.can_capture_decodes:
+        pytest.skip(f"{name} can not be captured")
+
+    def step() -> torch.Tensor:
+        return backend.forward(batch.query, batch.key, batch.value, cache, metadata, shape)
+
+    backend.prepare(metadata)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for other in batches[::-1]:
+        cache[:, : other.kv_cache.shape[1]] = other.kv_cache
+        metadata.block_table[:, : other.metadata.block_table.shape[1]] = other.metadata.block_table
+        for kept, new in (
+            (metadata.seq_lens, other.metadata.seq_lens),
+            (metadata.slot_mapping, other.metadata.slot_mapping),
+            (batch.query, other.query),
+            (batch.key, other.key),
+            (batch.value, other.value),
+        ):
+            kept.copy_(new)
+        graph.replay()
+        replayed = captured.clone()
+        assert torch.equal(replayed, step())
+        torch.testing.assert_close(replayed.float().cpu(), other.expected(), rtol=0, atol=3e-2)
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")

@@ -5,8 +5,9 @@ The interpreter's matrix product knows no bfloat16: that is for tests/gpu, and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,17 @@ PREFILL_CASES = (
 )
 
 
+# The interpreter can not run these.
+BFLOAT16_CASES = (
+    Case(dtype=torch.bfloat16, head_dim=128),
+    Case(dtype=torch.bfloat16, head_dim=128, block_size=256, splits=1),
+    Case(dtype=torch.bfloat16, head_dim=256, group=2),
+    Case(dtype=torch.bfloat16, head_dim=96, group=1, window=50),
+    Case(dtype=torch.bfloat16, head_dim=128, group=8, cache_dtype=FP8),
+    Case(dtype=torch.bfloat16, head_dim=128, cache_dtype=INT8, window=70),
+)
+
+
 def stored_batch(case: Case, requests: list[tuple[int, int]], device: str = "cpu") -> tuple[PagedBatch, Any]:
     """A step whose keys and values are all in the cache, and the scales of a quantised one."""
     batch = make_batch(requests, case.shape, block_size=case.block_size, dtype=case.dtype, device=device)
@@ -112,6 +124,9 @@ def run_decode(case: Case, device: str = "cpu") -> None:
         requests = [request for request in requests if request[1]]
     batch, scales = stored_batch(case, requests, device)
     sizes = DecodeSizes(tile=32, num_warps=4, num_stages=2, num_splits=case.splits)
+    if device == "cuda":
+        sizes = decode_sizes(1, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132)
+        sizes = replace(sizes, num_splits=case.splits)
     out = torch.full_like(batch.query, float("nan"))
     paged_decode_triton(
         batch.query,
@@ -131,6 +146,9 @@ def run_decode(case: Case, device: str = "cpu") -> None:
 def run_prefill(case: Case, device: str = "cpu") -> None:
     """Chunks behind two decodes, which the kernel leaves alone."""
     batch, scales = stored_batch(case, CHUNKS, device)
+    sizes = PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=2)
+    if device == "cuda":
+        sizes = prefill_sizes(case.head_dim, case.dtype.itemsize)
     first, out = 2, torch.full_like(batch.query, 7.0)
     paged_prefill_triton(
         batch.query,
@@ -140,7 +158,7 @@ def run_prefill(case: Case, device: str = "cpu") -> None:
         batch.metadata.query_start,
         out,
         scale=case.shape.scale,
-        sizes=PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=2),
+        sizes=sizes,
         num_queries=len(batch.query) - first,
         first_request=first,
         window=case.window,
@@ -155,6 +173,24 @@ def compare(case: Case, out: torch.Tensor, exact: torch.Tensor, plain_error: flo
     """At most twice the plain error, or a few units in the last place of float32."""
     error = float((out.float() - exact).abs().max())
     assert error <= max(2 * plain_error, 2e-6), f"{case}: error {error}, in plain PyTorch {plain_error}"
+
+
+def _name(kind: str, case: Case) -> str:
+    """Only what differs from the defaults."""
+    parts = [f"{field.name} {getattr(case, field.name)}" for field in fields(case)]
+    plain = {f"{field.name} {field.default}" for field in fields(case)}
+    return ", ".join([kind, *(part.replace("torch.", "") for part in parts if part not in plain)])
+
+
+# For tests/gpu.
+CASES: dict[str, Callable[[str], None]] = {
+    _name(kind, case): partial(run, case)
+    for kind, run, cases in (
+        ("decode", run_decode, DECODE_CASES + BFLOAT16_CASES),
+        ("prefill", run_prefill, PREFILL_CASES + BFLOAT16_CASES),
+    )
+    for case in cases
+}
 
 
 def main() -> None:
