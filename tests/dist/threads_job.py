@@ -1,0 +1,50 @@
+"""Says how many threads torch uses on each rank, while weights are loaded and while steps run, on a host of six cores.
+
+torchrun --nproc-per-node N -m tests.dist.threads_job MODEL
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tp_engine import LLM, SamplingParams, env
+from tp_engine.config import EngineConfig
+from tp_engine.engine.rank_group import serve_rank
+from tp_engine.worker import worker
+
+NUM_CORES = 6
+
+
+def saying_threads(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        launched = env.launched_rank()
+        assert launched is not None
+        print(f"rank {launched.rank} {phase}: {torch.get_num_threads()} threads", flush=True)
+        return call(*arguments, **named)
+
+    return wrapped
+
+
+def main(model: str) -> None:
+    """One short request."""
+    os.sched_getaffinity = lambda _pid: set(range(NUM_CORES))
+    worker.load_weights = saying_threads("loading", worker.load_weights)
+    worker.Worker.execute = saying_threads("serving", worker.Worker.execute)  # type: ignore[method-assign]
+    options: dict[str, Any] = {"model": model, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
+    launched = env.launched_rank()
+    if launched is not None and launched.rank > 0:
+        serve_rank(EngineConfig(**options))
+        return
+    with LLM(**options) as llm:
+        llm.generate([[5, 9, 13]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
