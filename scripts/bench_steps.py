@@ -1,0 +1,190 @@
+"""Decode steps from the inside: time per step, and how long the GPU waits between two of them.
+
+    python scripts/bench_steps.py --shape qwen3-0.6b --batch-size 256 --context-len 512
+
+All requests decode together.  First the period of a step is timed without any tool; then as many steps run under
+torch's profiler, and the GPU's idle time is what its kernels and copies leave uncovered.  The gap between two steps is
+the longest idle time in each step's period.  Without a GPU only the period is measured.  Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_machine import copy_bandwidth, matmul_rate, processor_name, read_bandwidth
+from bench_roofline import Ceilings, decode_step_s, model_cost
+from bench_shapes import DUMMY_SHAPES, SHAPES, make_folder
+
+Interval = tuple[float, float]
+
+_WARM_UP_STEPS = 16
+_BUDGET = 16384
+_DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def main() -> int:
+    """Measure and print."""
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(args.model) if args.model else make_folder(Path(name), args.shape, args.dtype)
+        report = measure(args, folder, Path(name) / "trace.json" if args.trace is None else args.trace)
+    for key, value in report.items():
+        print(f"{key:<32}{value}")
+    print(json.dumps(report))
+    return 0
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="C")
+    parser.add_argument("--model", help="a checkpoint folder, instead of --shape")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--context-len", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=64, help="steps that are timed, and steps that are profiled")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--devices", help="device of each rank, such as 0,0")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')
+    parser.add_argument("--trace", type=Path, help="keep the profiler's trace in this file")
+    return parser.parse_args(arguments)
+
+
+def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, Any]:
+    """Time the steps of one engine; rank 0's GPU is the one that is looked at."""
+    from tp_engine import LLM
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    ceilings = _ceilings(args)
+    with LLM(str(folder), **_engine_options(args)) as llm:
+        _start_requests(llm, args, config["vocab_size"])
+        period_s = _period(llm, args.steps)
+        device = _profiled(llm, args.steps, trace) if torch.cuda.is_available() else {}
+    cost, rows = model_cost(config, args.dtype), args.batch_size
+    tokens = rows * (args.context_len + _WARM_UP_STEPS + args.steps // 2)
+    least_s = decode_step_s(cost, ceilings, num_rows=rows, num_context_tokens=tokens)
+    return {
+        "benchmark": "steps",
+        "machine": processor_name(),
+        "shape": args.model or args.shape,
+        "dtype": args.dtype,
+        "batch_size": args.batch_size,
+        "context_len": args.context_len,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "devices": args.devices,
+        "step_ms": round(period_s * 1e3, 4),
+        "tokens_per_s": round(args.batch_size / period_s, 1),
+        "roofline_ms": round(least_s * 1e3, 4),
+        "share_of_roofline": round(least_s / period_s, 3),
+        **device,
+    }
+
+
+def idle_intervals(busy: Sequence[Interval]) -> list[float]:
+    """Lengths of the gaps between intervals that may overlap, in order of time."""
+    gaps, end = [], None
+    for begin, until in sorted(busy):
+        if end is not None and begin > end:
+            gaps.append(begin - end)
+        end = until if end is None else max(end, until)
+    return gaps
+
+
+def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, float]:
+    """From a Chrome trace's events (microseconds): busy and idle time per step, and the gap between two steps.
+
+    A step's period has at least one gap; the ``num_steps - 1`` longest are taken for those between the steps.
+    """
+    busy = [
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE_EVENTS
+    ]
+    gaps = idle_intervals(busy)
+    if not gaps:
+        return {}
+    span = max(end for _, end in busy) - min(begin for begin, _ in busy)
+    between = sorted(gaps)[-(num_steps - 1) :]
+    return {
+        "device_busy_us_per_step": round((span - sum(gaps)) / num_steps, 1),
+        "device_idle_us_per_step": round(sum(gaps) / num_steps, 1),
+        "gap_us_median": round(statistics.median(between), 1),
+        "gap_us_max": round(between[-1], 1),
+        "device_events_per_step": round(len(busy) / num_steps, 1),
+    }
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": args.dtype,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "max_model_len": args.context_len + _output_len(args),
+        "max_num_seqs": args.batch_size,
+        "max_num_batched_tokens": _BUDGET,
+    }
+    if args.model is None and args.shape in DUMMY_SHAPES:
+        options["load_format"] = "dummy"
+    if args.devices:
+        options["devices"] = args.devices
+    return options | args.engine_options
+
+
+def _output_len(args: argparse.Namespace) -> int:
+    """Enough for the first request to run until the last one's prompt is done, and for all the steps after it."""
+    num_prompt_steps = -(-args.batch_size * args.context_len // (_BUDGET - args.batch_size))
+    return 2 * num_prompt_steps + _WARM_UP_STEPS + 2 * args.steps + 16
+
+
+def _ceilings(args: argparse.Namespace) -> Ceilings:
+    if not torch.cuda.is_available():
+        return Ceilings(bytes_per_s=read_bandwidth())
+    num_devices = len(set(args.devices.split(","))) if args.devices else args.tensor_parallel_size
+    rate = matmul_rate(getattr(torch, args.dtype))
+    return Ceilings(bytes_per_s=copy_bandwidth() * num_devices, flops_per_s=rate * num_devices)
+
+
+def _start_requests(llm: Any, args: argparse.Namespace, vocab_size: int) -> None:
+    """Add all requests and turn the engine until all of them have decoded for a while."""
+    from tp_engine import SamplingParams
+
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=_output_len(args))
+    for number in range(args.batch_size):
+        prompt = rng.integers(3, vocab_size, args.context_len).tolist()
+        llm.engine.add_request(llm.input_processor.process(prompt, params, request_id=str(number)))
+    num_full = 0
+    while num_full < _WARM_UP_STEPS:
+        num_full += len(llm.engine.step()) == args.batch_size
+        if not llm.engine.has_unfinished:
+            raise RuntimeError(f"{args.batch_size} requests do not fit at once; lower --batch-size or --context-len")
+
+
+def _period(llm: Any, num_steps: int) -> float:
+    """Seconds per step, results included."""
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        llm.engine.step()
+    return (time.perf_counter() - started) / num_steps
+
+
+def _profiled(llm: Any, num_steps: int, trace: Path) -> dict[str, float]:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(num_steps):
+            llm.engine.step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    return device_figures(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], num_steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
