@@ -33,7 +33,7 @@ def native_library() -> ctypes.CDLL | None:
         return None
     try:
         library = _load(built_library(_loaded_openmp()))
-    except (BuildError, OSError, AttributeError) as error:
+    except (RuntimeError, OSError, AttributeError) as error:  # RuntimeError: a BuildError, or no home folder
         _logger.warning("no native CPU kernels, PyTorch computes instead: %s", error)
         return None
     if found := disagreement(library):
