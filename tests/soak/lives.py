@@ -21,6 +21,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.rank_group import start_engine
 from tp_engine.errors import EngineDeadError, RankError
+from tp_engine.flight_recorder.record import load_record
 
 FAULT_VARIABLE = "TP_ENGINE_FAULT"
 NUM_BLOCKS = 40
@@ -33,6 +34,7 @@ class Soak:
     """Settings and findings of one run."""
 
     folder: Path
+    flight_records: Path
     num_ranks: int
     seed: int
     check_every_s: float
@@ -47,7 +49,7 @@ class Soak:
         self.pool = prompt_pool(self.seed)
 
     def config(self, **changes: object) -> EngineConfig:
-        """So few blocks that three long requests fill them, and up to 16 sequences that want some."""
+        """So few blocks that three long requests fill them, and up to 12 sequences that want some."""
         options: dict[str, object] = {
             "model": str(self.folder),
             "tensor_parallel_size": self.num_ranks,
@@ -55,8 +57,9 @@ class Soak:
             "dtype": "float32",
             "num_gpu_blocks_override": NUM_BLOCKS,
             "max_model_len": 144,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 64,
+            "max_num_seqs": 12,
+            "max_num_batched_tokens": 32,
+            "flight_recorder_dir": str(self.flight_records),
         }
         return EngineConfig(**options | changes)  # type: ignore[arg-type]
 
@@ -107,7 +110,7 @@ def disturbed_life(soak: Soak, seconds: float, *, most_steps: int) -> None:
                 load.finish()
                 with pauses.lock:
                     check_idle(engine)
-                    soak.usage.take()
+                    soak.usage.take(load.count["steps"])
         stats = engine.stats()
         soak.count.update(load.count + pauses.count)
         soak.count["preemptions"] += stats.num_preemptions
@@ -149,6 +152,7 @@ def fatal_life(soak: Soak, kind: str) -> None:
         if not fault:
             rank_processes()[rank - 1].send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         _expect_end(load, rank, kind, struck_s)
+    _expect_record(soak, rank)
     soak.count[f"ended by {kind}"] += 1
 
 
@@ -167,6 +171,14 @@ def _expect_end(load: Workload, rank: int, kind: str, struck_s: float) -> None:
     except EngineDeadError:
         return
     raise AssertionError("an engine that has lost a rank takes another step")
+
+
+def _expect_record(soak: Soak, rank: int) -> None:
+    """One flight record, which blames the rank; it is taken away."""
+    records = {path: load_record(path).culprit for path in soak.flight_records.glob("*.json")}
+    assert list(records.values()) == [rank], f"rank {rank} was lost, the flight records blame {records}"
+    for path in records:
+        path.unlink()
 
 
 def check_process(soak: Soak) -> None:

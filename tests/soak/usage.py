@@ -10,6 +10,7 @@ import psutil
 
 MIB = 1 << 20
 _FEWEST_SAMPLES = 6
+_WARM_UP_STEPS = 1500  # libraries keep a kernel for every shape that they have seen, and a step has many
 
 
 def rank_processes() -> list[psutil.Process]:
@@ -38,29 +39,31 @@ class Usage:
     """Samples of each rank of one engine, all taken while it was idle, so that they can be compared."""
 
     by_rank: list[list[Sample]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
-    def take(self) -> None:
-        """One more sample of this process (rank 0) and its ranks."""
+    def take(self, num_steps: int) -> None:
+        """One more sample of this process (rank 0) and its ranks, after ``num_steps`` steps."""
         processes = [psutil.Process(os.getpid()), *rank_processes()]
         if not self.by_rank:
             self.by_rank = [[] for _ in processes]
         assert len(processes) == len(self.by_rank), f"{len(processes)} ranks live, {len(self.by_rank)} were started"
         for samples, process in zip(self.by_rank, processes, strict=True):
             samples.append(sample(process))
-
-    def settled(self) -> list[list[Sample]]:
-        """The samples after the warm-up, which is the first third; none where there are too few to tell."""
-        num_samples = len(self.by_rank[0]) if self.by_rank else 0
-        first = max(1, num_samples // 3)
-        return [samples[first:] for samples in self.by_rank] if num_samples - first >= _FEWEST_SAMPLES else []
+        self.steps.append(num_steps)
 
     def rss_growth(self) -> list[int]:
-        """Per rank: bytes by which the last samples' median is above the first ones', after the warm-up."""
-        return [_growth([one.rss for one in samples]) for samples in self.settled()]
+        """Per rank: bytes by which the last samples' median is above the first ones', after the warm-up.
+
+        Empty where too few steps were taken to tell.
+        """
+        first = sum(steps < _WARM_UP_STEPS for steps in self.steps)
+        if len(self.steps) - first < _FEWEST_SAMPLES:
+            return []
+        return [_growth([one.rss for one in samples[first:]]) for samples in self.by_rank]
 
     def check(self, most_rss_growth: int) -> None:
         """Descriptors and threads must not grow at all, memory by ``most_rss_growth`` bytes."""
-        for rank, samples in enumerate(self.settled()):
+        for rank, samples in enumerate(self.by_rank if len(self.steps) >= _FEWEST_SAMPLES else []):
             for name in ("descriptors", "threads"):
                 counts = [getattr(one, name) for one in samples]
                 third = len(counts) // 3
