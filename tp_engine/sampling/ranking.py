@@ -11,6 +11,7 @@ Keys of parts of the vocabulary merge by comparing them, whoever made them.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 LOWEST_KEY = -(2**63)  # below the key of every token
@@ -78,8 +79,21 @@ def best_keys(scores: torch.Tensor, first_id: int) -> torch.Tensor:
 def top_keys(logits: torch.Tensor, count: int, first_id: int = 0) -> torch.Tensor:
     """Rank keys (m, count) of the likeliest tokens in order; column 0 of ``logits`` (m, c) float32 is ``first_id``."""
     num_ids = logits.shape[1]
-    keys = pack_keys(logits, torch.arange(first_id, first_id + num_ids, device=logits.device))
-    return keys.topk(count).values if count < num_ids else keys.sort(dim=-1, descending=True).values
+    return largest_keys(pack_keys(logits, torch.arange(first_id, first_id + num_ids, device=logits.device)), count)
+
+
+def largest_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` largest of ``keys`` (m, c) int64 in falling order, (m, count).
+
+    On CPU numpy's partition and sort are vectorised, torch's are not: 10 to 20 times faster.
+    """
+    if keys.device.type != "cpu":
+        return keys.topk(count).values if count < keys.shape[1] else keys.sort(dim=-1, descending=True).values
+    rising = np.invert(keys.numpy())
+    if count < keys.shape[1]:
+        rising = np.partition(rising, count - 1, axis=-1)[:, :count]
+    rising.sort(axis=-1)
+    return torch.from_numpy(np.invert(rising))
 
 
 def rank_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from tp_engine.sampling.chunks import row_chunks
 from tp_engine.sampling.exchange import side_by_side
 from tp_engine.sampling.filters import NUCLEUS_GUESS, draw, fixed_weights, keep_mask, noisy_scores, pick
 from tp_engine.sampling.groups import RowGroup, Way
-from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, top_keys, unpack_keys
+from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, top_keys, unpack_keys
 
 
 def needs_maximum(group: RowGroup, device: torch.device) -> bool:
@@ -90,7 +90,7 @@ def ranked_share(logits: torch.Tensor, count: int, vocab: VocabSlice) -> torch.T
 
 def decide_ranked(stack: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
     """Token ids (m,) int32 from the shares (world size, m, c)."""
-    values, token_ids = unpack_keys(side_by_side(stack).topk(group.largest_top_k).values)
+    values, token_ids = unpack_keys(largest_keys(side_by_side(stack), group.largest_top_k))
     scaled = values.div_(group.temperature)
     return pick(scaled, token_ids, keep_mask(scaled, group), keys)
 
@@ -110,7 +110,7 @@ def decide_nucleus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (m,) int32 from the shares (world size, m, c + 1), and the places (int64) where they are not enough."""
     total = stack[:, :, -1].sum(0)[:, None]
-    found = side_by_side(stack[:, :, :-1]).topk(min(NUCLEUS_GUESS, vocab_size)).values
+    found = largest_keys(side_by_side(stack[:, :, :-1]), min(NUCLEUS_GUESS, vocab_size))
     values, token_ids = unpack_keys(found)
     scaled = values.div_(group.temperature)
     keep = keep_mask(scaled, group, total)
