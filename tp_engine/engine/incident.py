@@ -73,9 +73,9 @@ def describe_exit(code: int) -> str:
 
 
 def _told(slot: RankSlot, is_gone: bool, exit_code: ExitCode) -> Incident:
-    code = exit_code(slot.rank)
+    code, process = exit_code(slot.rank), f"process {slot.pid}" if slot.pid else "its process"
     if code is not None:
-        how = f"process {slot.pid} ended with {describe_exit(code)}"
+        how = f"{process} ended with {describe_exit(code)}"
     else:
-        how = f"process {slot.pid} is gone" if is_gone else f"process {slot.pid} failed"
+        how = f"{process} is gone" if is_gone else f"{process} failed"
     return Incident(slot.rank, f"{how}, {where(slot)}", slot.failure_text)
