@@ -1,4 +1,4 @@
-"""What ``bench_kernels`` times: every kernel of a decoder layer and of the decode step, with the bytes it has to move.
+"""What ``bench_kernels`` times: the layers' small operations and the inputs of decode steps.
 
 Bytes are the least that the operation needs: each input read once, each output written once.
 """
@@ -35,12 +35,16 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One kernel at one size.  ``make`` allocates its tensors and returns what launches it on them."""
+    """One kernel at one size.  ``make`` allocates its tensors and returns what launches it on them.
+
+    ``num_flops`` where it is arithmetic that limits it.
+    """
 
     kernel: str
     size: str
     num_bytes: int
     make: Callable[[], Launch]
+    num_flops: int = 0
 
 
 def norm_bytes(shape: Shape, num_tokens: int, *, adds: bool) -> int:
@@ -61,15 +65,6 @@ def heads_bytes(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> int:
     read = (shape.num_heads + kv + 1) * shape.head_bytes + 2 * 8
     written = shape.num_heads * shape.head_bytes + kv * shape.head_dim * cache_dtype.itemsize + scales
     return num_tokens * (read + written)
-
-
-def decode_attention_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> int:
-    """All keys and values with their scales and the block table in; queries in, results out."""
-    per_token = (
-        2 * shape.num_kv_heads * (shape.head_dim * cache_dtype.itemsize + (4 if cache_dtype.itemsize == 1 else 0))
-    )
-    table = -(-length // shape.block_size) * 4
-    return num_requests * (length * per_token + table + 2 * shape.num_heads * shape.head_bytes)
 
 
 def decode_inputs_bytes(shape: Shape, num_requests: int, length: int) -> int:
@@ -104,8 +99,10 @@ def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
     )
     yield KernelCase(kernel="silu_and_mul", size=size, num_bytes=silu_bytes(shape, num_tokens), make=silu_and_mul)
     for cache_dtype in (shape.dtype, torch.float8_e4m3fn, torch.int8):
+        if not can_use(cache_dtype, shape.device):
+            continue
         yield KernelCase(
-            kernel=f"norm, rope, store ({_short(cache_dtype)})",
+            kernel=f"norm, rope, store ({short_name(cache_dtype)})",
             size=size,
             num_bytes=heads_bytes(shape, num_tokens, cache_dtype),
             make=lambda cache_dtype=cache_dtype: _heads_launch(shape, num_tokens, cache_dtype),
@@ -124,22 +121,15 @@ def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> La
     table = torch.randn(4096, head_dim, device=shape.device).to(shape.dtype)
     rotation = Rotation(table, torch.randint(4096, (num_tokens,), device=shape.device))
     num_blocks = -(-num_tokens // shape.block_size)
-    cache, scales = _cache(shape, num_blocks, cache_dtype)
+    cache, scales = random_cache(shape, num_blocks, cache_dtype)
     slots = torch.randperm(num_blocks * shape.block_size, device=shape.device)[:num_tokens]
     prepare = layer_ops("cuda").prepare_heads
     return lambda: prepare(heads, num_kv_heads, norm, rotation, cache, scales, slots)
 
 
-def decode_cases(shape: Shape, num_requests: int, length: int) -> Iterator[KernelCase]:
-    """A decode step of ``num_requests`` requests of ``length`` tokens each."""
+def decode_input_cases(shape: Shape, num_requests: int, length: int) -> Iterator[KernelCase]:
+    """The inputs of a decode step of ``num_requests`` requests of ``length`` tokens each, and its end."""
     size = f"{num_requests} x {length}"
-    for cache_dtype in (shape.dtype, torch.float8_e4m3fn, torch.int8):
-        yield KernelCase(
-            kernel=f"decode attention ({_short(cache_dtype)})",
-            size=size,
-            num_bytes=decode_attention_bytes(shape, num_requests, length, cache_dtype),
-            make=lambda cache_dtype=cache_dtype: _attention_launch(shape, num_requests, length, cache_dtype),
-        )
     yield KernelCase(
         kernel="prepare decodes",
         size=size,
@@ -152,23 +142,6 @@ def decode_cases(shape: Shape, num_requests: int, length: int) -> Iterator[Kerne
         num_bytes=num_requests * 5 * 4,
         make=lambda: _decode_inputs_launch(shape, num_requests, length, advances=True),
     )
-
-
-def _attention_launch(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> Launch:
-    from tp_engine.kernels.paged_decode_triton import decode_sizes, paged_decode_triton
-
-    num_columns = -(-length // shape.block_size)
-    cache, scales = _cache(shape, num_requests * num_columns, cache_dtype)
-    table = (
-        torch.randperm(num_requests * num_columns, device=shape.device).to(torch.int32).view(num_requests, num_columns)
-    )
-    seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device=shape.device)
-    query = torch.randn(num_requests, shape.num_heads, shape.head_dim, device=shape.device).to(shape.dtype)
-    out = torch.empty_like(query)
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count if shape.device == "cuda" else 4
-    sizes = decode_sizes(num_requests, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, multiprocessors)
-    scale = shape.head_dim**-0.5
-    return lambda: paged_decode_triton(query, cache, table, seq_lens, out, scale=scale, sizes=sizes, kv_scales=scales)
 
 
 def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advances: bool) -> Launch:
@@ -189,7 +162,7 @@ def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advan
     return lambda: ops.advance(tables, inputs.rows, sampled)
 
 
-def _cache(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def random_cache(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A random cache, and its scales if it is quantised."""
     sizes = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     if dtype.itemsize > 1:
@@ -199,5 +172,13 @@ def _cache(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Ten
     return values if dtype == torch.int8 else values.to(torch.bfloat16).to(dtype), scales
 
 
-def _short(dtype: torch.dtype) -> str:
+def can_use(cache_dtype: torch.dtype, device: str) -> bool:
+    """Whether kernels can convert to this type: 8-bit floats need compute capability 8.9."""
+    if cache_dtype != torch.float8_e4m3fn or device != "cuda":
+        return True
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """As it is called on the command line."""
     return str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")

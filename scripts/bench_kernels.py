@@ -12,10 +12,11 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from bench_kernel_cases import KernelCase, Launch, Shape, decode_cases, token_cases
-from bench_machine import copy_bandwidth, processor_name
+from bench_kernel_cases import KernelCase, Launch, Shape, decode_input_cases, token_cases
+from bench_machine import copy_bandwidth, matmul_rate, processor_name
 
 SHAPES = {
     shape.name: shape
@@ -25,9 +26,19 @@ SHAPES = {
         Shape(name="qwen3-32b", hidden=5120, inner=25600, num_heads=64, num_kv_heads=8, head_dim=128),
     )
 }
+VOCAB_SIZE = 151936
 MAX_SETS = 128
 MIN_LAUNCHES = 20
 MAX_REPEATS = 500  # rows that advance at every launch stay within their tables
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU does in this run: bytes per second of a copy, read and written ones counted, and operations per
+    second of a large matrix product."""
+
+    copy: float
+    matmul: float
 
 
 def number_of_sets(num_bytes: int, l2_bytes: int) -> int:
@@ -35,17 +46,23 @@ def number_of_sets(num_bytes: int, l2_bytes: int) -> int:
     return min(MAX_SETS, max(1, -(-4 * l2_bytes // num_bytes)))
 
 
-def row_of(case: KernelCase, seconds: float, bandwidth: float, *, num_sets: int, l2_bytes: int) -> dict[str, object]:
-    """The figures of one kernel; ``bandwidth`` in bytes per second, read and written ones counted."""
-    return {
+def row_of(case: KernelCase, seconds: float, ceilings: Ceilings, *, num_sets: int, l2_bytes: int) -> dict[str, object]:
+    """The figures of one kernel."""
+    row = {
         "kernel": case.kernel,
         "size": case.size,
         "bytes": case.num_bytes,
         "us": round(seconds * 1e6, 2),
         "gb_per_s": round(case.num_bytes / seconds / 1e9, 1),
-        "share_of_copy": round(case.num_bytes / seconds / bandwidth, 3),
+        "share_of_copy": round(case.num_bytes / seconds / ceilings.copy, 3),
         "warm": case.num_bytes * num_sets < 2 * l2_bytes,
     }
+    if case.num_flops:
+        row |= {
+            "tflop_per_s": round(case.num_flops / seconds / 1e12, 1),
+            "share_of_matmul": round(case.num_flops / seconds / ceilings.matmul, 3),
+        }
+    return row
 
 
 def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
@@ -72,14 +89,21 @@ def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
 
 def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
     """Every kernel at every size asked for."""
+    from bench_kernel_attention import attention_cases, prefill_case
+    from bench_kernel_sampling import sampling_cases
+
     for num_tokens in (*args.batch, *args.prefill):
         yield from token_cases(shape, num_tokens)
     for num_requests in args.batch:
         for length in args.length:
-            yield from decode_cases(shape, num_requests, length)
+            yield from attention_cases(shape, num_requests, length)
+            yield from decode_input_cases(shape, num_requests, length)
+        yield from sampling_cases(shape, num_requests, VOCAB_SIZE)
+    for num_tokens in args.prefill:
+        yield prefill_case(shape, num_tokens)
 
 
-def measure(case: KernelCase, bandwidth: float, repeats: int) -> dict[str, object]:
+def measure(case: KernelCase, ceilings: Ceilings, repeats: int) -> dict[str, object]:
     """One row of the table, or why there is none."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     num_sets = number_of_sets(case.num_bytes, l2_bytes)
@@ -87,7 +111,7 @@ def measure(case: KernelCase, bandwidth: float, repeats: int) -> dict[str, objec
         seconds = seconds_per_launch([case.make() for _ in range(num_sets)], repeats)
     except Exception as error:  # one kernel that fails must not cost the figures of the others
         return {"kernel": case.kernel, "size": case.size, "error": f"{type(error).__name__}: {error}"}
-    return row_of(case, seconds, bandwidth, num_sets=num_sets, l2_bytes=l2_bytes)
+    return row_of(case, seconds, ceilings, num_sets=num_sets, l2_bytes=l2_bytes)
 
 
 def print_row(row: dict[str, object]) -> None:
@@ -97,6 +121,8 @@ def print_row(row: dict[str, object]) -> None:
         return
     moved, rate = f"{row['bytes']:>14,} B {row['us']:>10.2f} us", f"{row['gb_per_s']:>9.1f} GB/s"
     share = f"{row['share_of_copy']:>7.1%}{'  warm' if row['warm'] else ''}"
+    if "tflop_per_s" in row:
+        share += f"  {row['tflop_per_s']} TFLOP/s, {row['share_of_matmul']:.1%} of a matrix product's"
     print(f"{row['kernel']:32} {row['size']:>16} {moved} {rate} {share}", flush=True)
 
 
@@ -128,16 +154,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench_kernels times CUDA kernels, and torch finds no CUDA GPU; run it on a GPU host", file=sys.stderr)
         return 2
-    shape, bandwidth = SHAPES[args.shape], copy_bandwidth()
-    print(f"{processor_name()}, torch {torch.__version__}: copies at {bandwidth / 1e9:,.0f} GB/s; shape {shape.name}")
+    shape = SHAPES[args.shape]
+    ceilings = Ceilings(copy_bandwidth(), matmul_rate(shape.dtype))
+    rates = f"copies at {ceilings.copy / 1e9:,.0f} GB/s, matrix products at {ceilings.matmul / 1e12:,.0f} TFLOP/s"
+    print(f"{processor_name()}, torch {torch.__version__}, shape {shape.name}: {rates}")
     rows = []
     for case in all_cases(shape, args):
         if args.only in case.kernel:
-            rows.append(measure(case, bandwidth, args.repeats))
+            rows.append(measure(case, ceilings, args.repeats))
             print_row(rows[-1])
             torch.cuda.empty_cache()
-    facts = {"benchmark": "kernels", "device": processor_name(), "torch": torch.__version__, "shape": shape.name}
-    print(json.dumps(facts | {"copy_gb_per_s": round(bandwidth / 1e9, 1), "results": rows}))
+    facts: dict[str, object] = {
+        "benchmark": "kernels",
+        "device": processor_name(),
+        "torch": torch.__version__,
+        "shape": shape.name,
+    }
+    facts |= {"copy_gb_per_s": round(ceilings.copy / 1e9, 1), "matmul_tflop_per_s": round(ceilings.matmul / 1e12, 1)}
+    print(json.dumps(facts | {"results": rows}))
     return int(any("error" in row for row in rows))
 
 

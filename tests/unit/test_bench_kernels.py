@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_bytes_are_counted_by_hand(bench: Any) -> None:
     """Oracle: the tensors of a small layer, written out: 3 tokens, 8 wide, 2 heads and 1 KV head of 4, 2 bytes each."""
-    cases = sys.modules["bench_kernel_cases"]
+    cases, attention = sys.modules["bench_kernel_cases"], importlib.import_module("bench_kernel_attention")
     shape = cases.Shape(name="tiny", hidden=8, inner=10, num_heads=2, num_kv_heads=1, head_dim=4)
     assert cases.norm_bytes(shape, 3, adds=False) == 2 * (3 * 8 + 3 * 8 + 8)
     assert cases.norm_bytes(shape, 3, adds=True) == 2 * (4 * 3 * 8 + 8)
@@ -36,9 +37,10 @@ def test_bytes_are_counted_by_hand(bench: Any) -> None:
     scales = 3 * 2 * 4
     assert cases.heads_bytes(shape, 3, torch.int8) == merged + angles + queries + positions_and_slots + kept + scales
     keys_and_values, tables, states = 2 * 17 * 2 * 4, 2 * 2 * 4, 2 * 2 * (2 * 4 * 2)
-    assert cases.decode_attention_bytes(shape, 2, 17, torch.bfloat16) == keys_and_values * 2 + tables + states
-    assert cases.decode_attention_bytes(shape, 2, 17, torch.int8) == keys_and_values + 2 * 17 * 2 * 4 + tables + states
+    assert attention.decode_bytes(shape, 2, 17, torch.bfloat16) == keys_and_values * 2 + tables + states
+    assert attention.decode_bytes(shape, 2, 17, torch.int8) == keys_and_values + 2 * 17 * 2 * 4 + tables + states
     assert cases.decode_inputs_bytes(shape, 2, 17) == 2 * (4 + 4 + 4 + 4 + 8 + 8 + 4) + 2 * tables
+    assert attention.prefill_flops(shape, 3) == 2 * 2 * (2 * 4) * (1 + 2 + 3)
 
 
 def test_a_row_of_the_table(bench: Any) -> None:
@@ -46,9 +48,11 @@ def test_a_row_of_the_table(bench: Any) -> None:
     case = sys.modules["bench_kernel_cases"].KernelCase(
         kernel="k", size="s", num_bytes=10**9, make=lambda: lambda: None
     )
-    row = bench.row_of(case, 1e-3, 2e12, num_sets=32, l2_bytes=50 * 2**20)
+    row = bench.row_of(case, 1e-3, bench.Ceilings(2e12, 1e15), num_sets=32, l2_bytes=50 * 2**20)
     figures = {"bytes": 10**9, "us": 1000.0, "gb_per_s": 1000.0, "share_of_copy": 0.5, "warm": False}
     assert row == {"kernel": "k", "size": "s"} | figures
+    row = bench.row_of(replace(case, num_flops=2 * 10**11), 1e-3, bench.Ceilings(2e12, 1e15), num_sets=1, l2_bytes=1)
+    assert (row["tflop_per_s"], row["share_of_matmul"]) == (200.0, 0.2)
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), [(1, 128), (4_000, 50), (200_000, 1), (10**9, 1)])
