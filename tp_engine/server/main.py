@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 2
 _PULSE_S = 0.5
+_LAST_ANSWERS_S = 3.0
 
 
 class FrontendServer(uvicorn.Server):
@@ -128,7 +129,7 @@ async def _serve(settings: FrontendSettings) -> int:
 def main() -> int:
     """Read the settings and serve; the process ends with the one that started it."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontendSettings)
-    die_with_parent(settings.parent_pid)
+    die_with_parent(settings.parent_pid, grace_s=_LAST_ANSWERS_S)
     configure_logging("http")
     return asyncio.run(_serve(settings))
 
