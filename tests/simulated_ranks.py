@@ -38,6 +38,8 @@ class _Meeting:
 class SimulatedCommunicator:
     """One rank's end of a world of threads; the interface of ``tp_engine.dist.collectives.Communicator``."""
 
+    can_capture = False
+
     def __init__(self, info: RankInfo, meeting: _Meeting) -> None:
         self.info = info
         self._meeting = meeting

@@ -45,6 +45,9 @@ class EngineConfig:
         "attention implementation, or PREFILL:DECODE for two that share the work: " + ", ".join(ATTENTION_BACKENDS),
     )
     enforce_eager: bool = option(False, "never use CUDA graphs")
+    cuda_graph_sizes: str | None = option(
+        None, "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)"
+    )
     block_size: int = option(16, "tokens per KV block")
     gpu_memory_utilization: float | None = option(
         None, "share of the device memory that this engine may use (default: 0.9 on CUDA, 0.3 on CPU)"

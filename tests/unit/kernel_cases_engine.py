@@ -17,10 +17,14 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.kernels.layer_ops import LayerOps, triton_ops
 from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.captured_decodes import CapturedDecodes
+from tp_engine.worker.graph_capture import GraphPlan
+from tp_engine.worker.graph_recorder import RepeatingRecorder
 from tp_engine.worker.input_batch import InputBatch
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17]
 NUM_TOKENS = (6, 3, 9)
+RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
 SAMPLING = ({"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 5, "seed": 4})
 
 
@@ -50,13 +54,20 @@ def main() -> None:
         with (
             patch("tp_engine.layers.context.layer_ops", kernels),
             patch("tp_engine.worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
-            patch("tp_engine.worker.worker.InputBatch", partial(InputBatch, decodes_on_device=True)),
-            patch("tp_engine.worker.worker.SamplingState", partial(SamplingState, has_tables=True)),
+            patch("tp_engine.worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
+            patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
         ):
             found = generate(folder)
+            with (
+                patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
+                patch.object(CapturedDecodes, "run", autospec=True, side_effect=CapturedDecodes.run) as replays,
+            ):
+                recorded = generate(folder)
     assert used, "no layer took its operations from the table"
     assert found == expected, (found, expected)
+    assert recorded == expected, (recorded, expected)
+    assert replays.call_count >= 6
     assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
     print(AGREEMENT)
 

@@ -12,9 +12,13 @@ from tp_engine.faults import PhaseNote
 
 
 class Communicator(Protocol):
-    """Collectives over the tensor-parallel ranks.  Every rank calls the same one, in the same order."""
+    """Collectives over the tensor-parallel ranks.  Every rank calls the same one, in the same order.
+
+    ``can_capture``: a CUDA graph may hold them.
+    """
 
     info: RankInfo
+    can_capture: bool
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns ``tensor``."""
@@ -31,6 +35,8 @@ class Communicator(Protocol):
 
 class SingleRank:
     """A world of one: every collective is the identity."""
+
+    can_capture = True
 
     def __init__(self) -> None:
         self.info = RankInfo()
@@ -53,6 +59,7 @@ class ProcessGroupCommunicator:
 
     def __init__(self, info: RankInfo, group: dist.ProcessGroup, note: PhaseNote) -> None:
         self.info = info
+        self.can_capture = dist.get_backend(group) == "nccl"
         self._group = group
         self._note = note
 

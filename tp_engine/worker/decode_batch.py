@@ -36,10 +36,15 @@ class DecodeBatch:
 
     def prepare(self, size: int) -> DecodeInputs:
         """Make the inputs of a step of ``size`` requests."""
+        inputs = self.inputs(size)
+        self._ops.prepare(self._tables, inputs)
+        return inputs
+
+    def inputs(self, size: int) -> DecodeInputs:
+        """Where the inputs of a step of ``size`` requests are."""
         inputs = self._inputs_of_size.get(size)
         if inputs is None:
             inputs = self._inputs_of_size[size] = self._inputs.first(size)
-        self._ops.prepare(self._tables, inputs)
         return inputs
 
     def advance(self, size: int, sampled: torch.Tensor) -> None:

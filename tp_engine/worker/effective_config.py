@@ -13,6 +13,7 @@ from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
+from tp_engine.worker.capture_sizes import capture_sizes
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,6 +73,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),
     )
+    capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # refuses what it can not take
     needs = _attention_needs(effective, model)
     _check_dtype(dtype, needs.capability)
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,12 +15,15 @@ from tp_engine.faults import Phase, PhaseNote
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import IntArray, StepPlan, StepResult, TokenLogprobs
-from tp_engine.sampling.choice import make_sampler
+from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.sampling.choice import KernelSampler, make_sampler
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.captured_decodes import CapturedDecodes
+from tp_engine.worker.graph_recorder import Recorder
 from tp_engine.worker.input_batch import InputBatch, StepInputs
 from tp_engine.worker.input_digest import digest_inputs
+from tp_engine.worker.readback import Readback
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
 """Is told the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
@@ -28,23 +31,23 @@ NoteInputs: TypeAlias = Callable[[int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """A launched step.  ``result`` waits for the device; nothing before it does."""
+    """A launched step.  ``result`` waits for the device; nothing before it does.  ``token_ids`` waits for the ids."""
 
     step_id: int
-    token_ids: torch.Tensor | None
+    token_ids: Callable[[], IntArray] | None = None
     logprobs: LogprobTensors | None = None
     prompt_logprobs: dict[int, LogprobTensors] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         """The step's ids and log-probabilities on the host."""
-        ids: IntArray = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.cpu().numpy()
+        ids = NO_IDS if self.token_ids is None else self.token_ids()
         logprobs: TokenLogprobs | None = None if self.logprobs is None else self.logprobs.to_host()
         prompts = {row: found.to_host() for row, found in self.prompt_logprobs.items()}
         return StepResult(step_id=self.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompts)
 
 
 class ModelRunner:
-    """One rank's model, persistent batch, KV cache and sampler."""
+    """One rank's model, persistent batch, KV cache (``kv_tensors``: it, and its scales if it has some) and sampler."""
 
     def __init__(
         self,
@@ -62,20 +65,39 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._batch = batch
-        self._kv_tensors = (kv_cache,) if kv_scales is None else (kv_cache, kv_scales)
+        self.kv_tensors = (kv_cache,) if kv_scales is None else (kv_cache, kv_scales)
         self._communicator = communicator
         self._sampling = sampling
         self._note = note
         self._note_inputs = note_inputs
         self._sampler = make_sampler(sampling, communicator)
+        self._readback = Readback(len(batch.num_prompt), kv_cache.device)
+        self._captured: CapturedDecodes | None = None
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
     @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:
+        """Record decode steps of each of ``sizes`` (rising) rows; a collective.  ``graph_plan`` says whether it can."""
+        assert self._batch.decodes is not None and isinstance(self._sampler, KernelSampler)
+        self._captured = CapturedDecodes(
+            sizes,
+            recorder,
+            model=self._model,
+            backend=self._backend,
+            decodes=self._batch.decodes,
+            sampler=self._sampler,
+        )
+        return self._captured
+
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
-        """Launch one step.  Ranks other than 0 return a step without results."""
+        """Launch one step."""
         self._apply(plan)
         if plan.num_tokens == 0:
-            return PendingStep(step_id=plan.step_id, token_ids=None)
+            return PendingStep(step_id=plan.step_id)
+        captured = self._captured
+        if captured is not None and not len(plan.prefill_rows) and len(plan.decode_rows) <= captured.largest:
+            return self._replay(plan, captured)
         inputs = self._batch.prepare(plan)
         if self._note_inputs is not None:
             self._note_inputs(plan.step_id, digest_inputs(inputs))
@@ -85,9 +107,16 @@ class ModelRunner:
         prompt_logprobs = {} if inputs.layout.is_decode_only else self._score_prompts(inputs, hidden)
         token_ids, logprobs = self._sample(inputs, hidden)
         self._batch.advance(inputs, token_ids)
-        return PendingStep(
-            step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs
-        )
+        ids = None if token_ids is None else self._readback.start(token_ids)
+        return PendingStep(step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _replay(self, plan: StepPlan, captured: CapturedDecodes) -> PendingStep:
+        """A step that only decodes, from recordings."""
+        rows = plan.decode_rows
+        self._note.reach(Phase.SAMPLE)
+        token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1)
+        self._batch.count_decodes(rows)
+        return PendingStep(step_id=plan.step_id, token_ids=self._readback.start(token_ids), logprobs=logprobs)
 
     def _apply(self, plan: StepPlan) -> None:
         """The plan's changes, in its order: releases and admissions, new blocks, then copies."""
@@ -98,9 +127,9 @@ class ModelRunner:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
         if len(plan.copies):
-            device = self._kv_tensors[0].device
+            device = self.kv_tensors[0].device
             source, target = (upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1))
-            for tensor in self._kv_tensors:
+            for tensor in self.kv_tensors:
                 raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # 8-bit floats can not be indexed
                 raw[:, :, target] = raw[:, :, source]
 

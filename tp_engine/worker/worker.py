@@ -14,17 +14,17 @@ from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.registry import build_model
 from tp_engine.plan import StepPlan
-from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, allocate_kv_scales, bind_kv_cache
+from tp_engine.worker.graph_capture import graph_plan, measure_graph_bytes
+from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.largest_step import run_largest_step
 from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import MemoryLedger
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
 from tp_engine.worker.phases import Phases
+from tp_engine.worker.runner_parts import RunnerParts
 
 logger = get_logger(__name__)
 
@@ -61,12 +61,22 @@ class Worker:
         device = self._phases.run_together("opening the device", self._open_device)
         profiler = self._phases.run_together("first snapshot", lambda: self._make_profiler(device))
         model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
+        parts = RunnerParts(effective, self._groups, model, self._backend, self._kv_shape, device, self._note_inputs)
+        graphs = graph_plan(effective.config, self._backend, self._groups.communicator)
+        graph_bytes = 0
+        if graphs is not None:
+            graph_bytes = self._phases.run(
+                "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, device, lambda: parts.make_runner(1))
+            )
         profiler.weights_loaded()
-        ledger = self._phases.run("profiling memory", lambda: self._profile(model, device, profiler))
+        ledger = self._phases.run("profiling memory", lambda: self._profile(model, device, profiler, graph_bytes))
         num_blocks = self._settle(ledger)
-        self._runner = self._phases.run_together(
-            "allocating the KV cache", lambda: self._make_runner(model, device, num_blocks)
+        runner = self._runner = self._phases.run_together(
+            "allocating the KV cache", lambda: parts.make_runner(num_blocks)
         )
+        if graphs is not None:
+            self._phases.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
+        self._monitor = MemoryMonitor(device, *runner.kv_tensors)
         log_memory(ledger, self._kv_shape, rank=info.rank, num_blocks=num_blocks, max_model_len=effective.max_model_len)
         self._keep_out_of_garbage_collection()
         return num_blocks
@@ -135,10 +145,12 @@ class Worker:
         logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
         return model
 
-    def _profile(self, model: CausalLM, device: Device, profiler: MemoryProfiler) -> MemoryLedger:
+    def _profile(
+        self, model: CausalLM, device: Device, profiler: MemoryProfiler, cuda_graph_bytes: int
+    ) -> MemoryLedger:
         self._groups.note.reach(Phase.PROFILE)
         run_largest_step(model, self._effective, device.torch_device, self._groups.communicator)
-        return profiler.finish()
+        return profiler.finish(cuda_graph_bytes=cuda_graph_bytes)
 
     def _settle(self, ledger: MemoryLedger) -> int:
         config = self._effective.config
@@ -160,34 +172,4 @@ class Worker:
             self._kv_shape,
             max_model_len=self._effective.max_model_len,
             is_override=config.num_gpu_blocks_override is not None,
-        )
-
-    def _make_runner(self, model: CausalLM, device: Device, num_blocks: int) -> ModelRunner:
-        config, torch_device = self._effective.config, device.torch_device
-        kv_cache = allocate_kv_cache(self._kv_shape, num_blocks, torch_device)
-        kv_scales = allocate_kv_scales(self._kv_shape, num_blocks, torch_device)
-        bind_kv_cache(kv_cache, model.attention_layers, kv_scales)
-        batch = InputBatch(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self._effective.max_model_len,
-            block_size=config.block_size,
-            device=torch_device,
-        )
-        sampling = SamplingState(
-            max_num_seqs=config.max_num_seqs,
-            vocab_size=self._effective.model.vocab_size,
-            device=torch_device,
-            info=self._groups.info,
-        )
-        self._monitor = MemoryMonitor(device, *(tensor for tensor in (kv_cache, kv_scales) if tensor is not None))
-        return ModelRunner(
-            model=model,
-            backend=self._backend,
-            batch=batch,
-            kv_cache=kv_cache,
-            kv_scales=kv_scales,
-            communicator=self._groups.communicator,
-            sampling=sampling,
-            note=self._groups.note,
-            note_inputs=self._note_inputs,
         )

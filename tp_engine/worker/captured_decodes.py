@@ -1,0 +1,92 @@
+"""Decode steps from recordings: the device makes its inputs, runs the model and, for plain rows, samples.
+
+::
+
+    host      set_rows, run ------------------------------------------------------------------------> next step
+    device    | rows' tables -> inputs -> model |  plain:  logits, best token, exchange, into the tables |   recorded
+                                                |  others: logits, the sampler's launches, into the tables   launched
+
+What follows the model depends on the rows, so it is a recording of its own, replayed where every row is greedy or
+samples by temperature alone; other steps launch their sampler behind the recorded forward pass.  Logits are the largest
+tensor of all and live only within the second part, so that all sizes share their room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionBackend
+from tp_engine.layers.forward_context import forward_context
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.sampling.choice import KernelSampler
+from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.worker.decode_batch import DecodeBatch
+from tp_engine.worker.decode_graphs import DecodeGraphs
+from tp_engine.worker.graph_recorder import Recorder
+
+_PLAIN = StepKind()
+
+
+class CapturedDecodes:
+    """Records decode steps of each of ``sizes`` (rising) rows when it is made, on all ranks in the same order."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        recorder: Recorder,
+        *,
+        model: CausalLM,
+        backend: AttentionBackend,
+        decodes: DecodeBatch,
+        sampler: KernelSampler,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._decodes = decodes
+        self._sampler = sampler
+        self._hidden: dict[int, torch.Tensor] = {}
+        decodes.set_rows(NO_IDS, sizes[-1])
+        self._forward = DecodeGraphs(sizes, recorder, self._run_model)
+        self._finish = DecodeGraphs(sizes, recorder, self._sample_plain)
+
+    @property
+    def largest(self) -> int:
+        """The most rows of a recorded step."""
+        return self._forward.largest
+
+    def run(self, rows: IntArray, positions: IntArray) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Decode ``rows`` (n,), whose next tokens have ``positions`` (n,).
+
+        Token ids (n,) int32, to be read before the next step is launched or copied behind this one; rank 0's
+        log-probabilities, if any row asks for them.  The rows' tables on the device have the tokens already.
+        """
+        num_rows = len(rows)
+        self._decodes.set_rows(rows, self._forward.padded_size(num_rows))
+        hidden = self._forward.run(num_rows)
+        if self._sampler.device.kind_of(rows, positions) == _PLAIN:
+            return self._finish.run(num_rows), None
+        tokens, logprobs = self._sampler.sample(self._model.compute_local_logits(hidden), rows, positions)
+        self._decodes.advance(num_rows, tokens)
+        return tokens, logprobs
+
+    def _run_model(self, size: int) -> torch.Tensor:
+        """Hidden states (size, hidden); those of padding rows mean nothing."""
+        inputs = self._decodes.prepare(size)
+        metadata = self._decodes.metadata(inputs, np.zeros(size, dtype=np.int32))
+        self._backend.prepare(metadata)
+        with forward_context(metadata):
+            self._hidden[size] = self._model(inputs.input_ids, inputs.positions)
+        return self._hidden[size]
+
+    def _sample_plain(self, size: int) -> torch.Tensor:
+        """Token ids (size,), from the hidden states that ``_run_model`` left."""
+        inputs = self._decodes.inputs(size)
+        rows, logits = inputs.rows.to(torch.int64), self._model.compute_local_logits(self._hidden[size])
+        tokens = self._sampler.device.sample(_PLAIN, logits, rows, inputs.positions + 1)
+        self._decodes.advance(size, tokens)
+        return tokens
