@@ -26,8 +26,7 @@ from tp_engine.flight_recorder.record import load_record
 
 START_PHASES = PHASES[: PHASES.index("step_begin")]
 STEP_PHASES = ("step_begin", "collective", "sample")
-_STARTS_WITHIN_S = 90.0
-_SLACK_S = 5.0  # a machine shared with other jobs
+_STARTS_WITHIN_S = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,9 @@ def run_case(case: Case, folder: Path, gate: Gate | None = None) -> Outcome:
         try:
             asking = _lead_to_fault(case, running)
             struck_s = running.wait_for(STRUCK, _STARTS_WITHIN_S)
+            slack_s = running.slack_s()
             gate.open()
-            code = _await_end(case, running, struck_s)
+            code = _await_end(case, running, struck_s + case.limit_s + DETECTION_S + slack_s)
         except AssertionError as error:
             problems.append(str(error).partition("\n")[0])
         ended_s = time.monotonic()
@@ -124,15 +124,14 @@ def _lead_to_fault(case: Case, running: Job) -> Asking | None:
     return asking
 
 
-def _await_end(case: Case, running: Job, struck_s: float) -> int:
+def _await_end(case: Case, running: Job, deadline_s: float) -> int:
     """The job's exit code; where only a user's script is left, it is woken up or, asleep for ever, killed."""
-    deadline_s = struck_s + case.limit_s + DETECTION_S + _SLACK_S
     if case.outlives_its_ranks:
         while len(running.processes()) > 1:
             assert time.monotonic() < deadline_s, f"the ranks of a script that does not run live on:\n{running.tail()}"
             time.sleep(0.02)
         interrupt(running.process, signal.SIGCONT if case.action == "stop" else signal.SIGKILL)
-        deadline_s = time.monotonic() + DETECTION_S + _SLACK_S
+        deadline_s += DETECTION_S
     return running.wait_end(deadline_s)
 
 
