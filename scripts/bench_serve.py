@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ _WARM_UP_SEED = 1_000_000
 def main() -> int:
     """Measure and print; 1 if any request failed."""
     args = parse_arguments(__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a started server is stopped
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if args.result_dir is not None:

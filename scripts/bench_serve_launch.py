@@ -28,9 +28,7 @@ def own_server(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [*(torchrun if num_ranks > 1 else [sys.executable]), script, "--port", "0", *arguments]
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=_environment())
     try:
         yield _wait_ready(process, log, time.monotonic() + start_s)
     finally:
@@ -55,11 +53,11 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, which torchrun passes to all ranks; after ``_STOP_S`` the whole process group is killed."""
+    """SIGTERM, which torchrun passes to all ranks; after ``_STOP_S`` it is killed, and its ranks end with it."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()

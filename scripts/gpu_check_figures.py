@@ -1,0 +1,89 @@
+"""What scripts/gpu_check shows of each benchmark: figures from its JSON, beside the goal where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Goals on one H200 in bfloat16: (shape, workload) -> output tokens per second, or share of the copy bandwidth.
+_TOKENS_PER_S = {("qwen3-0.6b", "256 requests"): 26_000.0}
+_SHARE = {("qwen3-0.6b", "latency"): 0.60, ("qwen3-8b", "latency"): 0.85}
+_PAGED_DECODE_SHARE = 0.80
+_GAP_US = 50.0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value; ``goal`` is what it should reach, or stay below where ``lower`` is set."""
+
+    label: str
+    value: float
+    unit: str
+    goal: float | None = None
+    lower: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """Whether the goal is met; empty without one."""
+        if self.goal is None:
+            return ""
+        met = self.value <= self.goal if self.lower else self.value >= self.goal
+        return "met" if met else "missed"
+
+
+def figures_of(report: Mapping[str, Any]) -> list[Figure]:
+    """The figures of a script's JSON line; none for a report that is not known."""
+    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve}
+    if "decode_roofline_ms" in report and "workloads" in report:
+        return list(_offline(report))
+    make = kinds.get(str(report.get("benchmark")))
+    return [] if make is None else list(make(report))
+
+
+def _offline(report: Mapping[str, Any]) -> Iterator[Figure]:
+    yield Figure("copy bandwidth", report.get("copy_gb_per_s", 0.0), "GB/s")
+    yield Figure("matrix products", report.get("matmul_tflops", 0.0), "TFLOP/s")
+    for result in report["workloads"]:
+        case = (report["shape"], result["workload"])
+        for engine, found in result["engines"].items():
+            label = f"{report['shape']} {result['workload']}, {engine}"
+            ours = engine == "tp_engine TP 1"
+            if "ms_per_token" in found:
+                yield Figure(label, found["ms_per_token"], "ms/token")
+                yield Figure(label, found["share_of_roofline"], "of the roofline", _SHARE.get(case) if ours else None)
+            else:
+                yield Figure(label, found["tokens_per_s"], "tokens/s", _TOKENS_PER_S.get(case) if ours else None)
+                yield Figure(label, found["share_of_roofline"], "of the roofline")
+
+
+def _kernels(report: Mapping[str, Any]) -> Iterator[Figure]:
+    yield Figure("copy bandwidth", report["copy_gb_per_s"], "GB/s")
+    for row in report["results"]:
+        if "error" in row:
+            continue
+        goal = _PAGED_DECODE_SHARE if _is_large_decode(row) else None
+        yield Figure(f"{row['kernel']} {row['size']}", row["share_of_copy"], "of the copy bandwidth", goal)
+
+
+def _is_large_decode(row: Mapping[str, Any]) -> bool:
+    """Whether a row is decode attention of 64 requests or more; its size reads ``64 x 1024``."""
+    num_requests = str(row["size"]).partition(" ")[0]
+    return row["kernel"].startswith("decode attention") and num_requests.isdigit() and int(num_requests) >= 64
+
+
+def _steps(report: Mapping[str, Any]) -> Iterator[Figure]:
+    label = f"{report['shape']} decode, {report['batch_size']} rows of {report['context_len']}"
+    yield Figure(label, report["step_ms"], "ms/step")
+    yield Figure(label, report["share_of_roofline"], "of the roofline")
+    for key, goal in (("gap_us_median", _GAP_US), ("device_idle_us_per_step", None), ("device_busy_us_per_step", None)):
+        if key in report:
+            yield Figure(f"{label}, {key.split('_us')[0].replace('_', ' ')}", report[key], "us", goal, lower=True)
+
+
+def _serve(report: Mapping[str, Any]) -> Iterator[Figure]:
+    for result in report["results"]:
+        label = f"{result['model_id']} at {result['request_rate']} requests/s"
+        yield Figure(label, result["output_throughput"], "tokens/s")
+        yield Figure(label, result["median_ttft_ms"], "ms to the first token")
+        yield Figure(label, result["median_tpot_ms"], "ms/token")

@@ -1,0 +1,138 @@
+"""The sections of scripts/gpu_check: commands that a developer runs too, each with its own time limit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+_CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
+_TESTS = (*_CORE, "pytest", "psutil")
+_SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """``command`` follows the interpreter; ``modules`` must be importable, ``option`` must be one of the engine's."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    limit_s: float
+    modules: tuple[str, ...] = ()
+    option: str | None = None
+    min_gpus: int = 1
+
+    def argv(self) -> list[str]:
+        """The whole command line."""
+        return [sys.executable, *self.command]
+
+
+def all_sections(args: argparse.Namespace) -> list[Section]:
+    """In the order in which they run."""
+    return [*_checks(), *_benchmarks(args)]
+
+
+def _checks() -> list[Section]:
+    engine_tests = "tests/gpu/test_engine_gpu.py"
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu")
+    return [
+        Section(
+            name="environment",
+            what="GPUs, driver, versions, missing packages",
+            command=("scripts/gpu_check_environment.py",),
+            limit_s=60,
+        ),
+        Section(
+            name="kernels",
+            what="tests/gpu without the engine: kernels and backends against their twins, captured too",
+            command=(*pytest, "tests/gpu", f"--ignore={engine_tests}"),
+            limit_s=420,
+            modules=(*_TESTS, "triton"),
+        ),
+        Section(
+            name="engine",
+            what="the engine against transformers, preempted, twice",
+            command=(*pytest, engine_tests, "-k", "not recorded and not ranks_on_one_gpu"),
+            limit_s=240,
+            modules=_TESTS,
+        ),
+        Section(
+            name="graphs",
+            what="recorded steps give the tokens of eager ones",
+            command=(*pytest, engine_tests, "-k", "recorded"),
+            limit_s=300,
+            modules=_TESTS,
+        ),
+        Section(
+            name="ranks",
+            what="2 and 4 ranks on one GPU give the tokens of one",
+            command=(*pytest, engine_tests, "-k", "ranks_on_one_gpu"),
+            limit_s=240,
+            modules=_TESTS,
+            option="devices",
+        ),
+        Section(
+            name="multi_gpu",
+            what="tests/multi_gpu on all GPUs",
+            command=(*torchrun, *pytest, "tests/multi_gpu"),
+            limit_s=420,
+            modules=(*_TESTS, *_SERVER, "httpx"),
+            min_gpus=2,
+        ),
+    ]
+
+
+def _benchmarks(args: argparse.Namespace) -> list[Section]:
+    nano = ("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()
+    offline = "scripts/bench_offline.py"
+    return [
+        _bench("bench_kernels", "kernels of the 8B shape", 240, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
+        _offline("offline_0.6b", 150, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
+        _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
+        _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
+        _steps("steps_8b", "--shape", "qwen3-8b", "--batch-size", "256", "--context-len", "512"),
+        _bench(
+            "serve_0.6b",
+            "HTTP at three rates, 0.6B shape",
+            240,
+            "scripts/bench_serve.py",
+            *("--shape", "qwen3-0.6b", "--request-rate", "8,32,inf", "--num-prompts", "200"),
+            *("--input-len", "512", "--output-len", "128", "--random-range-ratio", "0.5"),
+            *("--goodput", "ttft:500", "tpot:50", "--server-args", "--max-model-len 2048"),
+            modules=_SERVER,
+        ),
+        _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
+        _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
+        _offline("offline_32b", 420, "--shape", "qwen3-32b", "--rounds", "1", "--no-peer"),
+        Section(
+            name="ranks_0.6b",
+            what="1, 2 and 4 ranks on one GPU, 0.6B shape",
+            command=(
+                offline,
+                *("--shape", "qwen3-0.6b", "--rounds", "1", "--no-peer", "--workloads", "latency"),
+                *("--tensor-parallel-size", "1,2,4", "--devices", "0,0,0,0"),
+            ),
+            limit_s=300,
+            modules=_CORE,
+            option="devices",
+        ),
+    ]
+
+
+def _offline(name: str, limit_s: float, *arguments: str) -> Section:
+    size = name.partition("_")[2].upper()
+    peers = " beside transformers" if name.startswith("peers") else ""
+    return _bench(
+        name, f"batch 1 and 256 requests, {size} shape{peers}", limit_s, "scripts/bench_offline.py", *arguments
+    )
+
+
+def _steps(name: str, *arguments: str) -> Section:
+    size = name.partition("_")[2].upper()
+    return _bench(name, f"gaps between decode steps, {size} shape", 180, "scripts/bench_steps.py", *arguments)
+
+
+def _bench(name: str, what: str, limit_s: float, *command: str, modules: tuple[str, ...] = _CORE) -> Section:
+    return Section(name=name, what=what, command=command, limit_s=limit_s, modules=modules)
