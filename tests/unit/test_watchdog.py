@@ -46,11 +46,12 @@ class Jobs:
         self.silent: set[int] = set()
         self.burning: set[int] = set()
         self.holding: set[int] = set()
-        self.watch = HangWatch(self.board, rank, limits, now_ns=self.now_ns, cpu_of=self.cpu_of)
+        self.stopped: set[int] = set()
+        self.watch = HangWatch(self.board, rank, limits, now_ns=self.now_ns, vitals=self.vitals)
 
-    def cpu_of(self, pid: int) -> int:
+    def vitals(self, pid: int) -> tuple[str, int]:
         """A rank that holds its interpreter uses CPU time; the clock is as good as any."""
-        return self.now_ns if pid - 100 in self.holding else 1
+        return "T" if pid - 100 in self.stopped else "S", self.now_ns if pid - 100 in self.holding else 1
 
     def begin(self, step_id: int, *, ranks: list[int], collectives: int) -> None:
         for rank in ranks:
@@ -165,6 +166,22 @@ def test_a_rank_that_holds_its_interpreter_lives() -> None:
     jobs.holding = set()
     assert jobs.after(29) is None
     assert jobs.after(2) is not None
+
+
+def test_a_rank_that_starts_may_wait_for_a_disk() -> None:
+    """Oracle: no beat and no CPU time: half of the start's budget, unless the kernel says that it is stopped."""
+    jobs = Jobs(2)
+    for slot, note in zip(jobs.board.slots, jobs.notes, strict=True):
+        slot.state = State.STARTING
+        note.reach(Phase.IMPORT)
+    jobs.silent = {1}
+    assert jobs.after(299) is None
+    assert jobs.after(2) is not None
+    jobs = Jobs(2)
+    jobs.board.slots[1].state = State.STARTING
+    jobs.silent = jobs.stopped = {1}
+    hang = jobs.after(31)
+    assert hang is not None and hang.culprits == (1,) and "stopped" in hang.text
 
 
 def test_a_stopped_rank_explains_a_stuck_step() -> None:

@@ -3,7 +3,7 @@
 ::
 
     stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  One that only
-              holds its interpreter for long (an import, a library's call) uses some
+              holds its interpreter for long (an import, a library's call) uses some, or is still starting
     stuck     a step, the start or the end does not get ahead: no rank reaches another phase, collective or step, and,
               where CPU time proves life, the ranks use less than a tenth of one core
 
@@ -19,12 +19,13 @@ from typing import Final
 
 from tp_engine.engine.incident import where
 from tp_engine.faults import Phase
-from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State, process_cpu
+from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State, process_vitals
 
 _PRESENT: Final = (State.STARTING, State.READY, State.STOPPING)
 _GAP_S: Final = 2.0
 _SILENT_S: Final = 2.0
 _LATE_S: Final = 1.0
+_STOPPED: Final = "Tt"
 _LIVING_SHARE: Final = 0.1
 _PROGRESS_WORDS: Final = (8, PHASE_WORD, 10, 11, 12)
 
@@ -59,10 +60,10 @@ class HangWatch:
         limits: HangLimits,
         *,
         now_ns: int,
-        cpu_of: Callable[[int], int] = process_cpu,
+        vitals: Callable[[int], tuple[str, int]] = process_vitals,
     ) -> None:
         self._board = board
-        self._cpu_of = cpu_of
+        self._vitals = vitals
         self._rank = rank
         self._limits = limits
         self._begin(now_ns)
@@ -101,11 +102,15 @@ class HangWatch:
         self._signature, self._cpu_ns, self._looked_ns = signature, cpu_ns, now_ns
 
     def _note_life(self, now_ns: int) -> None:
-        """What the kernel says of the processes that do not beat."""
+        """What the kernel says of the processes that do not beat: one that uses CPU time lives.
+
+        While it starts it may also wait for a disk, with its interpreter held: the start's own limit judges that.
+        """
         for slot in self._board.slots:
             if slot.pid and now_ns - slot.heartbeat_ns > _LATE_S * 1e9:
-                used = self._cpu_of(slot.pid)
-                if used > self._used.setdefault(slot.rank, used):
+                state, used = self._vitals(slot.pid)
+                is_starting = slot.state == State.STARTING and state not in _STOPPED
+                if used > self._used.setdefault(slot.rank, used) or is_starting:
                     self._used[slot.rank], self._lived_ns[slot.rank] = used, now_ns
 
     def _is_starting(self) -> bool:

@@ -12,7 +12,7 @@ import select
 import signal
 import time
 
-from tp_engine.ipc.job_board import process_start, process_state
+from tp_engine.ipc.job_board import process_start, process_vitals
 
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LOOK_S = 0.5
@@ -40,7 +40,7 @@ class ProcessHandle:
         if self.descriptor is not None:
             return bool(select.select([self.descriptor], [], [], 0.0)[0])
         try:
-            return process_start(self.pid) != self._started_ticks or process_state(self.pid) in "ZX"
+            return process_start(self.pid) != self._started_ticks or process_vitals(self.pid)[0] in "ZX"
         except ProcessLookupError:
             return True
 

@@ -293,18 +293,16 @@ def process_start(pid: int) -> int:
     return int(_stat(pid)[19])
 
 
-def process_state(pid: int) -> str:
-    """The kernel's letter for its state, such as ``T`` for stopped; ``ProcessLookupError`` if there is none."""
-    return _stat(pid)[0]
+def process_vitals(pid: int) -> tuple[str, int]:
+    """The kernel's letter for its state (``T``: stopped, ``Z``: ended), and the CPU time it has used, in clock ticks.
 
-
-def process_cpu(pid: int) -> int:
-    """CPU time that ``pid`` has used, in clock ticks; 0 if there is none."""
+    ``("X", 0)`` if there is none.
+    """
     try:
         fields = _stat(pid)
     except ProcessLookupError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+        return "X", 0
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _stat(pid: int) -> list[str]:
