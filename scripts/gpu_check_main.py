@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for section in sections:
             print(f"{section.name:<16}{section.limit_s:>5.0f} s  {section.what}")
             if args.dry_run:
-                print("    " + " ".join(section.argv()))
+                print("    " + shlex.join(section.argv()))
         return 0
     num_gpus = count_gpus()
     if num_gpus == 0:
@@ -91,7 +92,7 @@ def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO
     outcomes: list[Outcome] = []
     for section in sections:
         remaining_s = deadline_s - time.monotonic()
-        title = f"== {section.name}: {' '.join(section.argv())}"
+        title = f"== {section.name}: {shlex.join(section.argv())}"
         print(title, flush=True)
         log.write(title + "\n")
         outcome = why_not(section, num_gpus, options, remaining_s)

@@ -89,7 +89,7 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
     offline = "scripts/bench_offline.py"
     return [
         _bench("bench_kernels", "kernels of the 8B shape", 240, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
-        _offline("offline_0.6b", 150, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
+        _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
         _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
         _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
         _steps("steps_8b", "--shape", "qwen3-8b", "--batch-size", "256", "--context-len", "512"),
