@@ -13,6 +13,7 @@ from tests.unit.sampler_cases import CPU, ids, mixed_samplings
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
 from tp_engine.plan import RowSampling, TokenLogprobs
+from tp_engine.sampling import shares
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
@@ -100,6 +101,13 @@ WIDE_KINDS: list[RowSampling] = [
 ]
 
 
+@pytest.fixture(autouse=True, params=[0, shares.SHORT_WAY_FROM], ids=["short", "usual"])
+def short_way_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The size of vocabulary from which a nucleus is looked for among candidates: any, or the usual one."""
+    monkeypatch.setattr(shares, "SHORT_WAY_FROM", request.param)
+    return int(request.param)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("vocab", "dtype"), [(1000, torch.float32), (1003, torch.bfloat16), (130, torch.float32)])
 def test_every_kind_of_row_in_one_batch(vocab: int, dtype: torch.dtype, world_size: int) -> None:
@@ -159,13 +167,26 @@ def test_broken_logits(value: float) -> None:
         (RowSampling(allowed_token_ids=ids(5, 600), temperature=1.0), 1, 8),
         (RowSampling(temperature=0.6, top_k=20, top_p=0.95), 1, 8 * 20),
         (RowSampling(temperature=0.6, min_p=0.05), 2, 8 + 8),
-        (RowSampling(temperature=0.6, top_p=0.9), 2, 8 + 8 * 257),
         (RowSampling(logprobs=3), 1, 8 + 4 * 1008),
     ],
 )
 def test_what_a_step_costs(sampling: RowSampling, collectives: int, bytes_per_row: int) -> None:
-    """Oracle: the table in ``shares``, counted over the steps; the nucleus of these sharp logits is small."""
+    """Oracle: the table in ``shares``, counted over the steps."""
     count, vocab = 4, 2016
     for counting in compare([sampling] * count, random_logits(count, vocab, scale=5.0), 2):
+        assert counting.num_collectives == collectives * STEPS
+        assert counting.num_bytes == bytes_per_row * count * STEPS
+
+
+@pytest.mark.parametrize(
+    ("scale", "collectives", "bytes_per_row"), [(5.0, 2, 8 + 8 * 257), (0.01, 3, 8 + 8 * 257 + 4 * 1008)]
+)
+def test_what_a_nucleus_costs(scale: float, collectives: int, bytes_per_row: int, short_way_from: int) -> None:
+    """Oracle: the table in ``shares``: a nucleus of sharp logits is among the candidates, one of flat logits is not."""
+    count, vocab = 4, 2016
+    if short_way_from > vocab:
+        collectives, bytes_per_row = 1, 4 * 1008
+    sampling = RowSampling(temperature=0.6, top_p=0.9)
+    for counting in compare([sampling] * count, random_logits(count, vocab, scale=scale), 2):
         assert counting.num_collectives == collectives * STEPS
         assert counting.num_bytes == bytes_per_row * count * STEPS

@@ -7,8 +7,8 @@
     ...                                          |              |
 
 One collective per step for whatever mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).
-Only min_p without top_k, and on CPU top_p without top_k, need another one before it, of one word per row; and on CPU
-the rows whose nucleus is larger than its candidates need one after it.  ``shares`` has the table.
+Only min_p without top_k needs another one before it, of one word per row.  On CPU, top_p without top_k over a large
+vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``shares`` has the table.
 
 All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
 positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p
@@ -94,7 +94,9 @@ class ParallelSampler:
         ]
 
     def _exchange_maxima(self, steps: list[_GroupStep]) -> None:
-        wanting = [step for step in steps if shares.needs_maximum(step.group, step.logits.device)]
+        wanting = [
+            step for step in steps if shares.needs_maximum(step.group, self._state.vocab_size, step.logits.device)
+        ]
         offered = [shares.maximum_share(self._held(step)) for step in wanting]
         for step, stack in zip(wanting, exchange(self._communicator, offered), strict=True):
             step.maximum = shares.decide_maximum(stack)

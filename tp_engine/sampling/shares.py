@@ -4,11 +4,11 @@
 | --- | --- |
 | GREEDY, ANY | the rank key of its best token, after noise: 8 bytes |
 | RANKED | the rank keys of its largest top_k |
-| NUCLEUS on CPU | the rank keys of its 256 likeliest and their total weight; where the nucleus is larger, all logits |
-| NUCLEUS elsewhere, SORTED | its logits |
+| NUCLEUS, SORTED | its logits |
+| NUCLEUS, a large vocabulary, CPU | the rank keys of its 256 likeliest and the slice's weight; if that is too few, its logits |
 
-Before that, ANY with min_p and NUCLEUS on CPU exchange the largest logit of every slice.  Edits and penalties are
-applied to the slices, so they change nothing here.
+Before that, ANY with min_p and the last way exchange the largest logit of every slice.  Edits and penalties are applied
+to the slices, so they change nothing here.
 
 Every decision gives the token that ``Sampler`` draws from the gathered logits: the rank keys of a whole row's best
 tokens are among the best of the slices, integers are merged exactly, and noise follows from the token's id alone.
@@ -26,20 +26,17 @@ from tp_engine.sampling.filters import NUCLEUS_GUESS, draw, fixed_weights, keep_
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, top_keys, unpack_keys
 
+SHORT_WAY_FROM = 1 << 14  # a row of so many logits costs gloo more than another collective
 
-def needs_maximum(group: RowGroup, device: torch.device) -> bool:
+
+def needs_maximum(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
     """Whether a share of the group depends on the largest logit of the whole row."""
-    return (group.way is Way.ANY and group.uses_min_p) or has_short_way(group, device)
+    return (group.way is Way.ANY and group.uses_min_p) or _has_short_way(group, vocab_size, device)
 
 
-def has_short_way(group: RowGroup, device: torch.device) -> bool:
+def _has_short_way(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
     """Whether the group's nucleus is looked for among few candidates first; only on CPU is looking at it free."""
-    return group.way is Way.NUCLEUS and device.type == "cpu"
-
-
-def shares_logits(group: RowGroup, device: torch.device) -> bool:
-    """Whether the group's share is its logits."""
-    return group.way is Way.SORTED or (group.way is Way.NUCLEUS and not has_short_way(group, device))
+    return group.way is Way.NUCLEUS and device.type == "cpu" and vocab_size >= SHORT_WAY_FROM
 
 
 def maximum_share(logits: torch.Tensor) -> torch.Tensor:
