@@ -5,7 +5,7 @@
 | GREEDY, ANY | the rank key of its best token, after noise: 8 bytes |
 | RANKED | the rank keys of its largest top_k |
 | NUCLEUS, SORTED | its logits |
-| NUCLEUS, a large vocabulary, CPU | the rank keys of its 256 likeliest and the slice's weight; if that is too few, its logits |
+| NUCLEUS, CPU, large vocabulary | the rank keys of its 256 likeliest and the slice's weight; its logits if too few |
 
 Before that, ANY with min_p and the last way exchange the largest logit of every slice.  Edits and penalties are applied
 to the slices, so they change nothing here.
