@@ -63,7 +63,11 @@ def _kernels(report: Mapping[str, Any]) -> Iterator[Figure]:
         if "error" in row:
             continue
         goal = _PAGED_DECODE_SHARE if _is_large_decode(row) else None
-        yield Figure(f"{row['kernel']} {row['size']}", row["share_of_copy"], "of the copy bandwidth", goal)
+        label = f"{row['kernel']} {row['size']}"
+        if "share_of_matmul" in row:
+            yield Figure(label, row["share_of_matmul"], "of matrix products")
+        else:
+            yield Figure(label, row["share_of_copy"], "of the copy bandwidth", goal)
 
 
 def _is_large_decode(row: Mapping[str, Any]) -> bool:

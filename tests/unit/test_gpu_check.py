@@ -132,9 +132,12 @@ def test_figures_and_goals() -> None:
     verdicts = {(figure.unit, figure.verdict) for figure in figures_of(offline)}
     assert ("tokens/s", "missed") in verdicts and ("of the roofline", "met") in verdicts
     rows = [{"kernel": "decode attention (bf16)", "size": size, "share_of_copy": 0.7} for size in ("1 x 9", "64 x 9")]
+    rows.append(
+        {"kernel": "prefill attention (bf16)", "size": "9 tokens", "share_of_copy": 0.1, "share_of_matmul": 0.5}
+    )
     rows.append({"kernel": "x", "size": "1", "error": "y"})
     kernels = figures_of({"benchmark": "kernels", "copy_gb_per_s": 1.0, "results": rows})
-    assert [figure.verdict for figure in kernels] == ["", "", "missed"]
+    assert [figure.verdict for figure in kernels] == ["", "", "missed", ""] and kernels[-1].value == 0.5
     steps = {"benchmark": "steps", "shape": "C", "batch_size": 256, "context_len": 8, "step_ms": 1.0}
     steps |= {"share_of_roofline": 0.5, "gap_us_median": 40.0}
     found = figures_of(steps)
