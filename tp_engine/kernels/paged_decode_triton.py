@@ -10,6 +10,7 @@
     partial (N, heads, splits, head_dim) float32, partial_lse (N, heads, splits) float32    joined by a second kernel
 
 The grid depends on the size of the batch alone and lengths are read on the device, so a CUDA graph can hold both.
+The number of splits is no constant of the compiled code, as a new one would stop the engine while Triton compiles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import triton.language as tl
 from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile
 
 MAX_SPLITS = 64
+# Widths of the joining kernel, which is compiled for the smallest that holds the splits.
+_JOIN_WIDTHS = (8, MAX_SPLITS)
 # Enough programs that the last wave of them is short next to the rest.
 _PROGRAMS_PER_MULTIPROCESSOR = 16
 # A split below so many keys costs more to start and to join than it saves.
@@ -40,7 +43,7 @@ class DecodeSizes:
     num_splits: int
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])  # type: ignore[untyped-decorator]
 def paged_decode_kernel(  # type: ignore[no-untyped-def]
     query,
     key_cache,
@@ -54,6 +57,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     scale,
     query_stride,
     table_stride,
+    num_splits,
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     QUERY_LEN: tl.constexpr,  # noqa: N803
@@ -63,26 +67,27 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     MIN_TILES: tl.constexpr,  # noqa: N803
-    NUM_SPLITS: tl.constexpr,  # noqa: N803
+    IS_SPLIT: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
     QUANTISED: tl.constexpr,  # noqa: N803
 ):
-    """``out`` is the output (N, heads, head_dim) where NUM_SPLITS is 1, else ``partial``."""
+    """``out`` is ``partial`` with IS_SPLIT, else the output (N, heads, head_dim) of the only split."""
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     length = tl.load(seq_lens + request)
-    first, tiles, per_split = split_of(length, QUERY_LEN, TILE, MIN_TILES, NUM_SPLITS, WINDOW)
+    first, tiles, per_split = split_of(length, num_splits, QUERY_LEN, TILE, MIN_TILES, WINDOW)
     tile = split * per_split
     end = tl.minimum(tile + per_split, tiles)
-    if tile < end or NUM_SPLITS == 1:
+    if tile < end or not IS_SPLIT:
         line = tl.arange(0, ROWS)
         column = tl.arange(0, HEAD_PAD)
         inside = (line < QUERY_LEN * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-        token = request * QUERY_LEN + line // GROUP
+        # 64 bits only where the request's memory begins: as offsets of every element they would fill the registers.
+        own_query = query + request * QUERY_LEN * query_stride
         head = kv_head * GROUP + line % GROUP
-        place = query + token[:, None] * query_stride + head[:, None] * HEAD_DIM + column[None, :]
-        states = tl.load(place, mask=inside, other=0.0)
+        place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
+        states = tl.load(own_query + place, mask=inside, other=0.0)
         own = length - QUERY_LEN + line // GROUP
 
         accumulated = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
@@ -98,20 +103,22 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
             # fmt: on
 
         result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
-        row = (token * NUM_KV_HEADS * GROUP + head) * NUM_SPLITS + split
-        tl.store(out + row[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside)
-        if NUM_SPLITS > 1:
+        first_row = request * QUERY_LEN * NUM_KV_HEADS * GROUP * num_splits
+        row = (line // GROUP * NUM_KV_HEADS * GROUP + head) * num_splits + split
+        place = row[:, None] * HEAD_DIM + column[None, :]
+        tl.store(out + first_row * HEAD_DIM + place, result.to(out.dtype.element_ty), mask=inside)
+        if IS_SPLIT:
             lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
-            tl.store(partial_lse + row, lse, mask=line < QUERY_LEN * GROUP)
+            tl.store(partial_lse + first_row + row, lse, mask=line < QUERY_LEN * GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_of(  # type: ignore[no-untyped-def]
     length,
+    num_splits,
     QUERY_LEN: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     MIN_TILES: tl.constexpr,  # noqa: N803
-    NUM_SPLITS: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
 ):
     """The first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
@@ -119,37 +126,38 @@ def split_of(  # type: ignore[no-untyped-def]
     if WINDOW > 0:
         first = tl.maximum(length - QUERY_LEN - WINDOW + 1, 0) // TILE * TILE
     tiles = tl.cdiv(length - first, TILE)
-    return first, tiles, tl.maximum(tl.cdiv(tiles, NUM_SPLITS), MIN_TILES)
+    return first, tiles, tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
 def join_splits_kernel(  # type: ignore[no-untyped-def]
     partial,
     partial_lse,
     seq_lens,
     out,
+    num_splits,
     NUM_HEADS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
     QUERY_LEN: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     MIN_TILES: tl.constexpr,  # noqa: N803
-    NUM_SPLITS: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
 ):
-    """One program: one head of one token."""
+    """One program: one head of one token, of WIDTH splits at most."""
     token = tl.program_id(0).to(tl.int64)
     row = token * NUM_HEADS + tl.program_id(1)
     length = tl.load(seq_lens + token // QUERY_LEN)
-    _, tiles, per_split = split_of(length, QUERY_LEN, TILE, MIN_TILES, NUM_SPLITS, WINDOW)
-    split = tl.arange(0, NUM_SPLITS)
+    _, tiles, per_split = split_of(length, num_splits, QUERY_LEN, TILE, MIN_TILES, WINDOW)
+    split = tl.arange(0, WIDTH)
     column = tl.arange(0, HEAD_PAD)
     is_used = split < tl.cdiv(tiles, per_split)
-    lse = tl.load(partial_lse + row * NUM_SPLITS + split, mask=is_used, other=float("-inf"))
+    lse = tl.load(partial_lse + row * num_splits + split, mask=is_used, other=float("-inf"))
     peak = tl.max(lse, axis=0)
     weights = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
     inside = is_used[:, None] & (column < HEAD_DIM)[None, :]
-    place = partial + (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + column[None, :]
+    place = partial + (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
     states = tl.load(place, mask=inside, other=0.0)
     total = tl.sum(weights, axis=0)
     result = tl.sum(states * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
@@ -191,7 +199,6 @@ def paged_decode_triton(
         "QUERY_LEN": query_len,
         "TILE": sizes.tile,
         "MIN_TILES": max(1, _MIN_KEYS_PER_SPLIT // sizes.tile),
-        "NUM_SPLITS": num_splits,
         "WINDOW": window or 0,
     }
     paged_decode_kernel[(num_kv_heads, num_splits, len(seq_lens))](
@@ -207,12 +214,14 @@ def paged_decode_triton(
         scale * LOG2_E,
         query.stride(0),
         block_table.stride(0),
+        num_splits,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(query_len * group)),
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
         BLOCK_SIZE=kv_cache.shape[2],
+        IS_SPLIT=num_splits > 1,
         QUANTISED=kv_scales is not None,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
@@ -220,7 +229,16 @@ def paged_decode_triton(
     )
     if num_splits > 1:
         join_splits_kernel[(num_tokens, num_heads)](
-            partial, lse, seq_lens, out, NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, **ranges
+            partial,
+            lse,
+            seq_lens,
+            out,
+            num_splits,
+            NUM_HEADS=num_heads,
+            WIDTH=next(width for width in _JOIN_WIDTHS if width >= num_splits),
+            HEAD_DIM=head_dim,
+            HEAD_PAD=head_pad,
+            **ranges,
         )
 
 
@@ -235,4 +253,4 @@ def decode_sizes(
     num_splits = min(MAX_SPLITS, 1 << max(0, wanted).bit_length() - 1) if wanted > 1 else 1
     head_bytes = triton.next_power_of_2(head_dim) * itemsize
     tile = 64 if head_bytes <= 256 else 32
-    return DecodeSizes(tile=tile, num_warps=4, num_stages=3 if head_bytes <= 512 else 2, num_splits=num_splits)
+    return DecodeSizes(tile=tile, num_warps=4, num_stages=5 if head_bytes <= 512 else 2, num_splits=num_splits)

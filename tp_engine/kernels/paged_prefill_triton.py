@@ -73,10 +73,10 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
         number = first_query + line // GROUP
         is_query = (line < BLOCK_Q * GROUP) & (number < num_queries)
         inside = is_query[:, None] & (column < HEAD_DIM)[None, :]
-        token = (start + number).to(tl.int64)
+        first_token = (start + first_query).to(tl.int64)
         head = kv_head * GROUP + line % GROUP
-        place = query + token[:, None] * query_stride + head[:, None] * HEAD_DIM + column[None, :]
-        states = tl.load(place, mask=inside, other=0.0)
+        place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
+        states = tl.load(query + first_token * query_stride + place, mask=inside, other=0.0)
         cached = length - num_queries
         own = cached + number
 
@@ -104,8 +104,9 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
                 True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED)
         # fmt: on
         result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
-        row = token * NUM_KV_HEADS * GROUP + head
-        tl.store(out + row[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+        width: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+        place = (line // GROUP * width + head * HEAD_DIM)[:, None] + column[None, :]
+        tl.store(out + first_token * width + place, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,4 +198,4 @@ def prefill_sizes(head_dim: int, itemsize: int) -> PrefillSizes:
         return PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=1)
     if head_pad <= 128:
         return PrefillSizes(rows=128, tile=64, num_warps=8, num_stages=3)
-    return PrefillSizes(rows=64, tile=64, num_warps=4, num_stages=2)
+    return PrefillSizes(rows=128, tile=32, num_warps=8, num_stages=2)
