@@ -19,7 +19,7 @@ from typing import IO, Any
 from gpu_check_sections import Section
 
 ROOT = Path(__file__).resolve().parents[1]
-_KILL_S = 5.0
+_STOP_S, _KILL_S = 20.0, 5.0  # a server takes a moment to stop
 _LEAST_S = 15.0
 
 
@@ -121,7 +121,7 @@ def _environment() -> dict[str, str]:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Ask the group to end, then kill what is left of it."""
-    for number, grace_s in ((signal.SIGTERM, _KILL_S), (signal.SIGKILL, _KILL_S)):
+    for number, grace_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _KILL_S)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
