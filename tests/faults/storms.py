@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fault_jobs import DETECTION_S, HARD_LIMIT_S, Job, interrupt, job, port_is_free
+from tests.fault_jobs import DETECTION_S, HARD_LIMIT_S, STARTUP_LIMIT_S, Job, interrupt, job, port_is_free
 from tests.faults.client import Asking
 from tests.faults.gate import Gate
 
@@ -26,6 +26,7 @@ MOMENTS = ("loading", "idle", "decoding")
 _STARTS_WITHIN_S = 150.0
 _STOP_S = 20.0
 _START_TAKES_S = 4.0
+_AGENT_KILLS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Storm:
     moment: str
     seed: int = 0
     num_ranks: int = 2
+
+    @property
+    def is_unnoticed(self) -> bool:
+        """A user's script that does not call the engine: it is told in the log, but nobody may end the script."""
+        return self.kind == "script" and self.moment == "idle" and self.target not in ("0", "agent")
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.num_ranks}-{self.what}-{self.target}-{self.moment}-{self.seed}"
@@ -84,7 +90,11 @@ def run_storm(storm: Storm, folder: Path, gate: Gate | None = None) -> StormOutc
             struck_s, slack_s = time.monotonic(), running.slack_s()
             _strike(storm, running, rng)
             gate.open()
-            code = running.wait_end(struck_s + _limit_s(storm) + slack_s)
+            deadline_s = struck_s + _limit_s(storm) + slack_s
+            if storm.is_unnoticed:
+                running.wait_for("flight record", deadline_s - time.monotonic())
+                interrupt(running.process, signal.SIGINT)
+            code = running.wait_end(deadline_s + DETECTION_S * storm.is_unnoticed)
             problems += _wrong_code(storm, code)
             if asking is not None and storm.target != "agent" and storm.what == "kill" and storm.target != "0":
                 problems += asking.problems()
@@ -136,7 +146,12 @@ def _strike(storm: Storm, running: Job, rng: random.Random) -> None:
 def _limit_s(storm: Storm) -> float:
     if storm.what in ("term", "int", "term twice"):
         return _STOP_S
-    return DETECTION_S + (HARD_LIMIT_S if storm.what == "stop" else 0.0)
+    if storm.what != "stop":
+        return DETECTION_S
+    if storm.moment != "loading":
+        return DETECTION_S + HARD_LIMIT_S
+    # Stopped before it is on the board, a rank of torchrun's can be ended by the agent alone.
+    return DETECTION_S + STARTUP_LIMIT_S + (_AGENT_KILLS_S if storm.kind != "script" else 0.0)
 
 
 def _wrong_code(storm: Storm, code: int) -> list[str]:
