@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Time one attention layer's decode: prepare once per step, forward once per layer.  Ends with one JSON line."""
+"""Time one attention layer's decode: prepare once per step, forward once per layer.  Ends with one JSON line.
+
+Beside each time: the keys and values it reads per second, as a share of the bandwidth measured in the same run.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from bench_machine import copy_bandwidth, processor_name, read_bandwidth
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
@@ -74,7 +78,12 @@ def _clocks(device: str) -> tuple[float, float]:
 
 
 def measure(
-    shape_name: str, dtype_name: str, seq_lens: np.ndarray, args: argparse.Namespace, consecutive: bool
+    shape_name: str,
+    dtype_name: str,
+    seq_lens: np.ndarray,
+    args: argparse.Namespace,
+    consecutive: bool,
+    bandwidth: float,
 ) -> dict[str, object]:
     """One row of the table."""
     num_heads, num_kv_heads, head_dim = SHAPES[shape_name]
@@ -97,7 +106,10 @@ def measure(
         backend.forward(query, key, value, caches[:, next(layers)], metadata, shape)
 
     facts = {"shape": shape_name, "dtype": dtype_name, "rows": len(seq_lens), "tokens": int(seq_lens.sum())}
-    return facts | {"consecutive": consecutive} | timed(lambda: backend.prepare(metadata), forward, args)
+    times = timed(lambda: backend.prepare(metadata), forward, args)
+    num_bytes = int(seq_lens.sum()) * 2 * num_kv_heads * head_dim * dtype.itemsize
+    share = {"share_of_bandwidth": round(num_bytes / (times["layer_us"] * 1e-6) / bandwidth, 3)}
+    return facts | {"consecutive": consecutive} | times | share
 
 
 def main() -> None:
@@ -109,6 +121,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=100)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    bandwidth = copy_bandwidth() if args.device == "cuda" else read_bandwidth()
+    print(f"{processor_name()}: {bandwidth / 1e9:.1f} GB/s")
     results = []
     with torch.inference_mode():
         for (shape_name, dtype_name), rows in itertools.product(KINDS, (1, 32)):
@@ -117,10 +131,11 @@ def main() -> None:
                 uneven = np.random.default_rng(1).integers(32, 257, rows)
                 batches = [(np.full(rows, length), False) for length in (200, 272)] + [(uneven, False)]
             for seq_lens, consecutive in batches:
-                result = measure(shape_name, dtype_name, seq_lens.astype(np.int32), args, consecutive)
+                result = measure(shape_name, dtype_name, seq_lens.astype(np.int32), args, consecutive, bandwidth)
                 results.append(result)
                 print(*(f"{name} {value}" for name, value in result.items()), sep="  ")
-    print(json.dumps({"benchmark": "attention_decode", "threads": args.threads, "results": results}))
+    facts = {"benchmark": "attention_decode", "threads": args.threads, "gb_per_s": round(bandwidth / 1e9, 1)}
+    print(json.dumps(facts | {"results": results}))
 
 
 if __name__ == "__main__":
