@@ -40,7 +40,14 @@ class RankError(RuntimeError):
 
 
 class MemoryBudgetError(RuntimeError):
-    """The device has too little memory for what was asked; carries the numbers and the remedy."""
+    """The device has too little memory for what was asked; carries the numbers and the remedy.
+
+    All ranks raise the same; ``rank`` is the first one that had too little, None where none is worse off than others.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class EngineDeadError(RuntimeError):

@@ -32,7 +32,7 @@ from tp_engine.ipc.pulse import Pulse
 _DYING_S = 2.0
 _FOLLOWER_DYING_S = 0.5
 _FAREWELL_S = 8.0
-_OWN_FAULT = (MemoryBudgetError, WeightError, PlanError)
+_OWN_FAULT = (WeightError, PlanError)
 
 
 class Job:
@@ -128,7 +128,8 @@ class Job:
 
     def report(self, error: BaseException) -> None:
         """Leave ``error`` with its traceback on the board, for all ranks to see."""
-        blamed = error.rank if isinstance(error, RankError) and error.rank != self.rank else None
+        culprit = error.rank if isinstance(error, (RankError, MemoryBudgetError)) else None
+        blamed = None if culprit == self.rank else culprit
         is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
         self.slot.fail("".join(text), blamed_rank=blamed)
@@ -139,6 +140,9 @@ class Job:
         A collective fails as soon as a dying peer's sockets close, which is shortly before its process has ended.
         """
         self.report(error)
+        if isinstance(error, MemoryBudgetError):  # agreed on: every rank raises the same, and it names the one
+            self._record_own(error, self.rank if error.rank is None else error.rank)
+            return
         may_follow = isinstance(error, RuntimeError) and not isinstance(error, _OWN_FAULT)
         if self._is_explained(error):
             return
@@ -152,8 +156,8 @@ class Job:
             if monotonic() > deadline_s:
                 break
             sleep(0.01)
-        if self.rank == 0 and isinstance(error, Exception):
-            self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", self.rank)
+        if isinstance(error, Exception):
+            self._record_own(error, self.rank)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
@@ -187,6 +191,10 @@ class Job:
             self.slot.fail("the engine was closed before it was ready")
         self.watchdog.stop()
         self.board.stop_sharing()
+
+    def _record_own(self, error: Exception, culprit: int) -> None:
+        if self.rank == 0:
+            self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", culprit)
 
     def _record(self, incident: Incident) -> None:
         """Leave a flight record: rank 0 does, or rank 1 where rank 0 is the reason and could not by itself."""

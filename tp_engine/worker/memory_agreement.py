@@ -62,7 +62,8 @@ def agree_on_blocks(local: int | Exception, group: HostGroup) -> Agreement:
     causes = group.all_gather_bytes((failure or "").encode())
     failed = [f"rank {rank}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
     raise MemoryBudgetError(
-        f"{len(failed)} of {group.info.world_size} ranks could not provide a KV cache: {'; '.join(failed)}"
+        f"{len(failed)} of {group.info.world_size} ranks could not provide a KV cache: {'; '.join(failed)}",
+        rank=next(rank for rank, cause in enumerate(causes) if cause),
     ) from (local if isinstance(local, Exception) else None)
 
 
