@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,13 @@ class Answers:
 
 def makers(**engines: Answers) -> dict[str, Callable[[], Engine]]:
     return {name: lambda engine=engine: engine for name, engine in engines.items()}  # type: ignore[misc]
+
+
+def small_config(folder: Path) -> None:
+    """The config.json of a small Qwen3."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
 
 
 @pytest.mark.parametrize("shape", DUMMY_SHAPES)
@@ -113,9 +121,7 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_dummy_weights_are_those_of_the_peers(tmp_path: Path) -> None:
     """Oracle: tp_engine with ``load_format="dummy"``: transformers gives the same tokens with the copied weights."""
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
+    small_config(tmp_path)
     work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
     options = {"dtype": "float32", "load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 32}
     ours, theirs = TpEngine(str(tmp_path), options), TransformersGenerate(str(tmp_path), "float32", dummy=True)
@@ -135,6 +141,50 @@ def test_dummy_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     for name, value in dummy_weights(shapes, torch.bfloat16, torch.device("cpu")):
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
+
+
+NANO_VLLM = """
+import atexit
+from pathlib import Path
+
+CALLS = []
+
+
+class SamplingParams:
+    def __init__(self, temperature, ignore_eos, max_tokens):
+        assert temperature > 1e-10 and ignore_eos
+        self.max_tokens = max_tokens
+
+
+class LLM:
+    def __init__(self, model, **options):
+        assert (Path(model) / "model.safetensors").exists() and (Path(model) / "tokenizer.json").exists()
+        CALLS.append(options)
+        atexit.register(self.exit)
+
+    def generate(self, prompts, sampling_params, use_tqdm=True):
+        CALLS.append([(len(prompt), params.max_tokens) for prompt, params in zip(prompts, sampling_params)])
+
+    def exit(self):
+        CALLS.append("exit")
+"""
+
+
+def test_nano_vllm_gets_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a stand-in with nano-vllm's interface, which wants a tokenizer and weights in the folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "engine" / "nanovllm").mkdir(parents=True)
+    (tmp_path / "engine" / "nanovllm" / "__init__.py").write_text(NANO_VLLM)
+    args = parse_arguments(["--shape", "qwen3-0.6b", "--no-peer", "--nano-vllm-path", str(tmp_path / "engine")])
+    small_config(tmp_path)
+    engine = bench_contenders.engine_makers(args, str(tmp_path))["nano-vllm"]()
+    try:
+        assert engine.run(Workload("one", [[5, 6, 7]], [4])).first_token_s is not None
+        assert engine.run(Workload("two", [[5], [6, 7]], [4, 2])).token_ids == []
+    finally:
+        engine.close()
+        calls = sys.modules.pop("nanovllm").CALLS
+    assert calls[1:] == [[(3, 4)], [(3, 1)], [(1, 4), (2, 2)], "exit"]
 
 
 def test_command_line_depends_on_the_shape(capsys: pytest.CaptureFixture[str]) -> None:
