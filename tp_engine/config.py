@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -35,6 +36,9 @@ class EngineConfig:
     revision: str | None = option(None, "hub revision of the model")
     tensor_parallel_size: int = option(1, "number of ranks that share the model")
     device: str = option("auto", "where to run; auto takes CUDA where there is a GPU", choices=DEVICES)
+    devices: str | None = option(
+        None, "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)"
+    )
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
     kv_cache_dtype: str = option(
         "auto", "type of the KV cache; auto takes dtype; fp8 and int8 are quantised", choices=KV_CACHE_DTYPES
@@ -82,6 +86,8 @@ class EngineConfig:
             if choices and value not in choices:
                 raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(choices)}")
             check_type(spec.name, value, str(spec.type))
+        if self.devices is not None:
+            check_devices(self.devices)
         parts = self.attention_backend.split(":")
         known = ATTENTION_BACKENDS[1:] if len(parts) == 2 else ATTENTION_BACKENDS
         if len(parts) > 2 or any(part not in known for part in parts):

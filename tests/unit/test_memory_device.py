@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.memory_cases import FakeDevice
+from tp_engine.device_map import DeviceMap
 from tp_engine.units import MIB
 from tp_engine.worker import device, nvml
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
@@ -100,8 +101,10 @@ def test_cpu_device_is_a_share_of_the_host() -> None:
 
 def test_make_device() -> None:
     """The CPU device, and a CUDA device of the local rank, which touches no GPU yet."""
-    assert make_device("cpu", local_rank=1, local_world_size=2).torch_device == torch.device("cpu")
-    assert make_device("cuda", local_rank=1, local_world_size=2).torch_device == torch.device("cuda", 1)
+    own, shared = DeviceMap((0, 1)), DeviceMap((3, 3))
+    assert make_device("cpu", own, local_rank=1, local_world_size=2).torch_device == torch.device("cpu")
+    assert make_device("cuda", own, local_rank=1, local_world_size=2).torch_device == torch.device("cuda", 1)
+    assert make_device("cuda", shared, local_rank=1, local_world_size=2).torch_device == torch.device("cuda", 3)
 
 
 def test_a_driver_that_says_nothing() -> None:
@@ -144,9 +147,12 @@ def test_own_bytes_from_the_driver(
     assert nvml.process_bytes("5678") is None
 
 
-@pytest.mark.parametrize(("own", "non_torch"), [(12 * GB, 2 * GB), (None, 20 * GB)])
-def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, non_torch: int) -> None:
-    """Non-torch memory is this process's own where the driver tells, else all that torch does not hold."""
+@pytest.mark.parametrize(("own", "num_sharing", "non_torch"), [(12, 1, 2), (None, 1, 20), (12, 2, 2), (None, 2, 5)])
+def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sharing: int, non_torch: int) -> None:
+    """Non-torch memory is this process's own where the driver tells, else all that torch does not hold.
+
+    Two ranks on one GPU have half of it each; where the driver does not tell, of its 30 GiB in use too.
+    """
     figures = {
         "synchronize": None,
         "mem_get_info": (50 * GB, 80 * GB),
@@ -157,14 +163,14 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, non_tor
     }
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(device, "process_bytes", lambda uuid: own)
-    assert CudaDevice(0, 1).snapshot() == MemorySnapshot(
-        total=80 * GB,
-        free=50 * GB,
+    monkeypatch.setattr(device, "process_bytes", lambda uuid: None if own is None else own * GB)
+    assert CudaDevice(0, 2, num_sharing).snapshot() == MemorySnapshot(
+        total=80 * GB // num_sharing,
+        free=50 * GB // num_sharing,
         torch_allocated=8 * GB,
         torch_reserved=10 * GB,
         torch_peak=9 * GB,
-        non_torch=non_torch,
+        non_torch=non_torch * GB,
     )
 
 
@@ -199,5 +205,6 @@ def test_ranks_of_one_host_share_its_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
     torch.set_num_threads(7)
-    make_device(device_type, local_rank=0, local_world_size=local_world_size).set_current()
+    devices = DeviceMap(tuple(range(local_world_size)))
+    make_device(device_type, devices, local_rank=0, local_world_size=local_world_size).set_current()
     assert torch.get_num_threads() == expected

@@ -1,4 +1,7 @@
-"""The collectives that layers call, behind one interface: NCCL on CUDA, gloo on CPU, nothing at all for one rank."""
+"""The collectives that layers call, behind one interface.
+
+NCCL on CUDA, gloo on CPU, gloo through the host where ranks share a GPU, nothing at all for one rank.
+"""
 
 from __future__ import annotations
 
@@ -88,3 +91,29 @@ class ProcessGroupCommunicator:
         self._note.collective()
         dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
+
+
+class StagedCommunicator:
+    """Collectives of device tensors through the host: they wait for the device, and a CUDA graph can not hold them.
+
+    ``host`` does them with tensors on the CPU.
+    """
+
+    can_capture = False
+
+    def __init__(self, host: Communicator) -> None:
+        self.info = host.info
+        self._host = host
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self._host.all_reduce(tensor.cpu()))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._host.all_gather(tensor.cpu()).to(tensor.device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        gathered = self._host.gather(tensor.cpu())
+        return None if gathered is None else gathered.to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self._host.broadcast(tensor.cpu()))

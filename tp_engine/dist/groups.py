@@ -1,4 +1,7 @@
-"""Process groups: one for device tensors (NCCL or gloo), one on the host (gloo) for numbers and short messages."""
+"""Process groups: one for device tensors (NCCL or gloo), one on the host (gloo) for numbers and short messages.
+
+NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank
+from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
 from tp_engine.dist.rank import RankInfo
 from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
@@ -130,16 +133,18 @@ def join(
     check: Callable[[], None],
     *,
     device_type: str,
+    shares_devices: bool = False,
     start_s: float,
     collective_s: float,
 ) -> RankGroups:
     """Meet the other ranks and return the groups; every rank calls this.
 
     ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every
-    collective between devices.  ``check`` is called again and again while this rank waits for the others, and raises
-    when one has died.  Raises ``RankError`` when the others do not come in time.
+    collective between devices.  ``shares_devices``: some GPU has several ranks.  ``check`` is called again and again
+    while this rank waits for the others, and raises when one has died.  Raises ``RankError`` when the others do not
+    come in time.
     """
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "nccl" if device_type == "cuda" and not shares_devices else "gloo"
     if dist.is_initialized():
         raise RankError(
             info.rank,
@@ -160,7 +165,9 @@ def join(
         raise
     except (RuntimeError, TimeoutError) as error:
         raise RankError(info.rank, f"not all {info.world_size} ranks met within {start_s:g} s ({error})") from error
-    communicator = ProcessGroupCommunicator(info, device, note)
+    communicator: Communicator = ProcessGroupCommunicator(info, device, note)
+    if device_type == "cuda" and backend == "gloo":
+        communicator = StagedCommunicator(communicator)
     return RankGroups(info, communicator, HostGroup(info, host), note, owns_default=True)
 
 

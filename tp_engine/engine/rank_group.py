@@ -133,6 +133,7 @@ def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job) ->
         job.note,
         job.check,
         device_type=effective.config.device,
+        shares_devices=effective.device_map.is_shared,
         start_s=effective.config.startup_timeout_s,
         collective_s=effective.config.collective_timeout_s,
     )

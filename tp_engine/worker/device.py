@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from tp_engine.device_map import DeviceMap
 from tp_engine.worker.host_memory import host_memory, process_memory, reset_peak
 from tp_engine.worker.nvml import process_bytes
 
@@ -51,17 +52,19 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """The GPU ``local_rank`` of this host.
+    """The GPU ``index``, or an equal share of its memory where ``num_sharing`` ranks run on it.
 
     ``non_torch`` counts this process alone where the driver tells how much each process uses.  Where it does not (in
     some containers), it counts all that torch does not hold on the GPU, and a change by another process while this one
-    profiles is taken for ours; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.
+    profiles is taken for ours; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.  Ranks that share
+    the GPU are alike, so each is then charged an equal part of what is used.
     """
 
     type = "cuda"
 
-    def __init__(self, local_rank: int, local_world_size: int) -> None:
-        self.torch_device = torch.device("cuda", local_rank)
+    def __init__(self, index: int, local_world_size: int, num_sharing: int = 1) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._num_sharing = num_sharing
         self._local_world_size = local_world_size
 
     def snapshot(self) -> MemorySnapshot:
@@ -70,12 +73,12 @@ class CudaDevice:
         reserved = torch.cuda.memory_reserved(self.torch_device)
         own = process_bytes(str(torch.cuda.get_device_properties(self.torch_device).uuid))
         return MemorySnapshot(
-            total=total,
-            free=free,
+            total=total // self._num_sharing,
+            free=free // self._num_sharing,
             torch_allocated=torch.cuda.memory_allocated(self.torch_device),
             torch_reserved=reserved,
             torch_peak=torch.cuda.max_memory_allocated(self.torch_device),
-            non_torch=(total - free if own is None else own) - reserved,
+            non_torch=((total - free) // self._num_sharing if own is None else own) - reserved,
         )
 
     def reset_peak(self) -> None:
@@ -129,9 +132,11 @@ class CpuDevice:
         _share_cores(self._local_world_size)
 
 
-def make_device(device_type: str, *, local_rank: int, local_world_size: int) -> Device:
-    """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``."""
-    return CudaDevice(local_rank, local_world_size) if device_type == "cuda" else CpuDevice(local_world_size)
+def make_device(device_type: str, devices: DeviceMap, *, local_rank: int, local_world_size: int) -> Device:
+    """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``; ``devices`` says which GPU."""
+    if device_type == "cpu":
+        return CpuDevice(local_world_size)
+    return CudaDevice(devices.indices[local_rank], local_world_size, devices.num_sharing(local_rank))
 
 
 def _share_cores(local_world_size: int) -> None:

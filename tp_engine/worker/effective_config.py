@@ -11,6 +11,7 @@ import torch
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
+from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
 from tp_engine.worker.capture_sizes import capture_sizes
@@ -34,6 +35,11 @@ class EffectiveConfig:
         """Longest prompt plus output in tokens."""
         assert self.config.max_model_len is not None
         return self.config.max_model_len
+
+    @property
+    def device_map(self) -> DeviceMap:
+        """Which GPU each rank uses, where ``device`` is cuda."""
+        return parse_devices(self.config.devices, self.config.tensor_parallel_size)
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -82,13 +88,14 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
 
 def _attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
     has_gpu = config.device == "cuda" and torch.cuda.is_available()
+    indices = set(parse_devices(config.devices, config.tensor_parallel_size).indices)
     return AttentionNeeds(
         device_type=config.device,
         dtype=_TORCH_DTYPES[config.dtype],
         kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
         head_dim=model.head_dim,
-        capability=torch.cuda.get_device_capability(0) if has_gpu else None,
+        capability=min(map(torch.cuda.get_device_capability, indices)) if has_gpu else None,
     )
 
 
@@ -104,9 +111,11 @@ def _check_dtype(dtype: str, capability: tuple[int, int] | None) -> None:
 def _resolve_device(config: EngineConfig) -> str:
     found = torch.cuda.device_count()
     device = ("cuda" if found else "cpu") if config.device == "auto" else config.device
-    if device == "cuda" and config.tensor_parallel_size > found:
+    if device == "cuda":
+        map_devices(config.devices, config.tensor_parallel_size, found)
+    elif config.devices is not None:
         raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size} but this host has {found} CUDA devices; one rank "
-            f"needs one device: lower tensor_parallel_size, or use --device cpu"
+            f"devices is {config.devices!r}, which names GPUs, but the ranks run on the CPU; leave it out, or use "
+            "--device cuda where there are GPUs"
         )
     return device

@@ -113,7 +113,10 @@ class Worker:
     def _open_device(self) -> Device:
         info = self._groups.info
         device = make_device(
-            self._effective.config.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+            self._effective.config.device,
+            self._effective.device_map,
+            local_rank=info.local_rank,
+            local_world_size=info.local_world_size,
         )
         device.set_current()
         return device

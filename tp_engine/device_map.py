@@ -1,0 +1,71 @@
+"""Which GPU each rank of this host uses: ``devices``, one number per rank.
+
+Ranks may share a GPU, to test several ranks where there are fewer GPUs; they then divide its memory among them::
+
+    devices       rank 0   rank 1   rank 2   rank 3      a rank's share of its GPU
+    not given     GPU 0    GPU 1    GPU 2    GPU 3       all of it
+    0,0,0,0       GPU 0    GPU 0    GPU 0    GPU 0       a quarter
+    2,3           GPU 2    GPU 3                         all of it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """``indices[local_rank]`` is the GPU of a rank, as CUDA numbers those that are visible to it."""
+
+    indices: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any GPU has more than one rank."""
+        return len(set(self.indices)) < len(self.indices)
+
+    def num_sharing(self, local_rank: int) -> int:
+        """Ranks on the GPU of ``local_rank``, itself included."""
+        return self.indices.count(self.indices[local_rank])
+
+
+def parse_devices(devices: str | None, world_size: int) -> DeviceMap:
+    """The map for ``world_size`` ranks; None gives each a GPU of its own.  ``ConfigError`` if it is no such list."""
+    if devices is None:
+        return DeviceMap(tuple(range(world_size)))
+    indices = check_devices(devices)
+    if len(indices) != world_size:
+        raise ConfigError(
+            f"devices is {devices!r}, which names {len(indices)} GPUs for {world_size} ranks; name one for each rank, "
+            f"the same one several times if they shall share it, or set tensor_parallel_size to {len(indices)}"
+        )
+    return DeviceMap(indices)
+
+
+def check_devices(devices: str) -> tuple[int, ...]:
+    """The numbers in ``devices``; ``ConfigError`` if something else is in it."""
+    parts = [part.strip() for part in devices.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(
+            f"devices is {devices!r}; it must be numbers of GPUs separated by commas, one for each rank, such as 0,1"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def map_devices(devices: str | None, world_size: int, num_found: int) -> DeviceMap:
+    """The map on a host with ``num_found`` GPUs; ``ConfigError`` where one of it does not exist."""
+    found = parse_devices(devices, world_size)
+    if devices is None and world_size > num_found:
+        raise ConfigError(
+            f"tensor_parallel_size is {world_size} but this host has {num_found} CUDA devices; one rank needs one "
+            f"device: lower tensor_parallel_size, use --device cpu, or, for a test, let ranks share GPUs with "
+            f"--devices {','.join(str(rank % max(num_found, 1)) for rank in range(world_size))}"
+        )
+    if max(found.indices) >= num_found:
+        raise ConfigError(
+            f"devices is {devices!r}, but this host has {num_found} CUDA devices, numbered from 0; GPU "
+            f"{max(found.indices)} is not one of them (CUDA_VISIBLE_DEVICES hides and renumbers them)"
+        )
+    return found
