@@ -13,6 +13,9 @@ import torch.distributed as dist
 from tp_engine.dist.rank import RankInfo
 from tp_engine.faults import PhaseNote
 
+# The name that newer versions of torch want; older ones have only the other.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communicator(Protocol):
     """Collectives over the tensor-parallel ranks.  Every rank calls the same one, in the same order.
@@ -75,7 +78,7 @@ class ProcessGroupCommunicator:
         self._note.collective()
         if tensor.dim() == 1:  # nothing to rearrange, so nothing to copy
             whole = tensor.new_empty(self.info.world_size * len(tensor))
-            dist.all_gather_into_tensor(whole, tensor.contiguous(), group=self._group)
+            _all_gather_flat(whole, tensor.contiguous(), group=self._group)
             return whole
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
