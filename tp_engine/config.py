@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
+ALL_REDUCES = ("auto", "nccl", "symm_mem")
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 
 
@@ -47,6 +48,12 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         "attention implementation, or PREFILL:DECODE for two that share the work: " + ", ".join(ATTENTION_BACKENDS),
+    )
+    all_reduce: str = option(
+        "auto",
+        "how GPUs add up their parts: nccl, or symm_mem (memory that they share) for all but large tensors; auto takes "
+        "symm_mem where the GPUs can",
+        choices=ALL_REDUCES,
     )
     enforce_eager: bool = option(False, "never use CUDA graphs")
     cuda_graph_sizes: str | None = option(

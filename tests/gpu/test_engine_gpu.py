@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ import pytest
 import torch
 
 from tp_engine import LLM, SamplingParams
-from tp_engine.config import EngineConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 512}
 OPTIONS = {"device": "cuda", "max_model_len": 512, "num_gpu_blocks_override": 2048, "max_num_seqs": 16}
-OPTION_NAMES = {spec.name for spec in dataclasses.fields(EngineConfig)}
 Checkpoint = Callable[..., Path]
 
 
@@ -101,10 +98,10 @@ def test_preempted_requests_get_their_tokens(folder: Path) -> None:
     assert generated(folder, GREEDY, dtype="float32", num_gpu_blocks_override=60) == roomy
 
 
+@pytest.mark.parametrize("all_reduce", ["auto", "symm_mem"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_on_one_gpu_give_the_tokens_of_one_rank(folder: Path, size: int) -> None:
-    """Oracle: one rank, in fp32."""
-    if "devices" not in OPTION_NAMES:
-        pytest.skip("the option devices is not built yet")
+def test_ranks_on_one_gpu_give_the_tokens_of_one_rank(folder: Path, size: int, all_reduce: str) -> None:
+    """Oracle: one rank, in fp32; the ranks' tensors meet on the host, or in memory that they share on the GPU."""
     one = generated(folder, GREEDY, dtype="float32")
-    assert generated(folder, GREEDY, dtype="float32", tensor_parallel_size=size, devices=",".join("0" * size)) == one
+    options = {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
+    assert generated(folder, GREEDY, dtype="float32", **options) == one

@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from tp_engine import env
 from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
 from tp_engine.dist.rank import RankInfo
+from tp_engine.dist.reduce_plan import Machine
+from tp_engine.dist.symmetric_memory import TorchSymmetricBuffer
+from tp_engine.dist.symmetric_setup import with_symmetric_memory
 from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
 from tp_engine.faults import Phase, PhaseNote
@@ -77,13 +81,44 @@ class RankGroups:
     """
 
     def __init__(
-        self, info: RankInfo, communicator: Communicator, host: HostGroup, note: PhaseNote, *, owns_default: bool
+        self,
+        info: RankInfo,
+        communicator: Communicator,
+        host: HostGroup,
+        note: PhaseNote,
+        *,
+        owns_default: bool,
+        device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.info = info
         self.communicator = communicator
         self.host = host
         self.note = note
         self._owns_default = owns_default
+        self._device_group = device_group
+
+    def use_symmetric_memory(
+        self, machine: Machine, device: torch.device, *, largest_bytes: int, shares_devices: bool, is_required: bool
+    ) -> None:
+        """Let ``communicator`` be one that all-reduces through shared memory, if all ranks can; a collective.
+
+        ``device`` is this rank's and current; ``largest_bytes`` are those of a step's largest tensor.  Raises
+        ``RankError`` where ``is_required`` and a rank can not.
+        """
+        group = self._device_group
+        assert group is not None, "a world of one has nothing to share"
+        if shares_devices:
+            env.let_ranks_share_devices()
+        self.communicator = with_symmetric_memory(
+            self.communicator,
+            machine,
+            lambda num_bytes: TorchSymmetricBuffer(num_bytes, device, group),
+            self.host,
+            self.note,
+            device=device,
+            largest_bytes=largest_bytes,
+            is_required=is_required,
+        )
 
     def abort(self) -> None:
         """End the collectives between devices that are under way, from any thread: they raise, as later ones do.
@@ -168,7 +203,7 @@ def join(
     communicator: Communicator = ProcessGroupCommunicator(info, device, note)
     if device_type == "cuda" and backend == "gloo":
         communicator = StagedCommunicator(communicator)
-    return RankGroups(info, communicator, HostGroup(info, host), note, owns_default=True)
+    return RankGroups(info, communicator, HostGroup(info, host), note, owns_default=True, device_group=device)
 
 
 def _meet(store: WatchedStore, info: RankInfo, note: PhaseNote) -> None:

@@ -14,6 +14,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
+from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.capture_sizes import capture_sizes
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
@@ -82,6 +83,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # refuses what it can not take
     needs = _attention_needs(effective, model)
     _check_dtype(dtype, needs.capability)
+    uses_symmetric_memory(effective, probe_devices(effective))  # refuses what can not be
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path)
 

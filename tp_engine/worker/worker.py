@@ -15,6 +15,7 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.registry import build_model
 from tp_engine.plan import StepPlan
 from tp_engine.weights.loader import load_weights
+from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import graph_plan, measure_graph_bytes
@@ -60,6 +61,7 @@ class Worker:
         effective, info = self._effective, self._groups.info
         device = self._phases.run_together("opening the device", self._open_device)
         profiler = self._phases.run_together("first snapshot", lambda: self._make_profiler(device))
+        self._share_memory(device)
         model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
         parts = RunnerParts(effective, self._groups, model, self._backend, self._kv_shape, device, self._note_inputs)
         graphs = graph_plan(effective.config, self._backend, self._groups.communicator)
@@ -120,6 +122,25 @@ class Worker:
         )
         device.set_current()
         return device
+
+    def _share_memory(self, device: Device) -> None:
+        """After the first snapshot, so that the ledger counts the buffers."""
+        config = self._effective.config
+        machine = probe_devices(config)
+        if machine is None or not uses_symmetric_memory(config, machine):
+            return
+        self._phases.run(
+            "sharing memory between GPUs",
+            lambda: self._groups.use_symmetric_memory(
+                machine,
+                device.torch_device,
+                largest_bytes=config.max_num_batched_tokens
+                * self._effective.model.hidden_size
+                * self._effective.dtype.itemsize,
+                shares_devices=self._effective.device_map.is_shared,
+                is_required=config.all_reduce == "symm_mem",
+            ),
+        )
 
     def _make_profiler(self, device: Device) -> MemoryProfiler:
         return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)

@@ -1,0 +1,85 @@
+"""All-reduces through memory that GPUs share, beside NCCL's.  Every rank runs every test; needs a GPU per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tp_engine import env
+from tp_engine.dist import groups as process_groups
+from tp_engine.dist.collectives import Communicator
+from tp_engine.dist.rank import RankInfo
+from tp_engine.dist.reduce_plan import why_not
+from tp_engine.dist.symmetric_memory import SymmetricCommunicator, probe_machine
+from tp_engine.faults import PhaseNote
+
+LAUNCHED = env.launched_rank()
+assert LAUNCHED is not None, "run this through scripts/test_multi_gpu"
+WORLD_SIZE = LAUNCHED.world_size
+LARGEST_BYTES = 48 << 20
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < WORLD_SIZE, reason="needs a GPU for each rank")
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
+    """The communicator under test and NCCL's, in one job."""
+    torch.cuda.set_device(LAUNCHED.local_rank)
+    machine = probe_machine(range(WORLD_SIZE))
+    if obstacle := why_not(machine, "bfloat16"):
+        pytest.skip(obstacle)
+    info = RankInfo(
+        rank=LAUNCHED.rank,
+        world_size=WORLD_SIZE,
+        local_rank=LAUNCHED.local_rank,
+        local_world_size=LAUNCHED.local_world_size,
+    )
+    store = process_groups.launched_store(timeout_s=60)
+    groups = process_groups.join(
+        info, store, PhaseNote(info.rank), lambda: None, device_type="cuda", start_s=60, collective_s=60
+    )
+    nccl = groups.communicator
+    device = torch.device("cuda", LAUNCHED.local_rank)
+    groups.use_symmetric_memory(machine, device, largest_bytes=LARGEST_BYTES, shares_devices=False, is_required=True)
+    assert isinstance(groups.communicator, SymmetricCommunicator)
+    yield groups.communicator, nccl
+    torch.cuda.synchronize()
+    groups.close()
+
+
+def part_of(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """One rank's tensor, which every rank can make."""
+    return torch.randn(num_elements, generator=torch.Generator().manual_seed(rank)).to(dtype).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_bytes", [16, 4096, 256 << 10, 1 << 20, 6 << 20, 24 << 20, 48 << 20])
+def test_sums_are_as_good_as_nccl_s(
+    both: tuple[SymmetricCommunicator, Communicator], num_bytes: int, dtype: torch.dtype
+) -> None:
+    """Oracle: the sum in float64; the error is at most twice NCCL's or one rounding, and repeats bit for bit."""
+    symmetric, nccl = both
+    parts = [part_of(rank, num_bytes // dtype.itemsize, dtype) for rank in range(WORLD_SIZE)]
+    exact = torch.stack(parts).double().sum(0)
+    theirs, *ours = (one.all_reduce(parts[LAUNCHED.rank].clone()) for one in (nccl, symmetric, symmetric))
+    rounding = torch.finfo(dtype).eps * exact.abs().max()
+    error, allowed = (ours[0] - exact).abs().max(), 2 * (theirs - exact).abs().max() + rounding
+    assert error <= allowed
+    assert torch.equal(*ours)
+
+
+def test_a_graph_holds_them(both: tuple[SymmetricCommunicator, Communicator]) -> None:
+    """Oracle: the same call outside of the graph, with new values in the recorded tensor."""
+    symmetric, _ = both
+    tensor = part_of(LAUNCHED.rank, 4096, torch.bfloat16)
+    symmetric.all_reduce(tensor.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = symmetric.all_reduce(tensor.clone())
+    for seed in (WORLD_SIZE, 2 * WORLD_SIZE):
+        tensor.copy_(part_of(LAUNCHED.rank + seed, 4096, torch.bfloat16))
+        expected = symmetric.all_reduce(tensor.clone())
+        graph.replay()
+        assert torch.equal(output, expected)

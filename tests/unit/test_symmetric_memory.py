@@ -1,0 +1,203 @@
+"""The choice of all-reduces, and the communicator and its setup around a stand-in for the GPUs' shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulated_ranks import run_ranks
+from tp_engine.config import EngineConfig
+from tp_engine.dist.collectives import Communicator, SingleRank
+from tp_engine.dist.reduce_plan import Machine, ReducePlan, plan_reduces, why_not
+from tp_engine.dist.symmetric_memory import SymmetricCommunicator
+from tp_engine.dist.symmetric_setup import with_symmetric_memory
+from tp_engine.errors import ConfigError, RankError
+from tp_engine.faults import PhaseNote
+from tp_engine.units import KIB, MIB
+from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
+
+H200 = Machine(world_size=4, capability=(9, 0), has_peer_access=True, has_multicast=True)
+SMALL = ReducePlan(one_shot_bytes=64, two_shot_bytes=128, multimem_bytes=0)
+
+
+class FakeBuffer:
+    """Adds through the simulated ranks; ``error`` is added to every sum."""
+
+    def __init__(self, through: Communicator, *, error: float = 0.0, has_multicast: bool = True) -> None:
+        self.has_multicast = has_multicast
+        self.calls: list[tuple[str, int]] = []
+        self._through, self._error = through, error
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        assert tensor.dim() == 1 and tensor.nbytes % 16 == 0
+        self.calls.append((name, tensor.nbytes))
+        self._through.all_reduce(tensor).add_(self._error)
+
+    def one_shot(self, tensor: torch.Tensor) -> None:
+        self._add("one_shot", tensor)
+
+    def two_shot(self, tensor: torch.Tensor) -> None:
+        self._add("two_shot", tensor)
+
+    def multimem(self, tensor: torch.Tensor) -> None:
+        self._add("multimem", tensor)
+
+
+class HostOf:
+    """The host's collective, over simulated ranks: payloads of at most 1000 bytes."""
+
+    def __init__(self, through: Communicator) -> None:
+        self.info, self._through = through.info, through
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        framed = torch.tensor([*payload.ljust(1000, b"\0")[:1000]], dtype=torch.uint8)
+        return [bytes(part.tolist()).rstrip(b"\0") for part in self._through.all_gather(framed).split(1000)]
+
+
+@pytest.mark.parametrize(
+    ("change", "largest", "sizes"),
+    [
+        ({}, 1 << 30, {16: "ONE_SHOT", 512 * KIB: "ONE_SHOT", 513 * KIB: "MULTIMEM", 32 * MIB: "MULTIMEM"}),
+        ({}, 1 << 30, {33 * MIB: "LIBRARY", 8: "LIBRARY", 1 * MIB + 2: "LIBRARY", 0: "LIBRARY"}),
+        ({"has_multicast": False}, 1 << 30, {513 * KIB: "TWO_SHOT", 8 * MIB: "TWO_SHOT", 9 * MIB: "LIBRARY"}),
+        ({"capability": (8, 0)}, 1 << 30, {512 * KIB: "ONE_SHOT", 8 * MIB: "TWO_SHOT", 9 * MIB: "LIBRARY"}),
+        ({"world_size": 2}, 1 << 30, {1 * MIB: "ONE_SHOT", 2 * MIB: "TWO_SHOT", 9 * MIB: "LIBRARY"}),
+        ({"world_size": 8}, 1 << 30, {256 * KIB: "ONE_SHOT", 257 * KIB: "MULTIMEM"}),
+        ({}, 1000, {992: "ONE_SHOT", 1008: "ONE_SHOT", 1024: "LIBRARY"}),
+    ],
+)
+def test_the_method_follows_from_size_and_machine(change: dict[str, Any], largest: int, sizes: dict[int, str]) -> None:
+    """Oracle: the table in reduce_plan's text and its limits."""
+    plan = plan_reduces(dataclasses.replace(H200, **change), largest)
+    assert {size: plan.choose(size).name for size in sizes} == sizes
+    assert all(size <= plan.buffer_bytes for size, name in sizes.items() if name != "LIBRARY")
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "message"),
+    [
+        ({}, "bfloat16", None),
+        ({"has_multicast": False, "capability": (8, 0), "world_size": 2}, "float32", None),
+        ({"world_size": 3}, "bfloat16", "2, 4, 8 ranks, and there are 3"),
+        ({}, "float16", "dtype is float16"),
+        ({"capability": (7, 5)}, "bfloat16", "capability 8.0, and one is of 7.5"),
+        ({"has_peer_access": False}, "bfloat16", "can not read each other's memory"),
+    ],
+)
+def test_what_keeps_ranks_from_it(change: dict[str, Any], dtype: str, message: str | None) -> None:
+    """Oracle: the reason, or none."""
+    found = why_not(dataclasses.replace(H200, **change), dtype)
+    assert found is None if message is None else found is not None and message in found
+
+
+CUDA = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"all_reduce": "nccl"}, False),
+        ({"all_reduce": "symm_mem"}, True),
+        ({"devices": "0,0,0,0"}, False),
+        ({"devices": "0,0,0,0", "all_reduce": "symm_mem"}, True),
+        ({"dtype": "float16"}, False),
+        ({"dtype": "float16", "all_reduce": "symm_mem"}, "'symm_mem': .*dtype is float16; .*use nccl"),
+        ({"devices": "0,0,0,0", "all_reduce": "nccl"}, "refuses ranks that share a GPU.*symm_mem"),
+        ({"device": "cpu", "all_reduce": "nccl"}, "run on the CPU; leave it out"),
+    ],
+)
+def test_the_option(options: dict[str, Any], expected: bool | str) -> None:
+    """Oracle: the choice by hand, on four GPUs that share memory."""
+    config = EngineConfig(**(CUDA | options))
+    if isinstance(expected, bool):
+        assert uses_symmetric_memory(config, H200) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            uses_symmetric_memory(config, H200)
+
+
+def test_one_rank_and_cpus_have_nothing_to_share() -> None:
+    """Nothing is probed, and nothing is shared."""
+    for options in ({"device": "cpu"}, {"tensor_parallel_size": 1}):
+        config = EngineConfig(**(CUDA | options))
+        assert probe_devices(config) is None and not uses_symmetric_memory(config, None)
+
+
+def test_all_reduces_take_their_way() -> None:
+    """Oracle: 1 + 2, for sizes, types and layouts of every way; other collectives are the library's."""
+    shared = [torch.ones(2, 8), torch.ones(4, 8)]
+    not_shared = [torch.ones(9, 4), torch.ones(8, dtype=torch.float64), torch.ones(4, 8).t(), torch.ones(3)]
+
+    def body(library: Communicator) -> None:
+        buffer, number = FakeBuffer(library), library.info.rank + 1
+        communicator = SymmetricCommunicator(library, buffer, SMALL, PhaseNote(library.info.rank))
+        for ones in (*shared, *not_shared):
+            mine = ones * number
+            assert communicator.all_reduce(mine) is mine and torch.equal(mine, ones * 3)
+        shifted = torch.full((9,), float(number))[1:]
+        assert torch.equal(communicator.all_reduce(shifted), torch.full((8,), 3.0))
+        assert buffer.calls == [("one_shot", 64), ("two_shot", 128)]
+        assert torch.equal(communicator.all_gather(torch.ones(2)), torch.ones(4))
+        assert (communicator.gather(torch.ones(2)) is None) == (library.info.rank > 0)
+        assert torch.equal(communicator.broadcast(torch.full((2,), number)), torch.ones(2, dtype=torch.int64))
+
+    run_ranks(2, body)
+
+
+def test_recording_is_as_possible_as_the_library_s() -> None:
+    """A graph that holds an all-gather too needs a library that can be recorded."""
+    communicator = SymmetricCommunicator(SingleRank(), FakeBuffer(SingleRank()), SMALL, PhaseNote())
+    assert communicator.can_capture
+
+
+def set_up(library: Communicator, make_buffer: Any, *, is_required: bool = False) -> Communicator:
+    """As ``RankGroups.use_symmetric_memory`` does it, for tensors of up to 4 KiB."""
+    return with_symmetric_memory(
+        library,
+        dataclasses.replace(H200, world_size=library.info.world_size),
+        make_buffer,
+        HostOf(library),
+        PhaseNote(library.info.rank),
+        device=torch.device("cpu"),
+        largest_bytes=4 * KIB,
+        is_required=is_required,
+    )
+
+
+def test_ranks_that_can_share_memory_do() -> None:
+    """Multicast only where every rank has it; the buffer holds the largest tensor."""
+
+    def body(library: Communicator) -> ReducePlan:
+        made: list[int] = []
+
+        def make_buffer(num_bytes: int) -> FakeBuffer:
+            made.append(num_bytes)
+            return FakeBuffer(library, has_multicast=library.info.rank != 2)
+
+        communicator = set_up(library, make_buffer)
+        assert isinstance(communicator, SymmetricCommunicator) and made == [4 * KIB]
+        return communicator.plan
+
+    plans = run_ranks(4, body)
+    assert plans == [plans[0]] * 4 and plans[0].multimem_bytes == 0 and plans[0].one_shot_bytes == 4 * KIB
+
+
+@pytest.mark.parametrize("fault", ["raises", "adds wrongly"])
+def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
+    """All keep the library, or, where symmetric memory is required, all fail and name that rank."""
+
+    def body(library: Communicator) -> None:
+        def make_buffer(num_bytes: int) -> FakeBuffer:
+            if fault == "raises" and library.info.rank == 1:
+                raise RuntimeError("no fabric")
+            return FakeBuffer(library, error=float(library.info.rank == 1))
+
+        assert set_up(library, make_buffer) is library
+        with pytest.raises(RankError, match=r"rank 1: .*(no fabric|gave another sum); use auto"):
+            set_up(library, make_buffer, is_required=True)
+
+    run_ranks(2, body)

@@ -1,0 +1,107 @@
+"""Which all-reduce a tensor takes: pure rules on its size, the number of ranks and what their GPUs can do.
+
+::
+
+    bytes      0 ...... one_shot ............ two_shot, or multimem ............ above
+    runs       ONE_SHOT          TWO_SHOT, or MULTIMEM where there is multicast  LIBRARY (NCCL)
+
+    ONE_SHOT   every rank reads all tensors and adds them up: one exchange of signals, world size x the bytes
+    TWO_SHOT   every rank adds up its part, then gives it to all: twice the signals, about twice the bytes
+    MULTIMEM   the switch adds and distributes (NVLink SHARP)
+
+The limits are those that other engines publish for the same operations (vLLM's custom and symmetric-memory all-reduce,
+PyTorch's intra-node all-reduce); on this engine they are not yet measured.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from tp_engine.units import KIB, MIB
+
+MIN_CAPABILITY = (8, 0)
+ALIGNMENT = 16
+"""Tensors of another multiple of bytes, or at another address, go to the library."""
+
+_ONE_SHOT_LIMITS = {2: 1 * MIB, 4: 512 * KIB, 8: 256 * KIB}
+_TWO_SHOT_LIMIT = 8 * MIB
+_MULTIMEM_LIMIT = 32 * MIB
+_MULTIMEM_CAPABILITY = (9, 0)
+_MULTIMEM_WORLD_SIZE = 4
+
+
+class Method(enum.Enum):
+    """How an all-reduce is done."""
+
+    LIBRARY = enum.auto()
+    ONE_SHOT = enum.auto()
+    TWO_SHOT = enum.auto()
+    MULTIMEM = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was found: the lowest compute ``capability`` of the ranks' GPUs, and whether each can read all others.
+
+    ``has_multicast``: a switch between them adds and distributes, which is known once memory is shared.
+    """
+
+    world_size: int
+    capability: tuple[int, int]
+    has_peer_access: bool
+    has_multicast: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducePlan:
+    """The largest tensors, in bytes, of each method; 0 where it is not used.  Larger ones go to the library."""
+
+    one_shot_bytes: int = 0
+    two_shot_bytes: int = 0
+    multimem_bytes: int = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The largest tensor that does not go to the library."""
+        return max(self.one_shot_bytes, self.two_shot_bytes, self.multimem_bytes)
+
+    def choose(self, num_bytes: int) -> Method:
+        """The method for a tensor of ``num_bytes``, the same on every rank."""
+        if num_bytes % ALIGNMENT or num_bytes == 0:
+            return Method.LIBRARY
+        if num_bytes <= self.one_shot_bytes:
+            return Method.ONE_SHOT
+        if num_bytes <= self.multimem_bytes:
+            return Method.MULTIMEM
+        return Method.TWO_SHOT if num_bytes <= self.two_shot_bytes else Method.LIBRARY
+
+
+def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
+    """The plan for tensors of up to ``largest_bytes``; ``why_not`` has found nothing against it."""
+    largest = -(-largest_bytes // ALIGNMENT) * ALIGNMENT
+    multicasts = (
+        machine.has_multicast
+        and machine.capability >= _MULTIMEM_CAPABILITY
+        and machine.world_size >= _MULTIMEM_WORLD_SIZE
+    )
+    return ReducePlan(
+        one_shot_bytes=min(_ONE_SHOT_LIMITS[machine.world_size], largest),
+        two_shot_bytes=min(_TWO_SHOT_LIMIT, largest),
+        multimem_bytes=min(_MULTIMEM_LIMIT, largest) if multicasts else 0,
+    )
+
+
+def why_not(machine: Machine, dtype: str) -> str | None:
+    """What keeps these ranks from symmetric memory, with tensors of ``dtype`` (``float32``), or None."""
+    if machine.world_size not in _ONE_SHOT_LIMITS:
+        sizes = ", ".join(map(str, _ONE_SHOT_LIMITS))
+        return f"symmetric memory is for {sizes} ranks, and there are {machine.world_size}"
+    if dtype not in ("float32", "bfloat16"):
+        return f"symmetric memory adds float32 and bfloat16, and dtype is {dtype}"
+    if machine.capability < MIN_CAPABILITY:
+        major, minor = machine.capability
+        return f"symmetric memory needs GPUs of compute capability 8.0, and one is of {major}.{minor}"
+    if not machine.has_peer_access:
+        return "the GPUs can not read each other's memory (nvidia-smi topo -p2p r)"
+    return None

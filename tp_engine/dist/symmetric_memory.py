@@ -1,0 +1,130 @@
+"""All-reduces through memory that the ranks' GPUs share (torch symmetric memory), for all but large tensors.
+
+One buffer per rank, allocated and mapped once at the start: tensors are copied into it, and the ranks' kernels read
+each other's.  Each kernel begins and ends with an exchange of signals between all ranks, so that the next may overwrite
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+
+from tp_engine.dist.collectives import Communicator
+from tp_engine.dist.reduce_plan import ALIGNMENT, Machine, Method, ReducePlan
+from tp_engine.faults import PhaseNote
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class SymmetricBuffer(Protocol):
+    """The operations, and nothing else, that need GPUs; ``tensor`` is 1-D, of a multiple of 16 bytes, changed in place.
+
+    ``has_multicast``: ``multimem`` can be used.
+    """
+
+    has_multicast: bool
+
+    def one_shot(self, tensor: torch.Tensor) -> None: ...
+
+    def two_shot(self, tensor: torch.Tensor) -> None: ...
+
+    def multimem(self, tensor: torch.Tensor) -> None: ...
+
+
+class TorchSymmetricBuffer:
+    """``num_bytes`` of ``device``, allocated outside of torch's caching allocator.  Making one is a collective."""
+
+    def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._group_name = group.group_name
+        self._bytes = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._handle = _symmetric_memory.rendezvous(self._bytes, group)
+        self.has_multicast = self._handle.multicast_ptr != 0
+
+    def one_shot(self, tensor: torch.Tensor) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(self._room_for(tensor), tensor, "sum", self._group_name, tensor)
+
+    def two_shot(self, tensor: torch.Tensor) -> None:
+        room = self._room_for(tensor).copy_(tensor)
+        torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._group_name, tensor)
+
+    def multimem(self, tensor: torch.Tensor) -> None:
+        room = self._room_for(tensor).copy_(tensor)
+        tensor.copy_(torch.ops.symm_mem.multimem_all_reduce_(room, "sum", self._group_name))
+
+    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._bytes[: tensor.nbytes].view(tensor.dtype)
+
+
+class SymmetricCommunicator:
+    """``library``'s collectives, but all-reduces of the plan's sizes through ``buffer``."""
+
+    def __init__(self, library: Communicator, buffer: SymmetricBuffer, plan: ReducePlan, note: PhaseNote) -> None:
+        self.info = library.info
+        self.can_capture = library.can_capture
+        self.plan = plan
+        self._library = library
+        self._note = note
+        self._run = {
+            Method.ONE_SHOT: buffer.one_shot,
+            Method.TWO_SHOT: buffer.two_shot,
+            Method.MULTIMEM: buffer.multimem,
+        }
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        method = self.plan.choose(tensor.nbytes) if _fits(tensor) else Method.LIBRARY
+        if method == Method.LIBRARY:
+            return self._library.all_reduce(tensor)
+        self._note.collective()
+        self._run[method](tensor.view(-1))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._library.all_gather(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._library.gather(tensor)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._library.broadcast(tensor)
+
+
+def _fits(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take it; the same on all ranks, which call with tensors of one kind."""
+    return (
+        tensor.dtype in _DTYPES
+        and tensor.is_contiguous()
+        and (tensor.storage_offset() * tensor.itemsize) % ALIGNMENT == 0
+    )
+
+
+def probe_machine(indices: Sequence[int]) -> Machine:
+    """What the GPUs ``indices`` of the ranks can do; asks the driver, and allocates nothing."""
+    distinct = sorted(set(indices))
+    pairs = [(a, b) for a in distinct for b in distinct if a != b]
+    return Machine(
+        world_size=len(indices),
+        capability=min(torch.cuda.get_device_capability(index) for index in distinct),
+        has_peer_access=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs),
+    )
+
+
+def first_disagreement(communicator: SymmetricCommunicator, library: Communicator, device: torch.device) -> str | None:
+    """Whether one tensor of each method and type sums up to what ``library`` finds; a collective.
+
+    Whole numbers, so that every order of summation gives the same bits.  A rank that finds a difference goes on, as the
+    others do.
+    """
+    plan, rank, found = communicator.plan, communicator.info.rank, []
+    for num_bytes in sorted({plan.one_shot_bytes, plan.multimem_bytes, plan.two_shot_bytes} - {0}):
+        for dtype in _DTYPES:
+            mine = torch.arange(num_bytes // dtype.itemsize, device=device).remainder_(13).add_(rank).to(dtype)
+            expected = library.all_reduce(mine.clone())
+            sums = [communicator.all_reduce(mine.clone()) for _ in range(2)]
+            if not all(torch.equal(one, expected) for one in sums):
+                found.append(f"{plan.choose(num_bytes).name} of {num_bytes} bytes of {dtype} gave another sum")
+    return found[0] if found else None

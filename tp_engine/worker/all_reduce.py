@@ -1,0 +1,40 @@
+"""Whether the ranks' all-reduces shall go through symmetric memory: the option, and what the GPUs can do."""
+
+from __future__ import annotations
+
+import torch
+
+from tp_engine.config import EngineConfig
+from tp_engine.device_map import parse_devices
+from tp_engine.dist.reduce_plan import Machine, why_not
+from tp_engine.dist.symmetric_memory import probe_machine
+from tp_engine.errors import ConfigError
+
+
+def probe_devices(config: EngineConfig) -> Machine | None:
+    """What the GPUs of all ranks can do; None for one rank, and on CPUs.  ``config`` without ``auto`` as device."""
+    if config.device != "cuda" or config.tensor_parallel_size == 1 or not torch.cuda.is_available():
+        return None
+    return probe_machine(parse_devices(config.devices, config.tensor_parallel_size).indices)
+
+
+def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool:
+    """Whether it shall be tried; ``ConfigError`` where ``all_reduce`` names what these ranks can not do.
+
+    ``config`` has no ``auto`` as device and dtype.  Ranks that share a GPU run in turns, and would wait for each other
+    in kernels for a turn's length: for them it is never chosen, only obeyed.
+    """
+    asked, is_shared = config.all_reduce, parse_devices(config.devices, config.tensor_parallel_size).is_shared
+    if config.device == "cpu" and asked != "auto":
+        raise ConfigError(f"all_reduce is {asked!r}, which is for GPUs, but the ranks run on the CPU; leave it out")
+    if asked == "nccl" and is_shared:
+        raise ConfigError(
+            f"all_reduce is 'nccl', which refuses ranks that share a GPU, and devices is {config.devices!r}; leave "
+            "all_reduce out, or use symm_mem"
+        )
+    if machine is None or asked == "nccl":
+        return False
+    obstacle = why_not(machine, config.dtype)
+    if asked == "symm_mem" and obstacle is not None:
+        raise ConfigError(f"all_reduce is 'symm_mem': {obstacle}; leave all_reduce out, or use nccl")
+    return obstacle is None and (asked == "symm_mem" or not is_shared)
