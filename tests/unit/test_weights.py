@@ -19,6 +19,7 @@ from tp_engine.weights.dummy import HALF_WIDTH, POOL_SIZE, DummyWeights
 from tp_engine.weights.layout import Layout
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.shard import Shard, Split, shard_of
+from tp_engine.weights.transfer import StagedCopy, for_each, num_threads_for
 
 CONFIG = ModelConfig.from_dict(
     llama(
@@ -95,6 +96,48 @@ def test_sharded_files_equal_a_single_file(checkpoint: Callable[..., Path]) -> N
     load_weights(one, config, single, info=info)
     load_weights(other, config, several, info=info)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_several_threads_load_what_one_loads(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the direct way; here through rooms of the host, as to a GPU, into another type and with padding."""
+    config, folder = load_model_config(str(checkpoint("qwen3", max_shard_size="50KB")))
+    info = RankInfo(rank=1, world_size=2)
+    one, other = empty_parameters(config, info, torch.bfloat16), empty_parameters(config, info, torch.bfloat16)
+    direct = load_weights(one, config, folder, info=info)
+    monkeypatch.setattr("tp_engine.weights.loader.num_threads_for", lambda *_: 4)
+    threaded = load_weights(other, config, folder, info=info)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (threaded.bytes_read, threaded.num_tensors) == (direct.bytes_read, direct.num_tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_goes_through_a_smaller_room(dtype: torch.dtype) -> None:
+    """Oracle: the tensor itself; whole, as columns of a larger one, one-dimensional, and into another type."""
+    copy = StagedCopy(torch.device("cpu"), room_bytes=1000)
+    for values in (torch.randn(70, 12), torch.randn(70, 50)[:, 7:19], torch.randn(2345), torch.empty(0, 4)):
+        source = values.to(dtype)
+        same, wider = torch.full(values.shape, torch.nan, dtype=dtype), torch.empty(values.shape)
+        copy(source, same)
+        copy(source, wider)
+        assert torch.equal(same, source) and torch.equal(wider, source.float())
+
+
+def test_threads_raise_what_went_wrong() -> None:
+    """Oracle: the failing item's own error; the sum otherwise.  One thread on CPUs, a share of the cores for a GPU."""
+    cpu = torch.device("cpu")
+    for num_threads in (1, 3):
+        assert for_each(range(10), lambda item, _copy: item, cpu, num_threads) == 45
+        with pytest.raises(WeightError, match="item 5"):
+            for_each(range(10), fail_at_5, cpu, num_threads)
+    assert num_threads_for(cpu, 1) == 1
+    assert 1 <= num_threads_for(torch.device("cuda", 0), 1) <= 8 and num_threads_for(torch.device("cuda", 0), 999) == 1
+
+
+def fail_at_5(item: int, _copy: object) -> int:
+    """One bad item."""
+    if item == 5:
+        raise WeightError("item 5")
+    return item
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """An open checkpoint: one safetensors file, several, or those that an index names.  A context manager."""
+    """An open checkpoint: one safetensors file, several, or those that an index names.  A context manager.
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    Several threads may read from it at once.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
-        self._folder, self._device = folder, device
+        self._folder = folder
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> Checkpoint:
@@ -39,7 +42,7 @@ class Checkpoint:
 
     def _open(self, path: Path) -> None:
         try:
-            file = self._stack.enter_context(safe_open(path, framework="pt", device=str(self._device)))
+            file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
             raise WeightError(f"{path} can not be read as safetensors: {error}; is the download complete?") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -56,7 +59,7 @@ class Checkpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def read(self, name: str, shard: Shard) -> torch.Tensor:
-        """The shard alone, on the device, in the checkpoint's type."""
+        """The shard alone, in the checkpoint's type: a view of the mapped file, whose pages are read when it is."""
         window = [slice(None)] * shard.dim + [slice(shard.start, shard.start + shard.size)]
         tensor: torch.Tensor = self._files[name].get_slice(name)[tuple(window)]
         if tensor.dtype not in READABLE:

@@ -1,4 +1,4 @@
-"""Fill this rank's parameters from a checkpoint, completely or not at all."""
+"""Fill this rank's parameters from a checkpoint, completely or not at all: its slices alone, straight to the device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tp_engine.model_config import ModelConfig
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.dummy import DummyWeights
 from tp_engine.weights.layout import Layout, Placement
+from tp_engine.weights.transfer import Copy, for_each, num_threads_for
 
 _MAX_NAMED = 5
 
@@ -48,7 +49,13 @@ def load_weights(
     _check_cover(parameters, layout.placements)
     with _open_source(layout, folder, load_format, seed, embedding) as source, torch.no_grad():
         _check_tensors(source, layout)
-        bytes_read = sum(_load(source, placement, parameters[placement.parameter]) for placement in layout.placements)
+
+        def load(placement: Placement, copy: Copy) -> int:
+            return _load(source, placement, parameters[placement.parameter], copy)
+
+        # Random weights are on the device already.
+        num_threads = 1 if load_format == "dummy" else num_threads_for(embedding.device, info.local_world_size)
+        bytes_read = for_each(layout.placements, load, embedding.device, num_threads)
     return LoadReport(bytes_read=bytes_read, seconds=time.perf_counter() - begin, num_tensors=len(layout.placements))
 
 
@@ -58,10 +65,10 @@ def _open_source(
     if load_format == "dummy":
         shapes = {placement.name: placement.shape for placement in layout.placements}
         return DummyWeights(shapes, seed, dtype=like.dtype, device=like.device)
-    return Checkpoint(folder, like.device)
+    return Checkpoint(folder)
 
 
-def _load(source: Checkpoint | DummyWeights, placement: Placement, parameter: torch.Tensor) -> int:
+def _load(source: Checkpoint | DummyWeights, placement: Placement, parameter: torch.Tensor, copy: Copy) -> int:
     """Copy one shard to its place and clear the rows that pad it; returns the bytes read."""
     shard = placement.shard
     target = parameter.narrow(0, placement.offset, shard.room if shard.dim == 0 else parameter.shape[0])
@@ -70,7 +77,7 @@ def _load(source: Checkpoint | DummyWeights, placement: Placement, parameter: to
     if shard.size == 0:
         return 0
     values = source.read(placement.name, shard)
-    (target[: shard.size] if shard.dim == 0 else target).copy_(values)
+    copy(values, target[: shard.size] if shard.dim == 0 else target)
     return values.nbytes
 
 
