@@ -33,6 +33,7 @@ class RowState:
     """Who sits where.  All counters are int64 (rows,); ``tokens`` and ``block_table`` are int32 (rows, width).
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
+    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -56,6 +57,9 @@ class RowState:
         self._decode_rows: IntArray | None = NO_IDS
         self._decode_occupants = Occupants([])
         self._steps_to_end = 0
+        self._steps_to_block_end = 0
+        self.num_departures = 0
+        self.num_ending = 0
 
     @property
     def has_vacancy(self) -> bool:
@@ -82,8 +86,10 @@ class RowState:
         """All known tokens have been scheduled: from now on one token per step."""
         row = sequence.row
         del self._prefilling[row]
-        is_last = self.num_scheduled[row] + 1 >= self.max_tokens[row]
-        self.phase[row] = sequence.phase = Phase.ENDING if is_last else Phase.DECODE
+        if self.num_scheduled[row] + 1 >= self.max_tokens[row]:
+            self._end(sequence)
+        else:
+            self.phase[row] = sequence.phase = Phase.DECODE
         self._decode_rows = None
 
     def advance_decodes(self, rows: IntArray) -> None:
@@ -94,16 +100,39 @@ class RowState:
         self.num_scheduled[rows] += 1
         if rows is self._decode_rows:
             self._steps_to_end -= 1
+            self._steps_to_block_end -= 1
             if self._steps_to_end > 0:
                 return
         ending = rows[self.num_scheduled[rows] + 1 >= self.max_tokens[rows]]
         for sequence in self._look_up(ending):
-            self.phase[sequence.row] = sequence.phase = Phase.ENDING
+            self._end(sequence)
         self._decode_rows = None
+
+    def _end(self, sequence: Sequence) -> None:
+        self.phase[sequence.row] = sequence.phase = Phase.ENDING
+        self.num_ending += 1
+
+    def at_block_end(self, rows: IntArray) -> IntArray:
+        """Those of ``rows`` whose next token needs a new block.
+
+        While the same rows decode, ``_steps_to_block_end`` says for how many steps none of them does.
+        """
+        is_kept = rows is self._decode_rows
+        if is_kept and self._steps_to_block_end > 0:
+            return NO_IDS
+        room = self.capacity[rows] - self.num_scheduled[rows]
+        least = int(room.min())
+        if least:
+            self._steps_to_block_end = least if is_kept else 0
+            return NO_IDS
+        needing: IntArray = rows[room == 0]
+        return needing
 
     def vacate(self, sequence: Sequence, phase: Phase) -> None:
         """The sequence leaves its row, to wait again or for good; its tokens go with it."""
         row = sequence.row
+        self.num_departures += 1
+        self.num_ending -= sequence.phase is Phase.ENDING
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         sequence.phase = phase
         sequence.row = NO_ROW
@@ -124,6 +153,7 @@ class RowState:
             self._decode_occupants = Occupants(self._look_up(self._decode_rows))
             left = self.max_tokens[self._decode_rows] - 1 - self.num_scheduled[self._decode_rows]
             self._steps_to_end = int(left.min(initial=np.iinfo(np.int64).max))
+            self._steps_to_block_end = 0
         return self._decode_rows
 
     def prefilling(self) -> list[Sequence]:
@@ -151,6 +181,7 @@ class RowState:
         assert all(s.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for s in occupied)
         assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == Phase.WAITING)
         assert np.all(self.num_blocks[vacant] == 0)
+        assert self.num_ending == sum(s.phase is Phase.ENDING for s in occupied)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)
         for s in occupied:

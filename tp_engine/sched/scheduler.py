@@ -18,6 +18,7 @@ sequence leaves its row, which keeps hashing out of the steady step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -54,7 +55,7 @@ class Scheduler:
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
         self._step_id = 0
-        self._num_in_flight = 0
+        self._departures: deque[int] = deque()  # of each step in flight, before it was made
 
     @property
     def has_unfinished(self) -> bool:
@@ -102,7 +103,7 @@ class Scheduler:
         Rows left meanwhile are released by the next plan.
         """
         budget = self._limits.max_num_batched_tokens
-        draft = StepDraft(self.next_step_id, budget, may_preempt=self._num_in_flight == 0)
+        draft = StepDraft(self.next_step_id, budget, may_preempt=not self._departures)
         self._builder.schedule_decodes(draft)
         if draft.stalled:
             return None
@@ -112,27 +113,26 @@ class Scheduler:
         plan = draft.advance(self._batch.rows, self._batch.released)
         if plan is not None:
             self._step_id = plan.step_id
-            self._num_in_flight += 1
+            self._departures.append(self._batch.rows.num_departures)
             self._batch.released = []
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the result of the oldest step in flight.  Rows whose occupant left meanwhile are skipped."""
-        expected = self._step_id - self._num_in_flight + 1
+        expected = self._step_id - len(self._departures) + 1
         assert result.step_id == plan.step_id == expected, (
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
-        self._num_in_flight -= 1
         rows = self._batch.rows
+        may_have_left = self._departures.popleft() != rows.num_departures
         sampled, token_ids = plan.decode_rows, result.token_ids
         positions: npt.NDArray[np.intp] | None = None
         if len(plan.prefill_rows):
             sampled = plan.sampled_rows
             self._confirm_prefills(plan, result)
         assert len(token_ids) == len(sampled), f"{len(token_ids)} tokens for {len(sampled)} sampled rows"
-        living = rows.since_step[sampled] <= plan.step_id
-        if not living.all():
-            positions = np.flatnonzero(living)
+        if may_have_left:
+            positions = np.flatnonzero(rows.since_step[sampled] <= plan.step_id)
             sampled, token_ids = sampled[positions], token_ids[positions]
         outcome = self._append(plan, sampled, token_ids)
         if result.logprobs is not None:
@@ -201,23 +201,28 @@ class Scheduler:
         outcome = StepOutcome(rows.occupants(sampled), token_ids)
         lengths = rows.num_tokens[sampled]
         rows.tokens[sampled, lengths] = token_ids
+        rows.num_computed[sampled] = lengths  # all but the newest
         lengths += 1
         rows.num_tokens[sampled] = lengths
-        num_decodes = self._num_living_decodes(plan, sampled)
-        rows.num_computed[sampled[:num_decodes]] += 1
-        for position in range(num_decodes, len(sampled)):
+        for position in range(self._num_living_decodes(plan, sampled), len(sampled)):
             sequence = outcome.sequences[position]
             if not sequence.emitted:
                 sequence.emitted = True
                 outcome.first.append(position)
-        limits = rows.max_tokens[sampled]
-        for position in self._stops.candidates(token_ids, lengths, limits):
-            end = ending(
-                outcome.sequences[position], int(token_ids[position]), int(lengths[position]), int(limits[position])
-            )
+        may_end = self._stops.may_stop(token_ids)
+        if rows.num_ending:
+            may_end |= rows.phase[sampled] == Phase.ENDING
+        if may_end.any():
+            self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
+        return outcome
+
+    def _find_endings(self, outcome: StepOutcome, positions: list[int], lengths: npt.NDArray[np.int64]) -> None:
+        for position in positions:
+            sequence = outcome.sequences[position]
+            max_tokens = int(self._batch.rows.max_tokens[sequence.row])
+            end = ending(sequence, int(outcome.token_ids[position]), int(lengths[position]), max_tokens)
             if end is not None:
                 outcome.endings[position] = end
-        return outcome
 
     def _num_living_decodes(self, plan: StepPlan, sampled: IntArray) -> int:
         if sampled is plan.decode_rows:

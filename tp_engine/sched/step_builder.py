@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tp_engine.plan import IntArray
+from tp_engine.plan import NO_IDS, IntArray
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.pending import PendingBlocks
@@ -31,7 +31,7 @@ class StepBuilder:
             rows = self._first_in_order(rows, draft.budget)
         if len(rows) == 0:
             return
-        crossing = self._at_block_end(rows)
+        crossing = self._rows.at_block_end(rows)
         while len(crossing) > self._blocks.num_available:
             if not draft.may_preempt:
                 draft.stalled = True
@@ -39,7 +39,7 @@ class StepBuilder:
             self._batch.preempt(self._batch.victim())
             draft.short = True
             rows = rows[self._rows.phase[rows] == Phase.DECODE]
-            crossing = self._at_block_end(rows)
+            crossing = self._rows.at_block_end(rows) if len(rows) else NO_IDS
         if len(crossing):
             draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
         draft.decode_rows = rows
@@ -76,11 +76,6 @@ class StepBuilder:
             taken = self._blocks.grow(row, count)
             draft.add_blocks(np.full(count, row, dtype=np.int32), np.array(taken, dtype=np.int32))
         return True
-
-    def _at_block_end(self, rows: IntArray) -> IntArray:
-        """Those rows whose next token needs a new block."""
-        needing: IntArray = rows[self._rows.num_scheduled[rows] == self._rows.capacity[rows]]
-        return needing
 
     def _first_in_order(self, rows: IntArray, count: int) -> IntArray:
         chosen = sorted(self._rows.occupants(rows).sequences, key=lambda sequence: sequence.key)[:count]

@@ -50,13 +50,10 @@ class StopChecker:
         if gone:
             self._rebuild()
 
-    def candidates(
-        self, token_ids: IntArray, num_tokens: npt.NDArray[np.int64], max_tokens: npt.NDArray[np.int64]
-    ) -> list[int]:
-        """Positions of the rows that may end, given each row's newest token, its length with it, and its limit."""
-        may_end = self._watched.take(token_ids, mode="clip")
-        may_end |= num_tokens >= max_tokens
-        return np.flatnonzero(may_end).tolist()
+    def may_stop(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of ``token_ids`` (n,) end some request."""
+        found: npt.NDArray[np.bool_] = self._watched.take(token_ids, mode="clip")
+        return found
 
     def _rebuild(self) -> None:
         ids = list(self._count)
