@@ -78,6 +78,8 @@ class EngineConfig:
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
     hang_soft_limit_s: float = option(30.0, "a job that does not get ahead for so long logs the stacks of all ranks")
     hang_hard_limit_s: float = option(120.0, "a job that does not get ahead for so long is ended, with the cause named")
+    profile: str | None = option(None, "folder for a torch.profiler trace of some steps of every rank (default: none)")
+    profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included")
     check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
     flight_recorder_dir: str | None = option(
         None, "folder for the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"

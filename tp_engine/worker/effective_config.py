@@ -16,6 +16,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.capture_sizes import capture_sizes
+from tp_engine.worker.profiling import parse_steps
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,6 +82,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
     )
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # refuses what it can not take
+    parse_steps(config.profile_steps)  # likewise
     needs = _attention_needs(effective, model)
     _check_dtype(dtype, needs.capability)
     uses_symmetric_memory(effective, probe_devices(effective))  # refuses what can not be

@@ -23,6 +23,7 @@ from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_recorder import Recorder
 from tp_engine.worker.input_batch import InputBatch, StepInputs
 from tp_engine.worker.input_digest import digest_inputs
+from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.readback import Readback
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
@@ -47,7 +48,10 @@ class PendingStep:
 
 
 class ModelRunner:
-    """One rank's model, persistent batch, KV cache (``kv_tensors``: it, and its scales if it has some) and sampler."""
+    """One rank's model, persistent batch, KV cache (``kv_tensors``: it, and its scales if it has some) and sampler.
+
+    ``named`` gives the parts of a step their names, for profilers.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class ModelRunner:
         self._sampler = make_sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), kv_cache.device)
         self._captured: CapturedDecodes | None = None
+        self.named: Named = unnamed
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
     @torch.inference_mode()
@@ -92,29 +97,37 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
-        self._apply(plan)
+        with self.named("apply"):
+            self._apply(plan)
         if plan.num_tokens == 0:
             return PendingStep(step_id=plan.step_id)
         captured = self._captured
         if captured is not None and not len(plan.prefill_rows) and len(plan.decode_rows) <= captured.largest:
             return self._replay(plan, captured)
+        with self.named("prepare"):
+            inputs = self._prepare(plan)
+        with self.named("model"), forward_context(inputs.attention):
+            hidden = self._model(inputs.input_ids, inputs.positions)
+        with self.named("sample"):
+            prompt_logprobs = {} if inputs.layout.is_decode_only else self._score_prompts(inputs, hidden)
+            token_ids, logprobs = self._sample(inputs, hidden)
+            self._batch.advance(inputs, token_ids)
+            ids = None if token_ids is None else self._readback.start(token_ids)
+        return PendingStep(step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _prepare(self, plan: StepPlan) -> StepInputs:
         inputs = self._batch.prepare(plan)
         if self._note_inputs is not None:
             self._note_inputs(plan.step_id, digest_inputs(inputs))
         self._backend.prepare(inputs.attention)
-        with forward_context(inputs.attention):
-            hidden = self._model(inputs.input_ids, inputs.positions)
-        prompt_logprobs = {} if inputs.layout.is_decode_only else self._score_prompts(inputs, hidden)
-        token_ids, logprobs = self._sample(inputs, hidden)
-        self._batch.advance(inputs, token_ids)
-        ids = None if token_ids is None else self._readback.start(token_ids)
-        return PendingStep(step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return inputs
 
     def _replay(self, plan: StepPlan, captured: CapturedDecodes) -> PendingStep:
         """A step that only decodes, from recordings."""
         rows = plan.decode_rows
         self._note.reach(Phase.SAMPLE)
-        token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1)
+        with self.named("replay"):
+            token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1)
         self._batch.count_decodes(rows)
         return PendingStep(step_id=plan.step_id, token_ids=self._readback.start(token_ids), logprobs=logprobs)
 

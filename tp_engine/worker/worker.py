@@ -15,7 +15,6 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.registry import build_model
 from tp_engine.plan import StepPlan
 from tp_engine.weights.loader import load_weights
-from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import graph_plan, measure_graph_bytes
@@ -23,8 +22,10 @@ from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.largest_step import run_largest_step
 from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import MemoryLedger
+from tp_engine.worker.memory_sharing import share_memory
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
 from tp_engine.worker.phases import Phases
+from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.runner_parts import RunnerParts
 
 logger = get_logger(__name__)
@@ -55,13 +56,14 @@ class Worker:
         )
         self._runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
+        self._profiler = make_step_profiler(config, groups.info.rank)
 
     def start(self) -> int:
         """Load, profile, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
         effective, info = self._effective, self._groups.info
         device = self._phases.run_together("opening the device", self._open_device)
         profiler = self._phases.run_together("first snapshot", lambda: self._make_profiler(device))
-        self._share_memory(device)
+        share_memory(effective, self._groups, self._phases, device.torch_device)
         model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
         parts = RunnerParts(effective, self._groups, model, self._backend, self._kv_shape, device, self._note_inputs)
         graphs = graph_plan(effective.config, self._backend, self._groups.communicator)
@@ -79,6 +81,8 @@ class Worker:
         if graphs is not None:
             self._phases.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
         self._monitor = MemoryMonitor(device, *runner.kv_tensors)
+        names = names_for(effective.config.device)
+        runner.named = names if self._profiler is None else self._profiler.named(names)
         log_memory(ledger, self._kv_shape, rank=info.rank, num_blocks=num_blocks, max_model_len=effective.max_model_len)
         self._keep_out_of_garbage_collection()
         return num_blocks
@@ -87,7 +91,10 @@ class Worker:
         """Launch one step."""
         assert self._runner is not None, "start() comes first"
         self._groups.note.reach(Phase.STEP_BEGIN)
-        return self._runner.run(plan)
+        if self._profiler is None:
+            return self._runner.run(plan)
+        with self._profiler.step(plan.step_id):
+            return self._runner.run(plan)
 
     @property
     def runs_by_itself(self) -> bool:
@@ -100,7 +107,9 @@ class Worker:
         return self._monitor.growth()
 
     def close(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory; write the trace of steps that came to an end early."""
+        if self._profiler is not None:
+            self._profiler.close()
         if self._runner is not None:
             gc.unfreeze()
         self._runner = None
@@ -122,25 +131,6 @@ class Worker:
         )
         device.set_current()
         return device
-
-    def _share_memory(self, device: Device) -> None:
-        """After the first snapshot, so that the ledger counts the buffers."""
-        config = self._effective.config
-        machine = probe_devices(config)
-        if machine is None or not uses_symmetric_memory(config, machine):
-            return
-        self._phases.run(
-            "sharing memory between GPUs",
-            lambda: self._groups.use_symmetric_memory(
-                machine,
-                device.torch_device,
-                largest_bytes=config.max_num_batched_tokens
-                * self._effective.model.hidden_size
-                * self._effective.dtype.itemsize,
-                shares_devices=self._effective.device_map.is_shared,
-                is_required=config.all_reduce == "symm_mem",
-            ),
-        )
 
     def _make_profiler(self, device: Device) -> MemoryProfiler:
         return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)

@@ -1,0 +1,105 @@
+"""What profilers see of a step: traces of chosen steps in a file per rank, and named parts of every step on CUDA.
+
+``--profile FOLDER`` records steps ``--profile-steps FIRST:END`` (END not included; steps count from 1, on all ranks
+alike) with torch.profiler.  Nsight Systems shows the names through NVTX, without any option.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+Named: TypeAlias = Callable[[str], AbstractContextManager[object]]
+"""``with named("model"):`` gives a part of a step its name."""
+
+_NOTHING = contextlib.nullcontext()
+
+
+def unnamed(_name: str) -> AbstractContextManager[object]:
+    """For devices without NVTX: no name, and no cost."""
+    return _NOTHING
+
+
+def names_for(device_type: str) -> Named:
+    """NVTX ranges on CUDA; nothing elsewhere."""
+    return torch.cuda.nvtx.range if device_type == "cuda" else unnamed
+
+
+def parse_steps(text: str) -> range:
+    """``'10:20'`` -> steps 10 to 19; ``ConfigError`` for anything else."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal()) or not 0 < int(first) < int(end):
+        raise ConfigError(
+            f"profile_steps is {text!r}; it must be FIRST:END, two numbers of steps that count from 1, such as 10:20 "
+            "for ten steps"
+        )
+    return range(int(first), int(end))
+
+
+class StepProfiler:
+    """Writes ``folder/rank<R>_steps<FIRST>-<LAST>.json.gz``, for chrome://tracing or ui.perfetto.dev.
+
+    Making one creates the folder; raises ``OSError`` where that is not allowed.
+    """
+
+    def __init__(self, folder: Path, steps: range, rank: int, device_type: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._steps, self._rank = folder, steps, rank
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
+        self._trace: profile | None = None
+        self._last = 0
+
+    @contextlib.contextmanager
+    def step(self, step_id: int) -> Iterator[None]:
+        """Around the launch of one step."""
+        if self._trace is None and step_id in self._steps:
+            self._trace = profile(activities=self._activities)
+            self._trace.start()
+        if self._trace is None:
+            yield
+            return
+        with record_function(f"step {step_id}"):
+            yield
+        self._last = step_id
+        if step_id + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been recorded, if steps ended before ``END``; safe to call again."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            if self._last == 0:
+                logger.warning("no trace: the engine ended before step %d", self._steps.start)
+            return
+        trace.stop()  # waits for the device
+        path = self._folder / f"rank{self._rank}_steps{self._steps.start}-{self._last}.json.gz"
+        trace.export_chrome_trace(str(path))
+        logger.info("wrote the trace of steps %d to %d to %s", self._steps.start, self._last, path)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a trace has begun and is not written yet."""
+        return self._trace is not None
+
+    def named(self, otherwise: Named) -> Named:
+        """Names that go into the trace while one is recorded, and to ``otherwise`` at other times."""
+        return lambda name: record_function(name) if self.is_recording else otherwise(name)
+
+
+def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | None:
+    """This rank's, where ``config`` asks for traces; ``OSError`` where their folder can not be made."""
+    if config.profile is None:
+        return None
+    return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)
