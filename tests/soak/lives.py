@@ -26,6 +26,7 @@ from tp_engine.flight_recorder.record import load_record
 FAULT_VARIABLE = "TP_ENGINE_FAULT"
 NUM_BLOCKS = 40
 SOFT_LIMIT_S, HARD_LIMIT_S = 1.5, 4.0
+_LINGER_S = 10.0
 _ENDS_WITHIN_S = 20.0
 
 
@@ -98,15 +99,16 @@ def quiet_life(soak: Soak) -> None:
     soak.reference = answers
 
 
-def disturbed_life(soak: Soak, seconds: float, *, most_steps: int) -> None:
-    """Random load with pauses and sleeps for ``seconds``; every answer whose tokens are known is compared."""
+def disturbed_life(soak: Soak, seconds: float, *, least_steps: int, most_steps: int) -> None:
+    """Random load with pauses and sleeps for ``seconds``, on a slow machine for longer, until ``least_steps`` have run;
+    every answer whose tokens are known is compared."""
     sleeps = random_sleeps(soak.num_ranks, soak.rng, most_steps=most_steps)
     with engine_life(soak, sleeps) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
         deadline_s = time.monotonic() + seconds
         with Pauses(rank_processes(), random.Random(soak.seed + 1)) as pauses:
-            while time.monotonic() < deadline_s:
-                _busy(load, min(deadline_s, time.monotonic() + soak.check_every_s))
+            while time.monotonic() < deadline_s or load.count["steps"] < least_steps:
+                _busy(load, time.monotonic() + soak.check_every_s)
                 load.finish()
                 with pauses.lock:
                     check_idle(engine)
@@ -182,8 +184,15 @@ def _expect_record(soak: Soak, rank: int) -> None:
 
 
 def check_process(soak: Soak) -> None:
-    """What an engine's end gives back: this process holds no more descriptors or threads than after the first ends."""
+    """What an engine's end gives back: this process holds no more descriptors or threads than after the first ends.
+
+    A library's threads may take a moment to end.
+    """
     first, last = soak.between_lives[1], soak.between_lives[-1]
+    deadline_s = time.monotonic() + _LINGER_S
+    while (last.descriptors > first.descriptors or last.threads > first.threads) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        last = soak.between_lives[-1] = sample(psutil.Process())
     for name in ("descriptors", "threads"):
         found = [getattr(one, name) for one in soak.between_lives]
         assert getattr(last, name) <= getattr(first, name), f"{name} of this process after each life: {found}"

@@ -136,14 +136,16 @@ def make_sequence(num_tokens: int) -> Sequence:
 
 
 def test_deferral_needs_progress() -> None:
-    """By definition: worth waiting for the block behind the hits, at most once per number of hits, until settled."""
+    """By definition: worth waiting for the block behind the hits, for one step per number of hits, until it settled."""
     pending, leader, follower = PendingBlocks(SIZE), make_sequence(12), make_sequence(9)
     pending.add(leader, 0, 8, step_id=1)
     assert pending.worth_waiting(follower, 0)
-    assert not pending.worth_waiting(follower, 0), "no progress since"
+    assert pending.worth_waiting(follower, 0), "the next plan may be made before the result of that step"
+    pending.add(leader, 0, 8, step_id=2)
+    assert not pending.worth_waiting(follower, 0), "no progress by the step that it waited for"
     assert pending.worth_waiting(follower, 1)
     assert not pending.worth_waiting(follower, 2), "its last token is to be computed anyway"
-    pending.settle(1)
+    pending.settle(2)
     assert not pending.worth_waiting(make_sequence(9), 0)
 
 
