@@ -55,6 +55,9 @@ class EngineConfig:
         "symm_mem where the GPUs can",
         choices=ALL_REDUCES,
     )
+    fuse_all_reduce_norm: bool = option(
+        False, "add up, add to the residual and normalise in one kernel, where all_reduce uses shared memory"
+    )
     enforce_eager: bool = option(False, "never use CUDA graphs")
     cuda_graph_sizes: str | None = option(
         None, "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)"

@@ -14,6 +14,8 @@ from tp_engine.dist.rank import RankInfo
 from tp_engine.dist.reduce_plan import why_not
 from tp_engine.dist.symmetric_memory import SymmetricCommunicator, probe_machine
 from tp_engine.faults import PhaseNote
+from tp_engine.kernels.layer_ops import layer_ops
+from tp_engine.layers.reduce_norm import Composed, Fused
 
 LAUNCHED = env.launched_rank()
 assert LAUNCHED is not None, "run this through scripts/test_multi_gpu"
@@ -83,3 +85,27 @@ def test_a_graph_holds_them(both: tuple[SymmetricCommunicator, Communicator]) ->
         expected = symmetric.all_reduce(tensor.clone())
         graph.replay()
         assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 31, 64])
+def test_the_fused_norm_is_the_composed_one(
+    both: tuple[SymmetricCommunicator, Communicator], num_rows: int, dtype: torch.dtype
+) -> None:
+    """Oracle: float64; the error is at most twice that of NCCL and the norm's kernel, or one rounding."""
+    pytest.importorskip("triton")
+    symmetric, nccl = both
+    size = 1024
+    parts = [part_of(rank, num_rows * size, dtype).view(num_rows, size) for rank in range(WORLD_SIZE)]
+    weight = part_of(100, size, dtype)
+    total = torch.stack(parts).double().sum(0) + 1
+    exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    ops = layer_ops("cuda")
+    assert num_rows * size * dtype.itemsize <= symmetric.plan.one_shot_bytes
+    errors = []
+    for one in (Fused(symmetric, ops), Fused(symmetric, ops), Composed(nccl, ops)):
+        residual = torch.ones(num_rows, size, dtype=dtype, device="cuda")
+        out = one(parts[LAUNCHED.rank].clone(), residual, weight, 1e-6)
+        errors.append((out - exact).abs().max())
+    rounding = torch.finfo(dtype).eps * exact.abs().max()
+    assert errors[0] == errors[1] <= 2 * errors[2] + rounding

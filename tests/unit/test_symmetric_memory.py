@@ -16,6 +16,9 @@ from tp_engine.dist.symmetric_memory import SymmetricCommunicator
 from tp_engine.dist.symmetric_setup import with_symmetric_memory
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.faults import PhaseNote
+from tp_engine.kernels.layer_ops import TORCH_OPS
+from tp_engine.kernels.norm import add_rms_norm
+from tp_engine.layers.reduce_norm import Composed, Fused, reduce_add_norm
 from tp_engine.units import KIB, MIB
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 
@@ -28,6 +31,7 @@ class FakeBuffer:
 
     def __init__(self, through: Communicator, *, error: float = 0.0, has_multicast: bool = True) -> None:
         self.has_multicast = has_multicast
+        self.addresses = self.signals = torch.zeros(through.info.world_size, dtype=torch.int64)
         self.calls: list[tuple[str, int]] = []
         self._through, self._error = through, error
 
@@ -108,6 +112,11 @@ CUDA = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
         ({"dtype": "float16", "all_reduce": "symm_mem"}, "'symm_mem': .*dtype is float16; .*use nccl"),
         ({"devices": "0,0,0,0", "all_reduce": "nccl"}, "refuses ranks that share a GPU.*symm_mem"),
         ({"device": "cpu", "all_reduce": "nccl"}, "run on the CPU; leave it out"),
+        ({"fuse_all_reduce_norm": True}, True),
+        ({"fuse_all_reduce_norm": True, "device": "cpu"}, "fuse_all_reduce_norm is for GPUs"),
+        ({"fuse_all_reduce_norm": True, "all_reduce": "nccl"}, "needs symmetric memory, but all_reduce is 'nccl'"),
+        ({"fuse_all_reduce_norm": True, "devices": "0,0,0,0"}, "needs symmetric memory, but .* devices is '0,0,0,0'"),
+        ({"fuse_all_reduce_norm": True, "dtype": "float16"}, "needs symmetric memory, but .*dtype is float16"),
     ],
 )
 def test_the_option(options: dict[str, Any], expected: bool | str) -> None:
@@ -118,6 +127,13 @@ def test_the_option(options: dict[str, Any], expected: bool | str) -> None:
     else:
         with pytest.raises(ConfigError, match=expected):
             uses_symmetric_memory(config, H200)
+
+
+def test_fusion_needs_a_newer_gpu() -> None:
+    """Oracle: the capability in the error."""
+    config = EngineConfig(**CUDA, fuse_all_reduce_norm=True)
+    with pytest.raises(ConfigError, match=r"from compute capability 9\.0 on, and one is of 8\.0; leave it out"):
+        uses_symmetric_memory(config, dataclasses.replace(H200, capability=(8, 0)))
 
 
 def test_one_rank_and_cpus_have_nothing_to_share() -> None:
@@ -199,5 +215,44 @@ def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
         assert set_up(library, make_buffer) is library
         with pytest.raises(RankError, match=r"rank 1: .*(no fabric|gave another sum); use auto"):
             set_up(library, make_buffer, is_required=True)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> None:
+    """Oracle: the sum, then the norm.  9 rows are too large for one shot and go the other way."""
+
+    def body(library: Communicator) -> None:
+        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, PhaseNote(), fuses_norm=True)
+        number, launches = library.info.rank + 1, []
+
+        def kernel(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, **where: Any) -> Any:
+            assert where["rank"] == library.info.rank and where["buffers"] is where["signals"]
+            launches.append(len(x))
+            return add_rms_norm(library.all_reduce(x), residual, weight, eps)
+
+        fused, composed = reduce_add_norm(symmetric, TORCH_OPS), reduce_add_norm(library, TORCH_OPS)
+        assert isinstance(fused, Fused) and isinstance(composed, Composed)
+        fused._kernel = kernel  # type: ignore[assignment]
+        x, weight = torch.arange(num_rows * 16.0).view(num_rows, 16), torch.linspace(0, 1, 16)
+        expected_residual = torch.ones(num_rows, 16)
+        expected = add_rms_norm(x * 3, expected_residual, weight, 1e-6)
+        for one in (fused, composed):
+            residual = torch.ones(num_rows, 16)
+            assert torch.equal(one(x * number, residual, weight, 1e-6), expected)
+            assert torch.equal(residual, expected_residual)
+        assert launches == ([1] if num_rows == 1 else [])
+
+    run_ranks(2, body)
+
+
+def test_what_is_not_told_to_fuse_does_not() -> None:
+    """One rank has nothing to add up; others add up first unless they are told to fuse."""
+    assert reduce_add_norm(SingleRank(), TORCH_OPS) is TORCH_OPS.add_rms_norm
+
+    def body(library: Communicator) -> None:
+        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, PhaseNote())
+        assert isinstance(reduce_add_norm(symmetric, TORCH_OPS), Composed)
 
     run_ranks(2, body)

@@ -98,7 +98,14 @@ class RankGroups:
         self._device_group = device_group
 
     def use_symmetric_memory(
-        self, machine: Machine, device: torch.device, *, largest_bytes: int, shares_devices: bool, is_required: bool
+        self,
+        machine: Machine,
+        device: torch.device,
+        *,
+        largest_bytes: int,
+        shares_devices: bool,
+        is_required: bool,
+        fuses_norm: bool = False,
     ) -> None:
         """Let ``communicator`` be one that all-reduces through shared memory, if all ranks can; a collective.
 
@@ -118,6 +125,7 @@ class RankGroups:
             device=device,
             largest_bytes=largest_bytes,
             is_required=is_required,
+            fuses_norm=fuses_norm,
         )
 
     def abort(self) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from tp_engine.units import KIB, MIB
 
 MIN_CAPABILITY = (8, 0)
+FUSION_CAPABILITY = (9, 0)
 ALIGNMENT = 16
 """Tensors of another multiple of bytes, or at another address, go to the library."""
 

@@ -24,10 +24,13 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class SymmetricBuffer(Protocol):
     """The operations, and nothing else, that need GPUs; ``tensor`` is 1-D, of a multiple of 16 bytes, changed in place.
 
-    ``has_multicast``: ``multimem`` can be used.
+    ``has_multicast``: ``multimem`` can be used.  ``addresses`` and ``signals`` (world size,) int64, on the device:
+    where each rank's buffer and signals lie, for kernels of our own.
     """
 
     has_multicast: bool
+    addresses: torch.Tensor
+    signals: torch.Tensor
 
     def one_shot(self, tensor: torch.Tensor) -> None: ...
 
@@ -44,6 +47,8 @@ class TorchSymmetricBuffer:
         self._bytes = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self._handle = _symmetric_memory.rendezvous(self._bytes, group)
         self.has_multicast = self._handle.multicast_ptr != 0
+        self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self.signals = torch.tensor(self._handle.signal_pad_ptrs, dtype=torch.int64, device=device)
 
     def one_shot(self, tensor: torch.Tensor) -> None:
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(self._room_for(tensor), tensor, "sum", self._group_name, tensor)
@@ -61,12 +66,25 @@ class TorchSymmetricBuffer:
 
 
 class SymmetricCommunicator:
-    """``library``'s collectives, but all-reduces of the plan's sizes through ``buffer``."""
+    """``library``'s collectives, but all-reduces of the plan's sizes through ``buffer``.
 
-    def __init__(self, library: Communicator, buffer: SymmetricBuffer, plan: ReducePlan, note: PhaseNote) -> None:
+    ``fuses_norm``: layers may add up, add to the residual and normalise in one kernel, where ``begins_one_shot``.
+    """
+
+    def __init__(
+        self,
+        library: Communicator,
+        buffer: SymmetricBuffer,
+        plan: ReducePlan,
+        note: PhaseNote,
+        *,
+        fuses_norm: bool = False,
+    ) -> None:
         self.info = library.info
         self.can_capture = library.can_capture
         self.plan = plan
+        self.buffer = buffer
+        self.fuses_norm = fuses_norm
         self._library = library
         self._note = note
         self._run = {
@@ -82,6 +100,13 @@ class SymmetricCommunicator:
         self._note.collective()
         self._run[method](tensor.view(-1))
         return tensor
+
+    def begins_one_shot(self, tensor: torch.Tensor) -> bool:
+        """Whether the caller's own kernel may all-reduce ``tensor`` in one shot; if so, it must."""
+        if not _fits(tensor) or self.plan.choose(tensor.nbytes) != Method.ONE_SHOT:
+            return False
+        self._note.collective()
+        return True
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._library.all_gather(tensor)

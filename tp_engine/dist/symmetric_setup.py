@@ -38,6 +38,7 @@ def with_symmetric_memory(
     device: torch.device,
     largest_bytes: int,
     is_required: bool,
+    fuses_norm: bool = False,
 ) -> Communicator:
     """``library`` with its smaller all-reduces through shared memory, or, where a rank can not, as it is.
 
@@ -53,7 +54,7 @@ def with_symmetric_memory(
         return library
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
     plan = plan_reduces(replace(machine, has_multicast=multicasts), largest_bytes)
-    made = SymmetricCommunicator(library, buffer, plan, note)
+    made = SymmetricCommunicator(library, buffer, plan, note, fuses_norm=fuses_norm)
     try:
         failure = first_disagreement(made, library, device) or ""
     except Exception as error:

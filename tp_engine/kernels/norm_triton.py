@@ -62,7 +62,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    block = int(triton.next_power_of_2(size))
+    block, num_warps = row_launch(size)
     rms_norm_kernel[(num_tokens,)](
         x,
         residual,
@@ -74,6 +74,12 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         SIZE=size,
         BLOCK=block,
         ADDS=residual is not None,
-        num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
+        num_warps=num_warps,
     )
     return out
+
+
+def row_launch(size: int) -> tuple[int, int]:
+    """The block and the warps of a program that holds a row of ``size`` elements."""
+    block = int(triton.next_power_of_2(size))
+    return block, min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)

@@ -97,4 +97,8 @@ class RowParallelLinear(LocalLinear):
         self._adds_bias = bias and context.communicator.info.is_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._communicator.all_reduce(self._method(x, self.bias if self._adds_bias else None))
+        return self._communicator.all_reduce(self.part(x))
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, out) of this rank, of which the ranks' sum is the layer's output, for who adds them up; no collective."""
+        return self._method(x, self.bias if self._adds_bias else None)

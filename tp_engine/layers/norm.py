@@ -7,6 +7,7 @@ from torch import nn
 
 from tp_engine.kernels.rope import HeadNorm
 from tp_engine.layers.context import LayerContext
+from tp_engine.layers.reduce_norm import reduce_add_norm
 
 
 class RMSNorm(nn.Module):
@@ -17,6 +18,7 @@ class RMSNorm(nn.Module):
         self.weight = context.empty(size)
         self._eps = eps
         self._rms_norm, self._add_rms_norm = context.ops.rms_norm, context.ops.add_rms_norm
+        self._reduce_add_norm = reduce_add_norm(context.communicator, context.ops)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._rms_norm(x, self.weight, self._eps)
@@ -24,6 +26,10 @@ class RMSNorm(nn.Module):
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add ``x`` to ``residual``, in place, and return the normalised sum."""
         return self._add_rms_norm(x, residual, self.weight, self._eps)
+
+    def reduce_add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``add_and_norm`` with the ranks' sum of ``x``, this rank's part, which may be overwritten; a collective."""
+        return self._reduce_add_norm(x, residual, self.weight, self._eps)
 
 
 class QKNorm(nn.Module):

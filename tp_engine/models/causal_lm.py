@@ -61,7 +61,7 @@ class CausalLM(nn.Module):
         for layer in self.layers:
             x = layer(x, residual, rotation)
         assert x is not None
-        return self.norm.add_and_norm(x, residual)
+        return self.norm.reduce_add_and_norm(x, residual)
 
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` (n, hidden) -> (n, width), this rank's slice of the logits.  No collective."""

@@ -20,7 +20,7 @@ from tp_engine.model_config import ModelConfig
 
 
 class SelfAttention(nn.Module):
-    """Projections, rotation, attention, projection back; ``index`` is the layer's."""
+    """Projections, rotation, attention, this rank's part of the projection back; ``index`` is the layer's."""
 
     def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
         super().__init__()
@@ -62,8 +62,7 @@ class SelfAttention(nn.Module):
                 current_metadata().slot_mapping,
             )
         )
-        projected: torch.Tensor = self.o_proj(attended.reshape(len(x), -1))
-        return projected
+        return self.o_proj.part(attended.reshape(len(x), -1))
 
 
 class QKNormSelfAttention(SelfAttention):
@@ -76,7 +75,7 @@ class QKNormSelfAttention(SelfAttention):
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(silu(gate(x)) * up(x))``, this rank's part of it."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -88,8 +87,7 @@ class GatedMLP(nn.Module):
         self._silu_and_mul = context.ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))
-        return projected
+        return self.down_proj.part(self._silu_and_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -110,8 +108,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
     def forward(self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """``x`` is the last block's output, not yet added to ``residual``; None before the first layer."""
+        """``x`` is this rank's part of the last block's output, not yet added to ``residual``; None before the first.
+
+        So is what it returns: the ranks' parts are added up with the residual, by the next norm.
+        """
         norm = self.input_layernorm
-        attended = self.self_attn(norm(residual) if x is None else norm.add_and_norm(x, residual), rotation)
-        output: torch.Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(attended, residual))
+        attended = self.self_attn(norm(residual) if x is None else norm.reduce_add_and_norm(x, residual), rotation)
+        output: torch.Tensor = self.mlp(self.post_attention_layernorm.reduce_add_and_norm(attended, residual))
         return output

@@ -6,7 +6,7 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices
-from tp_engine.dist.reduce_plan import Machine, why_not
+from tp_engine.dist.reduce_plan import FUSION_CAPABILITY, Machine, why_not
 from tp_engine.dist.symmetric_memory import probe_machine
 from tp_engine.errors import ConfigError
 
@@ -27,14 +27,31 @@ def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool
     asked, is_shared = config.all_reduce, parse_devices(config.devices, config.tensor_parallel_size).is_shared
     if config.device == "cpu" and asked != "auto":
         raise ConfigError(f"all_reduce is {asked!r}, which is for GPUs, but the ranks run on the CPU; leave it out")
+    if config.device == "cpu" and config.fuse_all_reduce_norm:
+        raise ConfigError("fuse_all_reduce_norm is for GPUs, but the ranks run on the CPU; leave it out")
     if asked == "nccl" and is_shared:
         raise ConfigError(
             f"all_reduce is 'nccl', which refuses ranks that share a GPU, and devices is {config.devices!r}; leave "
             "all_reduce out, or use symm_mem"
         )
-    if machine is None or asked == "nccl":
+    if machine is None:
         return False
     obstacle = why_not(machine, config.dtype)
     if asked == "symm_mem" and obstacle is not None:
         raise ConfigError(f"all_reduce is 'symm_mem': {obstacle}; leave all_reduce out, or use nccl")
-    return obstacle is None and (asked == "symm_mem" or not is_shared)
+    is_used = asked != "nccl" and obstacle is None and (asked == "symm_mem" or not is_shared)
+    if config.fuse_all_reduce_norm:
+        _check_fusion(config, machine, is_used, obstacle)
+    return is_used
+
+
+def _check_fusion(config: EngineConfig, machine: Machine, is_used: bool, obstacle: str | None) -> None:
+    if machine.capability < FUSION_CAPABILITY:
+        major, minor = machine.capability
+        obstacle = f"is for GPUs from compute capability 9.0 on, and one is of {major}.{minor}"
+    elif is_used:
+        return
+    else:
+        why = obstacle or f"all_reduce is {config.all_reduce!r} and devices is {config.devices!r}"
+        obstacle = f"needs symmetric memory, but {why}"
+    raise ConfigError(f"fuse_all_reduce_norm {obstacle}; leave it out")

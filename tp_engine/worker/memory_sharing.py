@@ -27,5 +27,6 @@ def share_memory(effective: EffectiveConfig, groups: RankGroups, phases: Phases,
             largest_bytes=config.max_num_batched_tokens * effective.model.hidden_size * effective.dtype.itemsize,
             shares_devices=effective.device_map.is_shared,
             is_required=config.all_reduce == "symm_mem",
+            fuses_norm=config.fuse_all_reduce_norm,
         ),
     )

@@ -1,0 +1,74 @@
+"""The fused all-reduce: interpreted as one of several ranks whose others are played by the test, and its launches.
+
+The others' rows lie in their buffers and their signals are given before the kernel starts.  What it must leave behind:
+the signals that it waited for taken back, its own given to every rank, once at each of a program's two places.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tests.unit.kernel_harness import AGREEMENT
+from tp_engine.kernels.norm import add_rms_norm
+from tp_engine.kernels.reduce_norm_triton import MAX_PROGRAMS, all_reduce_add_rms_norm_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-6
+
+
+def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """(n,) int64."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors])
+
+
+def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dtype) -> None:
+    """Rows that are slices of wider ones; signals as the others would have left them."""
+    generator = torch.Generator().manual_seed(size + rank)
+    parts = [torch.randn(num_rows, size, generator=generator).to(dtype) for _ in range(world_size)]
+    wide = torch.zeros(num_rows, size + 16, dtype=dtype)
+    wide[:, :size] = parts[rank]
+    residual, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((num_rows, size), (size,)))
+    expected_residual = residual.clone()
+    total = torch.stack(parts).float().sum(0).to(dtype)
+    expected = add_rms_norm(total, expected_residual, weight, EPS)
+    buffers = [torch.zeros_like(part) if peer == rank else part.clone() for peer, part in enumerate(parts)]
+    num_places = 2 * min(num_rows, MAX_PROGRAMS)
+    signals = [torch.zeros(num_places, world_size, dtype=torch.int32) for _ in range(world_size)]
+    signals[rank][:] = 1
+    signals[rank][:, rank] = 0
+    out = all_reduce_add_rms_norm_triton(
+        wide[:, :size], residual, weight, EPS, buffers=addresses(buffers), signals=addresses(signals), rank=rank
+    )
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(residual, expected_residual, rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(out, expected, rtol=4 * eps, atol=4 * eps)
+    assert torch.equal(buffers[rank], parts[rank])
+    for peer in range(world_size):
+        given = torch.zeros(num_places, world_size, dtype=torch.int32)
+        given[:, rank] = int(peer != rank)
+        assert torch.equal(signals[peer], given), (peer, signals[peer])
+
+
+def main() -> None:
+    for dtype, world_size in itertools.product(DTYPES, (2, 4)):
+        check(3, 48, world_size, world_size - 1, dtype)
+    check(MAX_PROGRAMS + 5, 64, 2, 0, torch.bfloat16)
+    check(1, 200, 8, 5, torch.float32)
+    print(AGREEMENT)
+
+
+def launch_all() -> None:
+    """Decode batches of the shapes that the engine would run, by 2 and 8 ranks."""
+    for dtype, (world_size, size) in itertools.product(
+        (torch.float32, torch.bfloat16), ((2, 1024), (4, 4096), (8, 5120))
+    ):
+        x, residual = (torch.empty(64, size, dtype=dtype, device="meta") for _ in range(2))
+        weight = torch.empty(size, dtype=dtype, device="meta")
+        pointers = torch.empty(world_size, dtype=torch.int64, device="meta")
+        all_reduce_add_rms_norm_triton(x, residual, weight, EPS, buffers=pointers, signals=pointers, rank=1)
+
+
+if __name__ == "__main__":
+    main()

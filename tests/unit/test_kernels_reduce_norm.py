@@ -1,0 +1,24 @@
+"""The fused all-reduce, residual sum and norm: the interpreted kernel, and its compilation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+
+
+@needs_triton
+def test_interpreted_kernel() -> None:
+    """Oracle: the sum in float32 and the norm's PyTorch twin; all signals as the protocol says."""
+    interpreted("kernel_cases_reduce_norm")
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernel_compiles_for(capability: int) -> None:
+    """Oracle: Triton's own compiler; ranks signal each other with the scope of the system, in order."""
+    for kernel in compile_cases("kernel_cases_reduce_norm", capability):
+        ptx = kernel.asm["ptx"]
+        assert "release.sys.cas" in ptx and "acquire.sys.cas" in ptx
+        assert "global.b16" not in ptx, "rows are not read and written in vectors"

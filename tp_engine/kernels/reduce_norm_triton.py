@@ -1,0 +1,124 @@
+"""One-shot all-reduce, residual sum and RMS norm in one kernel, over memory that the ranks' GPUs share.
+
+A program copies its rows into this rank's buffer, meets the same program of every other rank, adds up the rows of all
+buffers in the order of ranks, and goes on with the sum in registers.  It meets the others again before it ends, so that
+the buffers may be overwritten.
+
+::
+
+    signals of rank r    [place 0: from rank 0, 1, .. W-1 | place 1: ... ]      int32, 0 between kernels
+    places               program * 2: rows are copied      program * 2 + 1: rows are read
+
+The sum is taken in float32 and rounded to the tensors' type, then added to the residual as ``norm.add_rms_norm`` does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.norm_triton import MAX_SIZE, row_launch
+
+MAX_PROGRAMS = 32
+"""Of every launch: all of them must run at once, as they wait for each other's, and their signals must fit the pad."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _meet(signals, rank, place, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Tell every rank that this program is here, and wait until all are; what was stored before is seen after."""
+    tl.debug_barrier()
+    for peer in tl.static_range(WORLD_SIZE):
+        theirs = tl.load(signals + peer).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + rank
+        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
+            pass
+    for peer in tl.static_range(WORLD_SIZE):
+        mine = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + peer
+        while tl.atomic_cas(mine, 1, 0, sem="acquire", scope="sys") != 1:
+            pass
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])  # type: ignore[untyped-decorator]
+def reduce_norm_kernel(  # type: ignore[no-untyped-def]
+    x,
+    residual,
+    weight,
+    out,
+    buffers,
+    signals,
+    x_stride,
+    residual_stride,
+    num_rows,
+    rank,
+    eps,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    WORLD_SIZE: tl.constexpr,  # noqa: N803
+):
+    """One program: every num_programs-th row."""
+    program, num_programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    own = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    for row in range(program, num_rows, num_programs):
+        part = tl.load(x + row * x_stride + column, mask=inside)
+        tl.store(own + row * SIZE + column, part, mask=inside)
+    _meet(signals, rank, program * 2, WORLD_SIZE)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    for row in range(program, num_rows, num_programs):
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for peer in tl.static_range(WORLD_SIZE):
+            rows = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty)), 16)
+            total += tl.load(rows + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        place = residual + row * residual_stride + column
+        total = total.to(x.dtype.element_ty).to(tl.float32)
+        rounded = (total + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(place, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+        normed = (values * scale * gain).to(out.dtype.element_ty)
+        tl.store(out + row * SIZE + column, normed, mask=inside)
+    _meet(signals, rank, program * 2 + 1, WORLD_SIZE)
+
+
+def all_reduce_add_rms_norm_triton(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    buffers: torch.Tensor,
+    signals: torch.Tensor,
+    rank: int,
+) -> torch.Tensor:
+    """``norm.add_rms_norm`` of the sum over ranks of ``x`` (N, size); a collective.
+
+    ``buffers`` and ``signals`` (world size,) int64 hold the addresses of the ranks' buffers, aligned to 16 elements
+    with room for ``x``, and of their signals, all 0.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == residual.stride(1) == 1 and residual.shape == x.shape and weight.shape == (size,)
+    assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
+    out = torch.empty_like(x)
+    if num_rows == 0:
+        return out
+    block, num_warps = row_launch(size)
+    reduce_norm_kernel[(min(num_rows, MAX_PROGRAMS),)](
+        x,
+        residual,
+        weight,
+        out,
+        buffers,
+        signals,
+        x.stride(0),
+        residual.stride(0),
+        num_rows,
+        rank,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        WORLD_SIZE=len(buffers),
+        num_warps=num_warps,
+    )
+    return out
