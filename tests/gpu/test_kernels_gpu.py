@@ -12,7 +12,12 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-MODULES = ("kernel_cases_layer_ops", "kernel_cases_decode_inputs", "kernel_cases_paged_attention")
+MODULES = (
+    "kernel_cases_layer_ops",
+    "kernel_cases_decode_inputs",
+    "kernel_cases_paged_attention",
+    "kernel_cases_reduce_norm",
+)
 
 
 @cache

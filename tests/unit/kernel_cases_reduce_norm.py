@@ -1,4 +1,5 @@
-"""The fused all-reduce: interpreted as one of several ranks whose others are played by the test, and its launches.
+"""The fused all-reduce as one of several ranks whose others are played by the test: interpreted (``main``), on CUDA
+(``CASES``), and the launches of real models (``launch_all``).
 
 The others' rows lie in their buffers and their signals are given before the kernel starts.  What it must leave behind:
 the signals that it waited for taken back, its own given to every rank, once at each of a program's two places.
@@ -7,6 +8,8 @@ the signals that it waited for taken back, its own given to every rank, once at 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -20,22 +23,23 @@ EPS = 1e-6
 
 def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
     """(n,) int64."""
-    return torch.tensor([tensor.data_ptr() for tensor in tensors])
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
 
 
-def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dtype) -> None:
+def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dtype, device: str) -> None:
     """Rows that are slices of wider ones; signals as the others would have left them."""
     generator = torch.Generator().manual_seed(size + rank)
-    parts = [torch.randn(num_rows, size, generator=generator).to(dtype) for _ in range(world_size)]
-    wide = torch.zeros(num_rows, size + 16, dtype=dtype)
+    parts = [torch.randn(num_rows, size, generator=generator).to(device, dtype) for _ in range(world_size)]
+    wide = torch.zeros(num_rows, size + 16, dtype=dtype, device=device)
     wide[:, :size] = parts[rank]
-    residual, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((num_rows, size), (size,)))
+    residual = torch.randn(num_rows, size, generator=generator).to(device, dtype)
+    weight = torch.randn(size, generator=generator).to(device, dtype)
     expected_residual = residual.clone()
     total = torch.stack(parts).float().sum(0).to(dtype)
     expected = add_rms_norm(total, expected_residual, weight, EPS)
     buffers = [torch.zeros_like(part) if peer == rank else part.clone() for peer, part in enumerate(parts)]
     num_places = 2 * min(num_rows, MAX_PROGRAMS)
-    signals = [torch.zeros(num_places, world_size, dtype=torch.int32) for _ in range(world_size)]
+    signals = [torch.zeros(num_places, world_size, dtype=torch.int32, device=device) for _ in range(world_size)]
     signals[rank][:] = 1
     signals[rank][:, rank] = 0
     out = all_reduce_add_rms_norm_triton(
@@ -46,16 +50,27 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
     torch.testing.assert_close(out, expected, rtol=4 * eps, atol=4 * eps)
     assert torch.equal(buffers[rank], parts[rank])
     for peer in range(world_size):
-        given = torch.zeros(num_places, world_size, dtype=torch.int32)
+        given = torch.zeros(num_places, world_size, dtype=torch.int32, device=device)
         given[:, rank] = int(peer != rank)
         assert torch.equal(signals[peer], given), (peer, signals[peer])
 
 
+def make_cases() -> dict[str, Callable[[str], None]]:
+    """Name -> check on a device."""
+    sizes = [(3, 48, world_size, world_size - 1, dtype) for dtype in DTYPES for world_size in (2, 4)]
+    sizes += [(MAX_PROGRAMS + 5, 64, 2, 0, torch.bfloat16), (1, 200, 8, 5, torch.float32)]
+    return {
+        f"{rows} x {size}, rank {rank} of {world_size}, {dtype}": partial(check, rows, size, world_size, rank, dtype)
+        for rows, size, world_size, rank, dtype in sizes
+    }
+
+
+CASES = make_cases()
+
+
 def main() -> None:
-    for dtype, world_size in itertools.product(DTYPES, (2, 4)):
-        check(3, 48, world_size, world_size - 1, dtype)
-    check(MAX_PROGRAMS + 5, 64, 2, 0, torch.bfloat16)
-    check(1, 200, 8, 5, torch.float32)
+    for one in CASES.values():
+        one("cpu")
     print(AGREEMENT)
 
 
