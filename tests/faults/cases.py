@@ -161,11 +161,15 @@ def _missing_words(case: Case, running: Job) -> list[str]:
 
 
 def _record_problems(case: Case, running: Job) -> list[str]:
-    """Once there is a board, whoever ends the job leaves a record that names the culprit."""
+    """Once there is a board, whoever ends the job leaves a record that names the culprit.
+
+    Rank 0 may be dead before anybody else is on the board, if its process ends while the ranks meet.
+    """
     if case.phase in ("import", "shutdown") or case.is_alone:
         return []
     records = [load_record(path) for path in running.flight_records.glob("*.json")]
     if not records:
-        return ["no flight record"]
+        may_be_nobody = case.rank == 0 and case.phase == "group_init" and case.action in ("exit", "kill")
+        return [] if may_be_nobody else ["no flight record"]
     named = {record.culprit for record in records}
     return [] if case.rank in named else [f"the flight record blames rank {named}"]

@@ -79,7 +79,7 @@ def serve_rank(config: EngineConfig) -> None:
     store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
     address = store.get(_BOARD_KEY).decode()
     job = Job.attach(address, note, effective.config, launched.rank, same_parent=True)
-    with job.blaming():
+    with _closed_on_error(job):
         note.reach(Phase.IMPORT)
         run_worker(effective, _join(effective, _info(launched), store, job), job)
 

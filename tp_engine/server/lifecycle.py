@@ -79,6 +79,7 @@ def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
                 serve_rank0()
         except Exception:
             if not signals.received:
+                end_process_after(_LEAVE_S, 1)
                 raise
             return 1
     return 0
