@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from bench_machine import copy_bandwidth, processor_name, read_bandwidth
+from benchmarks.machine import copy_bandwidth, processor_name, read_bandwidth
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
-from bench_kernel_attention import decode_bytes, prefill_flops
-from bench_kernel_cases import Shape, random_cache
 from bench_kernels import SHAPES, number_of_sets, seconds_per_launch
-from bench_machine import copy_bandwidth, matmul_rate, processor_name
+from benchmarks.kernels.attention import decode_bytes, prefill_flops
+from benchmarks.kernels.cases import Shape, random_cache
+from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODE_TILES, DECODE_WARPS, DECODE_STAGES, SPLIT_FACTORS = (32, 64, 128), (4, 8), (2, 3, 5), (0.25, 1, 4)

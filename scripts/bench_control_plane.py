@@ -4,7 +4,7 @@ No model.  In one run, block by block in turn, on the same seeded load (prefix c
 stop checks on):
 
 * tp_engine: the scheduler over arrays, plans in a fixed layout, the shared-memory ring;
-* pickled objects: the usual small-engine design, written for this comparison (bench_control_objects.py);
+* pickled objects: the usual small-engine design, written for this comparison (benchmarks/control/objects.py);
 * vLLM: its scheduler and its MessageQueue, under the interpreter that --vllm-python names.
 
 A *decode* step runs one token of each row.  A *mixed* step also admits 32 prompts of 512 tokens, whole.  Readers are
@@ -24,11 +24,11 @@ import platform
 from typing import Any
 
 import numpy as np
-from bench_control_peer import VllmProcess
-from bench_control_pickled import PickledContender
-from bench_control_plans import PlanContender
-from bench_control_readers import Times, Turn, run_steps
-from bench_machine import processor_name
+from benchmarks.control.pickled import PickledContender
+from benchmarks.control.plans import PlanContender
+from benchmarks.control.readers import Times, Turn, run_steps
+from benchmarks.control.vllm_process import VllmProcess
+from benchmarks.machine import processor_name
 
 PHASES = ("admit", "schedule", "encode", "decode", "publish_to_decoded", "update")
 SPIN_S = 0.1

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from bench_kernel_cases import KernelCase, Launch, Shape, decode_input_cases, token_cases
-from bench_machine import copy_bandwidth, matmul_rate, processor_name
+from benchmarks.kernels.cases import KernelCase, Launch, Shape, decode_input_cases, token_cases
+from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
 SHAPES = {
     shape.name: shape
@@ -89,8 +89,8 @@ def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
 
 def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
     """Every kernel at every size asked for."""
-    from bench_kernel_attention import attention_cases, prefill_case
-    from bench_kernel_sampling import sampling_cases
+    from benchmarks.kernels.attention import attention_cases, prefill_case
+    from benchmarks.kernels.sampling import sampling_cases
 
     for num_tokens in (*args.batch, *args.prefill):
         yield from token_cases(shape, num_tokens)

@@ -2,6 +2,7 @@
 
     python scripts/bench_serve.py --base-url http://127.0.0.1:8000 --request-rate 1,2,4,8,inf --num-prompts 200
     python scripts/bench_serve.py --model PATH --tensor-parallel-size 2 --goodput ttft:500 tpot:50
+    python scripts/bench_serve.py --fake-engine --max-concurrency 64           the HTTP process alone
     python scripts/bench_serve.py --shape qwen3-0.6b --server-args "--max-model-len 2048"            on a GPU
 
 Without --base-url it starts tp_engine's server and stops it again.  Arrivals follow a Poisson process and do not wait
@@ -24,14 +25,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bench_machine import processor_name
-from bench_serve_client import Answer, Target, fetch_json, send_all
-from bench_serve_launch import own_server
-from bench_serve_metrics import details, summarise
-from bench_serve_options import parse_arguments
-from bench_serve_plot import svg
-from bench_serve_traffic import arrival_times, make_requests
-from bench_shapes import make_folder
+from benchmarks.machine import processor_name
+from benchmarks.serving.client import Answer, Target, fetch_json, send_all
+from benchmarks.serving.launch import own_server
+from benchmarks.serving.metrics import details, summarise
+from benchmarks.serving.options import parse_arguments
+from benchmarks.serving.plot import svg
+from benchmarks.serving.traffic import arrival_times, make_requests
+from benchmarks.shapes import make_folder
 
 _COLUMNS = (
     ("rate", "request_rate", ""), ("done", "completed", ""), ("failed", "failed", ""),
@@ -73,7 +74,10 @@ def started_server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     args.vocab_size = args.vocab_size or load_model_config(model)[0].vocab_size
     args.extra_body = {"return_token_ids": True} | args.extra_body  # a chunk for every token, whatever its text
     log = (args.result_dir or folder) / "server.log"
-    with own_server(["--model", model, *arguments], args.tensor_parallel_size, log) as url:
+    script = "launch/serve.py"
+    if args.fake_engine:
+        script, arguments = "scripts/bench_fake_server.py", ["--generation-config", "vllm", *arguments]
+    with own_server(["--model", model, *arguments], args.tensor_parallel_size, log, script=script) as url:
         yield url
 
 

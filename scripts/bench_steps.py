@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_machine import copy_bandwidth, matmul_rate, processor_name, read_bandwidth
-from bench_roofline import Ceilings, decode_step_s, model_cost
-from bench_shapes import DUMMY_SHAPES, SHAPES, make_folder
+from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name, read_bandwidth
+from benchmarks.roofline import Ceilings, decode_step_s, model_cost
+from benchmarks.shapes import DUMMY_SHAPES, SHAPES, make_folder
 
 Interval = tuple[float, float]
 

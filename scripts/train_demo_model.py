@@ -251,7 +251,6 @@ def save_folder(model: Qwen3ForCausalLM, out: Path) -> None:
             eos_token_id=[IM_END, END_OF_TEXT],
             pad_token_id=PAD,
             do_sample=False,
-            max_new_tokens=128,
         )
         model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)

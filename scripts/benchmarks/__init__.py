@@ -1,0 +1,1 @@
+"""Parts of the benchmarks; the commands are the files ``bench_*.py`` beside this folder."""

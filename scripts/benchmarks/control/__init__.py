@@ -1,0 +1,1 @@
+"""The control plane without a model: loads, contenders and their readers."""

@@ -1,0 +1,77 @@
+"""Attention for ``bench_kernels``: decodes, which read the cache, and prompts, which compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_cache, short_name
+from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.triton_backend import TritonBackend
+
+
+def decode_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> int:
+    """All keys and values with their scales and the block table in; queries in, results out."""
+    scale_bytes = 4 if cache_dtype.itemsize == 1 else 0
+    per_token = 2 * shape.num_kv_heads * (shape.head_dim * cache_dtype.itemsize + scale_bytes)
+    table = -(-length // shape.block_size) * 4
+    return num_requests * (length * per_token + table + 2 * shape.num_heads * shape.head_bytes)
+
+
+def prefill_flops(shape: Shape, num_tokens: int) -> int:
+    """Two products of the causal half of (tokens, tokens) with head_dim, a multiplication and an addition each."""
+    return 2 * 2 * shape.num_heads * shape.head_dim * (num_tokens * (num_tokens + 1) // 2)
+
+
+def attention_cases(shape: Shape, num_requests: int, length: int) -> Iterator[KernelCase]:
+    """A decode of ``num_requests`` requests of ``length`` tokens each, for every type of cache."""
+    for cache_dtype in (shape.dtype, torch.float8_e4m3fn, torch.int8):
+        if can_use(cache_dtype, shape.device):
+            yield KernelCase(
+                kernel=f"decode attention ({short_name(cache_dtype)})",
+                size=f"{num_requests} x {length}",
+                num_bytes=decode_bytes(shape, num_requests, length, cache_dtype),
+                make=lambda cache_dtype=cache_dtype: _launch(shape, [1] * num_requests, length, cache_dtype),
+            )
+
+
+def prefill_case(shape: Shape, num_tokens: int) -> KernelCase:
+    """One prompt of ``num_tokens``."""
+    return KernelCase(
+        kernel=f"prefill attention ({short_name(shape.dtype)})",
+        size=f"{num_tokens} tokens",
+        num_bytes=decode_bytes(shape, 1, num_tokens, shape.dtype) + 2 * num_tokens * shape.num_heads * shape.head_bytes,
+        num_flops=prefill_flops(shape, num_tokens),
+        make=lambda: _launch(shape, [num_tokens], num_tokens, shape.dtype),
+    )
+
+
+def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch.dtype) -> Launch:
+    """Attention of requests of ``length`` tokens each, whose K/V is stored already."""
+    device, count, num_columns = shape.device, len(query_lens), -(-length // shape.block_size)
+    cache, scales = random_cache(shape, count * num_columns, cache_dtype)
+    table = torch.randperm(count * num_columns, device=device).to(torch.int32).view(count, num_columns)
+    host_query_lens = np.array(query_lens, dtype=np.int32)
+    query_start = np.concatenate(([0], np.cumsum(host_query_lens))).astype(np.int32)
+    metadata = AttentionMetadata(
+        num_decodes=int((host_query_lens == 1).sum()),
+        slot_mapping=torch.full((int(query_start[-1]),), -1, dtype=torch.int64, device=device),
+        block_table=table,
+        seq_lens=torch.full((count,), length, dtype=torch.int32, device=device),
+        query_start=torch.from_numpy(query_start).to(device),
+        host_query_lens=host_query_lens,
+        host_seq_lens=np.full(count, length, dtype=np.int32),
+        is_padded=False,
+    )
+    query = torch.randn(int(query_start[-1]), shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
+    attention = AttentionShape(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+    )
+    backend = TritonBackend()
+    backend.prepare(metadata)
+    return lambda: backend.forward(query, None, None, cache, metadata, attention, scales)

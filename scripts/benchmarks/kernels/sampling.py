@@ -1,0 +1,49 @@
+"""Sampling for ``bench_kernels``: one rank's kernels, from logits to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.kernels.cases import KernelCase, Launch, Shape
+from tp_engine.dist.collectives import SingleRank
+from tp_engine.plan import RowSampling
+from tp_engine.sampling.device_sampler import DeviceSampler
+from tp_engine.sampling.state import SamplingState
+
+WAYS = {
+    "greedy": RowSampling(),
+    "temperature": RowSampling(temperature=0.8, seed=1),
+    "penalties": RowSampling(temperature=0.8, frequency_penalty=0.5, seed=1),
+    "min_p": RowSampling(temperature=0.8, min_p=0.05, seed=1),
+    "top_k 50": RowSampling(temperature=0.8, top_k=50, seed=1),
+    "top_k 20, top_p 0.95": RowSampling(temperature=0.6, top_k=20, top_p=0.95, seed=1),
+    "top_p 0.95": RowSampling(temperature=0.8, top_p=0.95, seed=1),
+}
+
+
+def sampling_cases(shape: Shape, num_rows: int, vocab_size: int) -> Iterator[KernelCase]:
+    """Rows that are all sampled in the same way.  Bytes: the logits, read once (filters read them several times)."""
+    for name, sampling in WAYS.items():
+        yield KernelCase(
+            kernel=f"sample: {name}",
+            size=f"{num_rows} x {vocab_size}",
+            num_bytes=num_rows * vocab_size * shape.dtype.itemsize,
+            make=lambda sampling=sampling: _launch(shape, num_rows, vocab_size, sampling),
+        )
+
+
+def _launch(shape: Shape, num_rows: int, vocab_size: int, sampling: RowSampling) -> Launch:
+    device, prompt = torch.device(shape.device), np.arange(4, dtype=np.int32)
+    state = SamplingState(max_num_seqs=num_rows, vocab_size=vocab_size, device=device, has_tables=True)
+    for row in range(num_rows):
+        state.admit(row, sampling, prompt, len(prompt))
+    sampler = DeviceSampler(state, SingleRank())
+    rows, positions = np.arange(num_rows, dtype=np.int32), np.full(num_rows, len(prompt), dtype=np.int32)
+    kind = sampler.kind_of(rows, positions)
+    assert kind is not None, f"no kernel samples {sampling}"
+    logits = (3 * torch.randn(num_rows, vocab_size, device=device)).to(shape.dtype)
+    on_device = [torch.from_numpy(array.astype(np.int64)).to(device) for array in (rows, positions)]
+    return lambda: sampler.sample(kind, logits, *on_device)

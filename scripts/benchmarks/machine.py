@@ -1,0 +1,68 @@
+"""What the machine can do: the ceilings that benchmarks print beside their figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def processor_name() -> str:
+    """The processor or GPU that the benchmark ran on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()}, {len(os.sched_getaffinity(0))} cores"
+    return platform.processor()
+
+
+def read_bandwidth(num_bytes: int = 1 << 30, repeats: int = 7) -> float:
+    """Bytes per second at which torch's threads read a large tensor (a sum in fp32); the best of several."""
+    values = torch.ones(num_bytes // 4)
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - started)
+    return num_bytes / best
+
+
+def cpu_matmul_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 40) -> float:
+    """Floating-point operations per second of a square matrix product with torch's threads; the best of several."""
+    left, right = torch.randn(2, size, size).to(dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        torch.mm(left, right)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def copy_bandwidth(num_bytes: int = 4 << 30, repeats: int = 10) -> float:
+    """Bytes per second, read and written ones counted, of a large copy within the GPU; the mean of several."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _cuda_seconds(lambda: target.copy_(source), repeats)
+
+
+def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 10) -> float:
+    """Floating-point operations per second of a large square matrix product on the GPU; the mean of several."""
+    left, right = torch.randn(2, size, size, device="cuda").to(dtype)
+    return 2 * size**3 / _cuda_seconds(lambda: torch.mm(left, right), repeats)
+
+
+def _cuda_seconds(run: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats

@@ -1,0 +1,151 @@
+"""Who takes part in the offline benchmark, with which options, and how a group of them is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.offline.engines import (
+    Engine,
+    Measurement,
+    SameApi,
+    TpEngine,
+    TransformersGenerate,
+    save_dummy_checkpoint,
+)
+from benchmarks.offline.peers import PACKAGES, PeerProcess, find_peer
+from benchmarks.shapes import add_tokenizer
+from benchmarks.workloads import WORKLOADS
+from tp_engine.model_config import ModelConfig
+from tp_engine.weights.layout import Layout
+
+Makers = dict[str, Callable[[], Engine]]
+Runs = dict[str, dict[str, list[Measurement]]]
+"""Workload -> engine -> rounds."""
+
+_WARM_UP_SEED = 1_000_000
+
+
+def engine_makers(args: argparse.Namespace, model: str) -> Makers:
+    """What makes each engine: ours at every size, then the peers."""
+    makers: Makers = {}
+    for size in args.tensor_parallel_size.split(","):
+        options = engine_options(args, int(size))
+        makers[f"tp_engine TP {size}"] = lambda options=options: TpEngine(model, options)  # type: ignore[misc]
+    if "transformers" in args.peer:
+        compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
+        makers["transformers generate" + compiled] = lambda: TransformersGenerate(
+            model, args.dtype, dummy=args.is_dummy
+        )
+    if args.nano_vllm_path:
+        makers["nano-vllm"] = lambda: nano_vllm(args, Path(model))
+    return makers
+
+
+def peer_makers(args: argparse.Namespace, model: str) -> tuple[Makers, dict[str, str]]:
+    """What makes each peer that runs in a process of its own, and why the others among them are left out."""
+    makers: Makers = {}
+    skipped: dict[str, str] = {}
+    load = {"dtype": args.dtype, "max_model_len": engine_options(args, 1)["max_model_len"]}
+    for name in args.peer:
+        if name not in PACKAGES:
+            continue
+        found = find_peer(name, args.peer_python[name])
+        if isinstance(found, str):
+            skipped[name] = found
+            continue
+        settings = load | {"options": args.peer_options.get(name, {}), "threads": args.threads}
+        make = partial(PeerProcess, name, found.python, model, timeout_s=args.peer_timeout_s, **settings)
+        makers[f"{name} {found.version}".strip()] = make
+    return makers, skipped
+
+
+def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
+    """``LLM``'s options for ``size`` ranks."""
+    options: dict[str, Any] = {"dtype": args.dtype, "tensor_parallel_size": size}
+    if torch.cuda.is_available():
+        options |= {"max_model_len": 2048, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
+    elif args.is_dummy:
+        options |= {"max_model_len": 2048}
+    else:
+        options |= {"max_model_len": 1024, "num_gpu_blocks_override": 1024}
+    if args.is_dummy:
+        options["load_format"] = "dummy"
+    if args.devices:
+        options["devices"] = ",".join(args.devices.split(",")[:size])
+    return options | args.engine_options
+
+
+def nano_vllm(args: argparse.Namespace, model: Path) -> Engine:
+    """The nano-vllm of a folder, which wants a tokenizer and a checkpoint."""
+    sys.path.insert(0, str(args.nano_vllm_path))
+    import nanovllm
+
+    if args.is_dummy and not list(model.glob("*.safetensors")):
+        add_tokenizer(model)
+        config = ModelConfig.from_dict(json.loads((model / "config.json").read_text(encoding="utf-8")))
+        placements = Layout(config, rank=0, world_size=1, vocab_rows=config.vocab_size).placements
+        save_dummy_checkpoint(model, {place.name: place.shape for place in placements}, getattr(torch, args.dtype))
+    return SameApi(nanovllm, str(model), {"enforce_eager": False, "max_model_len": 2048, "max_num_seqs": 256})
+
+
+def run_all(makers: Makers, names: list[str], vocab_size: int, rounds: int) -> tuple[Runs, dict[str, str]]:
+    """Every workload on every engine: alternating on CPUs; on a GPU one engine after the other, each alone on it.
+
+    Returns the rounds, and what went wrong with the engines that are missing there.
+    """
+    runs: Runs = {name: {} for name in names}
+    failures: dict[str, str] = {}
+    for group in [{name: make} for name, make in makers.items()] if torch.cuda.is_available() else [makers]:
+        _run_group(group, runs, failures, vocab_size, rounds)
+    return runs, failures
+
+
+def _run_group(makers: Mapping[str, Callable[[], Engine]], runs: Runs, failures: dict[str, str], *work: int) -> None:
+    """Load these engines together, take turns, and close them."""
+    engines: dict[str, Engine] = {}
+    try:
+        for name, make in makers.items():
+            _attempt(name, failures, lambda name=name, make=make: engines.update({name: make()}))  # type: ignore[misc]
+        for workload, per_engine in runs.items():
+            _take_turns(workload, engines, per_engine, failures, *work)
+    finally:
+        for name, engine in engines.items():
+            _attempt(name, failures, engine.close)
+
+
+def _take_turns(
+    workload: str,
+    engines: Mapping[str, Engine],
+    rounds_of: dict[str, list[Measurement]],
+    failures: dict[str, str],
+    vocab_size: int,
+    rounds: int,
+) -> None:
+    """A round to warm up, then the rounds that count, each with prompts of its own."""
+    make = WORKLOADS[workload]
+    for seed in (_WARM_UP_SEED, *range(rounds)):
+        for name, engine in engines.items():
+            if name in failures:
+                continue
+            measured = _attempt(name, failures, lambda engine=engine, seed=seed: engine.run(make(vocab_size, seed)))  # type: ignore[misc]
+            if measured is None:
+                rounds_of.pop(name, None)
+            elif seed != _WARM_UP_SEED:
+                rounds_of.setdefault(name, []).append(measured)
+
+
+def _attempt(name: str, failures: dict[str, str], act: Callable[[], Any]) -> Any:
+    """What ``act`` returns, or None after a failure, which is noted: the other engines' figures are still wanted."""
+    try:
+        return act()
+    except Exception as error:
+        failures.setdefault(name, f"{type(error).__name__}: {error}")
+        return None

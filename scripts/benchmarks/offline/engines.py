@@ -1,0 +1,186 @@
+"""The engines that the offline benchmark compares, behind one interface.
+
+An engine answers a workload with the time to the first token (where one request runs), the total time, and the tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.workloads import Workload
+from tp_engine.weights.dummy import DummyWeights
+from tp_engine.weights.shard import Shard
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of one run of a workload; ``first_token_s`` only where the workload is one request."""
+
+    total_s: float
+    first_token_s: float | None
+    token_ids: list[list[int]]
+
+
+class Engine(Protocol):
+    """One engine with a model loaded."""
+
+    def run(self, workload: Workload) -> Measurement:
+        """Generate exactly the tokens that the workload asks for."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+class TpEngine:
+    """This project, in-process."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        from tp_engine import LLM
+
+        self.llm = LLM(model, **options)
+
+    def run(self, workload: Workload) -> Measurement:
+        from tp_engine import SamplingParams
+
+        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=count) for count in workload.max_tokens]
+        started = time.perf_counter()
+        outputs = self.llm.generate(workload.prompts, params, use_tqdm=False)
+        total_s = time.perf_counter() - started
+        metrics = outputs[0].metrics
+        assert metrics is not None
+        first = metrics.ttft_s if len(outputs) == 1 else None
+        return Measurement(total_s, first, [output.outputs[0].token_ids for output in outputs])
+
+    def close(self) -> None:
+        self.llm.close()
+        del self.llm
+        free_device()
+
+
+class TransformersGenerate:
+    """transformers' ``generate`` on one left-padded batch, run to the longest answer; only wanted tokens count.
+
+    On CUDA with a static cache, for which transformers compiles the decode step.  ``dummy`` fills the model with the
+    random weights that tp_engine draws for ``load_format="dummy"``.
+    """
+
+    def __init__(self, model: str, dtype: str, *, dummy: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if dummy:
+            loaded = dummy_model(model, getattr(torch, dtype), self._device)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(self._device)
+        self._model = loaded.eval()
+        self._options = {"cache_implementation": "static"} if self._device.type == "cuda" else {}
+
+    def run(self, workload: Workload) -> Measurement:
+        first = self._generate(workload.prompts, 1)[0] if len(workload.prompts) == 1 else None
+        total_s, rows = self._generate(workload.prompts, max(workload.max_tokens))
+        tokens = [row[:count] for row, count in zip(rows, workload.max_tokens, strict=True)]
+        return Measurement(total_s, first, tokens)
+
+    def _generate(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+        longest = max(len(prompt) for prompt in prompts)
+        input_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model.generate(
+                input_ids=input_ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                do_sample=False,
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+                **self._options,
+            )
+            tokens = out[:, longest:].tolist()
+        return time.perf_counter() - started, tokens
+
+    def close(self) -> None:
+        del self._model
+        torch._dynamo.reset()
+        free_device()
+
+
+class SameApi:
+    """Another engine with ``LLM(model, **options)`` and ``generate(prompts, sampling_params)``, such as nano-vllm.
+
+    ``module`` is imported by the caller.  It samples at temperature 0.6, as nano-vllm knows no greedy decoding, so its
+    answers are not compared.
+    """
+
+    def __init__(self, module: Any, model: str, options: Mapping[str, Any]) -> None:
+        self._module = module
+        self._llm = module.LLM(model, **options)
+
+    def run(self, workload: Workload) -> Measurement:
+        params = [
+            self._module.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count)
+            for count in workload.max_tokens
+        ]
+        started = time.perf_counter()
+        self._llm.generate(workload.prompts, params, use_tqdm=False)
+        total_s = time.perf_counter() - started
+        first = None
+        if len(workload.prompts) == 1:
+            one = self._module.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
+            started = time.perf_counter()
+            self._llm.generate(workload.prompts, [one], use_tqdm=False)
+            first = time.perf_counter() - started
+        return Measurement(total_s, first, [])
+
+    def close(self) -> None:
+        import atexit
+
+        leave = getattr(self._llm, "exit", None)
+        if leave is not None:
+            atexit.unregister(leave)  # nano-vllm registers it, and a second call would fail
+            leave()
+        del self._llm
+        free_device()
+
+
+def dummy_model(model: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model of a folder without weights, with those of ``load_format="dummy"`` and seed 0."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(device):
+        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
+    with torch.no_grad():
+        parameters = dict(loaded.named_parameters())
+        weights = dummy_weights({name: tuple(value.shape) for name, value in parameters.items()}, dtype, device)
+        for name, value in weights:
+            parameters[name].copy_(value)
+    return loaded
+
+
+def save_dummy_checkpoint(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    """Write those weights as one safetensors file, for an engine that has no such option."""
+    from safetensors.torch import save_file
+
+    save_file(dict(dummy_weights(shapes, dtype, torch.device("cpu"))), folder / "model.safetensors")
+
+
+def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Any:
+    """(name, tensor) of every shape."""
+    source = DummyWeights(shapes, 0, dtype=dtype, device=device)
+    for name, shape in shapes.items():
+        yield name, source.read(name, Shard(dim=0, start=0, size=shape[0], room=shape[0]))
+
+
+def free_device() -> None:
+    """Give back what a closed engine held on the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

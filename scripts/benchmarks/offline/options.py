@@ -1,0 +1,81 @@
+"""The command line of the offline benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.offline.peers import PACKAGES, PEERS, parse_pythons
+from benchmarks.shapes import DUMMY_SHAPES, SHAPES
+from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
+
+DTYPES = ("float32", "bfloat16")
+
+
+def parse_arguments(arguments: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    """The command line, with what depends on the shape filled in; ``cells`` are the (shape, dtype) pairs to run."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="C", help="a model of this shape")
+    parser.add_argument("--cells", help="several shapes in one run: A:bfloat16,B:bfloat16,B:float32,C:float32")
+    parser.add_argument("--model", help="a checkpoint folder, instead of --shape")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32; bfloat16 for Qwen3 shapes")
+    parser.add_argument("--workloads", help="comma-separated: " + ", ".join(WORKLOADS))
+    parser.add_argument("--tensor-parallel-size", default="1", help="one size, or several: 1,2,4")
+    parser.add_argument("--devices", help="device of each rank, such as 0,0: several ranks on one GPU")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per engine; the median counts")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads per rank (default: torch's choice)")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')
+    _add_peer_options(parser)
+    args = parser.parse_args(arguments)
+    args.is_dummy = args.model is None and args.shape in DUMMY_SHAPES
+    args.dtype = args.dtype or ("bfloat16" if args.is_dummy else "float32")
+    args.cells = _cells(parser, args)
+    args.workloads = args.workloads or ",".join(LARGE_WORKLOADS if args.is_dummy else SMALL_WORKLOADS)
+    if unknown := set(args.workloads.split(",")) - set(WORKLOADS):
+        parser.error(f"--workloads names {', '.join(sorted(unknown))}; choose among {', '.join(WORKLOADS)}")
+    _check_peers(parser, args)
+    return args
+
+
+def _add_peer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer", action="extend", nargs="+", choices=PEERS, help="default: transformers")
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help=f"interpreter that has a peer ({', '.join(PACKAGES)}); default: this one",
+    )
+    parser.add_argument("--peer-options", type=json.loads, default={}, help='by peer: {"vllm": {"seed": 1}}')
+    parser.add_argument("--peer-timeout-s", type=float, default=1200.0, help="longest that a peer may take to answer")
+    parser.add_argument("--no-peer", action="store_true", help="measure tp_engine alone")
+    parser.add_argument("--nano-vllm-path", type=Path, help="also measure the nano-vllm in this folder (GPU only)")
+
+
+def _cells(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[tuple[str, str]]:
+    if args.cells is None:
+        return [(args.shape, args.dtype)]
+    if args.model is not None or args.is_dummy:
+        parser.error("--cells names shapes of its own; leave out --model and --shape")
+    cells = []
+    for cell in args.cells.split(","):
+        shape, _, dtype = cell.partition(":")
+        if shape not in SHAPES or dtype not in DTYPES:
+            parser.error(f"--cells names {cell}; write SHAPE:DTYPE, of {', '.join(SHAPES)} and {', '.join(DTYPES)}")
+        cells.append((shape, dtype))
+    return cells
+
+
+def _check_peers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.no_peer and args.peer:
+        parser.error("--no-peer and --peer exclude each other; give one of them")
+    args.peer = [] if args.no_peer else list(dict.fromkeys(args.peer or ["transformers"]))
+    if args.is_dummy and (unable := [name for name in args.peer if name in PACKAGES]):
+        parser.error(f"--shape {args.shape} has no weights to load for {', '.join(unable)}; choose A, B or C")
+    try:
+        args.peer_python = parse_pythons(args.peer_python)
+    except ValueError as error:
+        parser.error(f"--peer-python: {error}")
+    if args.nano_vllm_path and not (args.nano_vllm_path / "nanovllm").is_dir():
+        parser.error(f"--nano-vllm-path is {args.nano_vllm_path}; it must be the folder that holds nanovllm/")

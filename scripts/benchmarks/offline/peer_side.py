@@ -1,0 +1,161 @@
+"""Another engine in a process of its own, under an interpreter that has it; it needs nothing of this project there.
+
+``python -m benchmarks.offline.peer_side NAME``.  Commands are JSON lines on standard input, answers are lines on
+standard output that begin with ``ANSWER``::
+
+    {"load": {"model": FOLDER, "dtype": "float32", "max_model_len": 1024, "options": {}}}  ->  {"loaded": true}
+    {"run": {"prompts": [[1, 2]], "max_tokens": [3]}}  ->  {"total_s": .., "first_token_s": .. or null, "token_ids": ..}
+
+What goes wrong is answered too: {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ANSWER = "ANSWER "
+
+
+class Vllm:
+    """vLLM, greedy; its prefix cache forgets a prompt between the run to the first token and the whole one."""
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        settings = {"skip_tokenizer_init": True, "max_model_len": max_model_len, "disable_log_stats": True}
+        self._llm = LLM(model=model, dtype=dtype, **(settings | options))
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=count, detokenize=False) for count in counts
+        ]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(one.outputs[0].token_ids) for one in self._llm.generate(asked, params, use_tqdm=False)]
+
+    def forget(self) -> None:
+        self._llm.reset_prefix_cache()
+
+
+class Ctranslate2:
+    """CTranslate2, greedy, from a conversion made here; the interpreter needs transformers too.
+
+    One batch runs to its longest answer, as ``generate_batch`` has one length for all.
+    """
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        import ctranslate2
+
+        self._folder = tempfile.TemporaryDirectory()
+        source, converted = Path(self._folder.name) / "source", str(Path(self._folder.name) / "model")
+        link_with_tokenizer(Path(model), source)
+        quantization = {"float32": "float32", "bfloat16": "bfloat16"}[dtype]
+        ctranslate2.converters.TransformersConverter(str(source)).convert(converted, quantization=quantization)
+        vocabulary = Path(converted) / "vocabulary.json"
+        self._tokens: list[str] = json.loads(vocabulary.read_text(encoding="utf-8"))
+        self._generator = ctranslate2.Generator(converted, device="cpu", compute_type=quantization, **options)
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        longest = max(counts)
+        results = self._generator.generate_batch(
+            [[self._tokens[token] for token in prompt] for prompt in prompts],
+            min_length=longest,
+            max_length=longest,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        return [one.sequences_ids[0][:count] for one, count in zip(results, counts, strict=True)]
+
+    def forget(self) -> None:
+        """It keeps nothing between calls."""
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here.
+
+    One request after the other, as its ``Llama`` has one sequence; that keeps the K and V of a prefix that two
+    successive prompts share.
+    """
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        from llama_cpp import Llama
+
+        from benchmarks.offline.gguf_checkpoint import write_gguf
+
+        self._folder = tempfile.TemporaryDirectory()
+        target = Path(self._folder.name) / "model.gguf"
+        write_gguf(Path(model), target, dtype)
+        threads = int(os.environ["OMP_NUM_THREADS"])
+        settings = {"n_ctx": max_model_len, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        self._llm = Llama(str(target), **(settings | options))
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        return [
+            list(islice(self._llm.generate(prompt, top_k=1, temp=0.0), count))
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
+
+    def forget(self) -> None:
+        self._llm.reset()
+
+
+def link_with_tokenizer(model: Path, folder: Path) -> None:
+    """A folder with the checkpoint's files and, where it has none, a tokenizer whose words are ``<0>``, ``<1>``, ..."""
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    if (folder / "tokenizer.json").exists():
+        return
+    size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    words = {"type": "WordLevel", "vocab": {f"<{token}>": token for token in range(size)}, "unk_token": "<0>"}
+    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts), "model": words}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<0>", "bos_token": "<1>", "eos_token": "<2>"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+ENGINES = {"vllm": Vllm, "ctranslate2": Ctranslate2, "llama.cpp": LlamaCpp}
+
+
+def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[str, Any]:
+    """Times of a workload; to the first token where it is one request."""
+    first = None
+    if len(prompts) == 1:
+        started = time.perf_counter()
+        engine.generate(prompts, [1])
+        first = time.perf_counter() - started
+        engine.forget()
+    started = time.perf_counter()
+    tokens = engine.generate(prompts, max_tokens)
+    return {"total_s": time.perf_counter() - started, "first_token_s": first, "token_ids": tokens}
+
+
+def main(name: str) -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints goes to the log
+    engine: Any = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if "load" in command:
+                engine, answer = ENGINES[name](**command["load"]), {"loaded": True}
+            else:
+                answer = run(engine, **command["run"])
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(ANSWER + json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

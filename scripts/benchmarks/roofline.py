@@ -1,0 +1,93 @@
+"""The least time that a machine needs for a workload: bytes over its bandwidth, or operations over its matmul rate.
+
+A decode step reads all weights once and every running request's K and V; prompts are bound by matrix products::
+
+    decode step   max( (weights + context tokens * kv bytes) / bandwidth,  2 * parameters * rows / matmul rate )
+    prompts       (2 * parameters * tokens  +  attention) / matmul rate
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workloads import Workload
+from tp_engine.model_config import ModelConfig
+from tp_engine.weights.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCost:
+    """``num_parameters`` take part in every token's products; ``kv_values`` are K and V of one token, all layers."""
+
+    num_parameters: int
+    itemsize: int
+    kv_values: int
+    num_layers: int
+    attention_width: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step must read: all but an input embedding that is not the head's too."""
+        return self.num_parameters * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Measured in the same run: bytes and floating-point operations per second of all devices together."""
+
+    bytes_per_s: float
+    flops_per_s: float = math.inf
+
+
+def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
+    """The cost of the model that a config.json describes, with weights and KV cache in ``dtype``."""
+    model = ModelConfig.from_dict(config)
+    placements = Layout(model, rank=0, world_size=1, vocab_rows=model.vocab_size).placements
+    num_parameters = sum(math.prod(placement.shape) for placement in placements)
+    if not model.tie_word_embeddings:
+        num_parameters -= model.vocab_size * model.hidden_size
+    return ModelCost(
+        num_parameters=num_parameters,
+        itemsize=4 if dtype == "float32" else 2,
+        kv_values=2 * model.num_layers * model.num_kv_heads * model.head_dim,
+        num_layers=model.num_layers,
+        attention_width=model.num_heads * model.head_dim,
+    )
+
+
+def decode_step_s(cost: ModelCost, ceilings: Ceilings, *, num_rows: int, num_context_tokens: int) -> float:
+    """Seconds of one decode step of ``num_rows`` requests with ``num_context_tokens`` in the cache together."""
+    num_bytes = cost.weight_bytes + num_context_tokens * cost.kv_values * cost.itemsize
+    return max(num_bytes / ceilings.bytes_per_s, 2 * cost.num_parameters * num_rows / ceilings.flops_per_s)
+
+
+def prompts_s(cost: ModelCost, ceilings: Ceilings, lengths: list[int], num_shared: int = 0) -> float:
+    """Seconds for prompts of these lengths whose first ``num_shared`` tokens are the same, and computed once.
+
+    Causal attention takes 2 * width operations per pair of tokens and layer, for the scores and again for the values.
+    """
+    num_tokens = num_shared + sum(length - num_shared for length in lengths)
+    pairs = _pairs(num_shared) + sum(_pairs(length) - _pairs(num_shared) for length in lengths)
+    attention = 4 * cost.num_layers * cost.attention_width * pairs
+    return (2 * cost.num_parameters * num_tokens + attention) / ceilings.flops_per_s
+
+
+def _pairs(length: int) -> float:
+    return length * (length + 1) / 2
+
+
+def workload_s(cost: ModelCost, ceilings: Ceilings, workload: Workload) -> float:
+    """Seconds of a whole workload whose requests all start at once and decode together until each has its tokens."""
+    prompts = np.array([len(prompt) for prompt in workload.prompts])
+    wanted = np.array(workload.max_tokens)
+    total_s = prompts_s(cost, ceilings, prompts.tolist(), workload.num_shared)
+    for step in range(1, int(wanted.max())):
+        running = wanted > step  # the first token comes from the prompt's step
+        context = int((prompts[running] + step).sum())
+        total_s += decode_step_s(cost, ceilings, num_rows=int(running.sum()), num_context_tokens=context)
+    return total_s

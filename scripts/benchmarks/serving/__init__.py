@@ -1,0 +1,1 @@
+"""A server under request rates: traffic, client, figures and picture."""

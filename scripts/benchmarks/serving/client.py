@@ -1,0 +1,176 @@
+"""A client for streamed completions that costs little: HTTP/1.1 over asyncio's streams, one connection per request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.serving.traffic import Request
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Times in seconds; ``start_time`` on this process's clock.  ``itl`` are the gaps between chunks."""
+
+    prompt_len: int
+    start_time: float = 0.0
+    ttft: float = 0.0
+    itl: list[float] = field(default_factory=list)
+    latency: float = 0.0
+    output_tokens: int = 0
+    success: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where requests go and what every body has besides its prompt."""
+
+    base_url: str
+    endpoint: str
+    model: str
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """The JSON of one request."""
+        common = {"model": self.model, "max_tokens": request.max_tokens, "stream": True, **self.extra_body}
+        common["stream_options"] = {"include_usage": True}
+        if not self.endpoint.endswith("/chat/completions"):
+            return common | {"prompt": request.prompt}
+        if not isinstance(request.prompt, str):
+            raise SystemExit("the chat endpoint takes text; give --dataset-path, or use /v1/completions")
+        return common | {"messages": [{"role": "user", "content": request.prompt}]}
+
+
+async def send_all(
+    target: Target, requests: Sequence[Request], times: Sequence[float], max_concurrency: int | None
+) -> tuple[list[Answer], float]:
+    """Send each request at its time, whether or not earlier ones are done; returns the answers and the whole time."""
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    started = time.perf_counter()
+
+    async def one(request: Request, at_s: float) -> Answer:
+        await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
+        async with gate:
+            return await ask(target, request)
+
+    answers = await asyncio.gather(*(one(request, at_s) for request, at_s in zip(requests, times, strict=True)))
+    return answers, time.perf_counter() - started
+
+
+async def ask(target: Target, request: Request) -> Answer:
+    """One request; what goes wrong is told in the answer."""
+    prompt_len = len(request.prompt) if isinstance(request.prompt, list) else 0
+    answer = Answer(prompt_len=prompt_len, start_time=time.perf_counter())
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            await _ask(target, target.body(request), answer)
+        answer.success = answer.ttft > 0.0
+        answer.error = "" if answer.success else "no token came"
+    except TimeoutError:
+        answer.error = f"no end within {target.timeout_s:g} s"
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    return answer
+
+
+async def fetch_json(target: Target, path: str) -> Any:
+    """The answer to a GET of ``path``."""
+    async with _exchange(target, "GET", path, b"") as (status, body):
+        text = b"".join([part async for part in body])
+        if status != 200:
+            raise ValueError(f"HTTP {status} for {path}: {text[:200].decode(errors='replace')}")
+        return json.loads(text)
+
+
+async def _ask(target: Target, body: dict[str, Any], answer: Answer) -> None:
+    payload = json.dumps(body).encode()
+    async with _exchange(target, "POST", target.endpoint, payload) as (status, parts):
+        if status != 200:
+            text = b"".join([part async for part in parts])
+            raise ValueError(f"HTTP {status}: {text[:200].decode(errors='replace')}")
+        last = answer.start_time
+        async for event in _events(parts):
+            if event == "[DONE]":
+                continue
+            data = json.loads(event)
+            if "error" in data:
+                raise ValueError(f"error in the stream: {data['error']}")
+            if usage := data.get("usage"):
+                answer.output_tokens = usage["completion_tokens"]
+                answer.prompt_len = usage["prompt_tokens"]
+            if _has_token(data):
+                now = time.perf_counter()
+                if answer.ttft:
+                    answer.itl.append(now - last)
+                else:
+                    answer.ttft = now - answer.start_time
+                last = now
+        answer.latency = last - answer.start_time
+        answer.output_tokens = answer.output_tokens or len(answer.itl) + 1
+
+
+def _has_token(data: Mapping[str, Any]) -> bool:
+    """Whether a chunk is a piece of the answer: not the usage at the end, not the role at the start of a chat."""
+    choices = data.get("choices")
+    if not choices:
+        return False
+    delta = choices[0].get("delta")
+    return delta is None or bool(delta.get("content") or choices[0].get("token_ids") or choices[0]["finish_reason"])
+
+
+async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The data of server-sent events; comments are left out."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode()
+
+
+@contextlib.asynccontextmanager
+async def _exchange(
+    target: Target, method: str, path: str, payload: bytes
+) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    """Send one request on a connection of its own; yields the status and the parts of the body."""
+    url = urlsplit(target.base_url)
+    tls = url.scheme == "https"
+    port = url.port or (443 if tls else 80)
+    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls or None)
+    try:
+        key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        writer.write(
+            f"{method} {url.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n{key}"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+            + payload
+        )
+        await writer.drain()
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        yield int(head[0].split()[1]), _body(reader, headers)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """The body as it arrives: chunked, of a known length, or up to the end of the connection."""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int((await reader.readline()).split(b";")[0], 16):
+            yield await reader.readexactly(size)
+            await reader.readexactly(2)
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while part := await reader.read(1 << 16):
+            yield part

@@ -1,0 +1,86 @@
+"""Model shapes of the offline benchmark, and folders that hold one: a checkpoint, or a config.json alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+# Small shapes: a random checkpoint is written, for every engine to load.
+SHAPES: dict[str, dict[str, Any]] = {
+    "A": {
+        "architecture": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "B": {
+        "architecture": "llama", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": False,
+    },
+    "C": {
+        "architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 688, "vocab_size": 4096, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+# The published config.json of Qwen3: what the sizes share, and (hidden, intermediate, layers, heads, tied) of each.
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
+    "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 40960,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None,
+    "sliding_window": None, "use_sliding_window": False, "use_cache": True, "vocab_size": 151936,
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+_QWEN3_SIZES = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, True),
+    "qwen3-8b": (4096, 12288, 36, 32, False),
+    "qwen3-14b": (5120, 17408, 40, 40, False),
+    "qwen3-32b": (5120, 25600, 64, 64, False),
+}
+DUMMY_SHAPES = tuple(_QWEN3_SIZES)
+_DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo_model"
+
+
+def qwen3_config(shape: str, dtype: str) -> dict[str, Any]:
+    """The config.json of one of ``DUMMY_SHAPES``."""
+    hidden, intermediate, layers, heads, tied = _QWEN3_SIZES[shape]
+    return _QWEN3 | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+        "dtype": dtype,
+    }
+
+
+def make_folder(folder: Path, shape: str, dtype: str) -> Path:
+    """A model folder of ``shape``: with random weights for ``SHAPES``, without weights for ``DUMMY_SHAPES``."""
+    if shape in SHAPES:
+        return make_checkpoint(folder, shape, dtype)
+    (folder / "config.json").write_text(json.dumps(qwen3_config(shape, dtype)), encoding="utf-8")
+    return folder
+
+
+def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
+    """Save a random checkpoint of ``shape`` with transformers, for every engine to load."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    options = dict(SHAPES[shape])
+    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    make_config, make_model = kinds[str(options.pop("architecture"))]
+    config = make_config(
+        **options, max_position_embeddings=2048, initializer_range=0.02, eos_token_id=2, bos_token_id=1
+    )
+    torch.manual_seed(0)
+    make_model(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Give ``folder`` the demo model's tokenizer, for engines that do not start without one."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(_DEMO_MODEL / name, folder / name)

@@ -1,0 +1,58 @@
+"""Seeded workloads of the offline benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts (token ids) and the number of tokens to generate for each; greedy, EOS ignored.
+
+    All prompts begin with the same ``num_shared`` tokens, which a prefix cache computes once.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    num_shared: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that were asked for, which is what every engine is credited with."""
+        return sum(self.max_tokens)
+
+
+def latency(vocab_size: int, seed: int) -> Workload:
+    """One request: 128 tokens in, 128 out."""
+    rng = np.random.default_rng(seed)
+    return Workload("latency", [rng.integers(3, vocab_size, 128).tolist()], [128])
+
+
+def throughput(vocab_size: int, seed: int) -> Workload:
+    """32 requests at once: 16 to 128 tokens in, 16 to 128 out."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, vocab_size, size).tolist() for size in rng.integers(16, 129, 32)]
+    return Workload("throughput", prompts, rng.integers(16, 129, 32).tolist())
+
+
+def shared_prefix(vocab_size: int, seed: int) -> Workload:
+    """32 requests of 256 shared and 16 own tokens, 16 tokens out; every seed has a prefix of its own."""
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(3, vocab_size, 256).tolist()
+    prompts = [prefix + rng.integers(3, vocab_size, 16).tolist() for _ in range(32)]
+    return Workload("shared prefix", prompts, [16] * 32, num_shared=256)
+
+
+def batch256(vocab_size: int, seed: int) -> Workload:
+    """256 requests at once: 100 to 1024 tokens in, 100 to 1024 out.  The lengths are the same for every seed."""
+    rng, lengths = np.random.default_rng(seed), np.random.default_rng(0)
+    prompts = [rng.integers(3, min(vocab_size, 10_000), size).tolist() for size in lengths.integers(100, 1025, 256)]
+    return Workload("256 requests", prompts, lengths.integers(100, 1025, 256).tolist())
+
+
+WORKLOADS = {"latency": latency, "throughput": throughput, "shared_prefix": shared_prefix, "batch256": batch256}
+SMALL_WORKLOADS = ("latency", "throughput", "shared_prefix")
+LARGE_WORKLOADS = ("latency", "batch256")

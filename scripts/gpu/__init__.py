@@ -1,0 +1,1 @@
+"""Parts of scripts/gpu_check: sections, how one is run, and what the table shows of it."""

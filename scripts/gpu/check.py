@@ -1,0 +1,129 @@
+"""The check of a GPU host behind scripts/gpu_check: sections, each a command of its own, and one table at the end.
+
+Every section has a time limit, and a failure does not keep the next from running.  --out keeps gpu_check.log (all
+output), gpu_check.json and gpu_check.txt (the table), written anew after each section.  Exit code 0: all well; 1:
+something failed; 2: no GPU here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from gpu.figures import figures_of
+from gpu.run import Outcome, engine_options, run_section, why_not
+from gpu.sections import Section, all_sections
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for."""
+    args = parse_arguments(arguments)
+    sections = chosen(args)
+    if args.list or args.dry_run:
+        for section in sections:
+            print(f"{section.name:<16}{section.limit_s:>5.0f} s  {section.what}")
+            if args.dry_run:
+                print("    " + shlex.join(section.argv()))
+        return 0
+    num_gpus = count_gpus()
+    if num_gpus == 0:
+        print(
+            "gpu_check needs a CUDA GPU, and torch finds none here. scripts/gpu_check --dry-run shows what it would "
+            "run; scripts/test runs what needs no GPU.",
+            file=sys.stderr,
+        )
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "gpu_check.log").open("w", encoding="utf-8") as log:
+        outcomes = run_all(sections, num_gpus, args.budget_s, log, args.out)
+    return 1 if any(outcome.is_bad for outcome in outcomes) else 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", help="comma-separated names (default: all); --list shows them")
+    parser.add_argument("--skip", default="", help="comma-separated names of sections to leave out")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for everything together")
+    default = Path(os.environ.get("OUT") or "gpu_check_results")
+    parser.add_argument("--out", type=Path, default=default, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--nano-vllm-path", help="also measure the nano-vllm in this folder")
+    parser.add_argument("--list", action="store_true", help="show the sections")
+    parser.add_argument("--dry-run", action="store_true", help="show the commands, without running them")
+    args = parser.parse_args(arguments)
+    known = {section.name for section in all_sections(args)}
+    named = set(filter(None, [*(args.sections or "").split(","), *args.skip.split(",")]))
+    if unknown := named - known:
+        parser.error(f"no section is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Section]:
+    """The sections to run, in their own order."""
+    wanted, unwanted = set((args.sections or "").split(",")), set(args.skip.split(","))
+    return [
+        section
+        for section in all_sections(args)
+        if (args.sections is None or section.name in wanted) and section.name not in unwanted
+    ]
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees; 0 without torch."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()
+
+
+def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO[str], out: Path) -> list[Outcome]:
+    """One after the other; what was found is on the disk after each, in case the whole is ended from outside."""
+    deadline_s, options = time.monotonic() + budget_s, engine_options()
+    outcomes: list[Outcome] = []
+    for section in sections:
+        remaining_s = deadline_s - time.monotonic()
+        title = f"== {section.name}: {shlex.join(section.argv())}"
+        print(title, flush=True)
+        log.write(title + "\n")
+        outcome = why_not(section, num_gpus, options, remaining_s)
+        if outcome is None:
+            outcome = run_section(section, log, min(section.limit_s, remaining_s))
+        print(f"== {section.name}: {outcome.status} {outcome.note}", flush=True)
+        outcomes.append(outcome)
+        save(outcomes, out)
+    print("\n" + table(outcomes))
+    print(json.dumps({"gpu_check": {outcome.name: outcome.status for outcome in outcomes}}))
+    return outcomes
+
+
+def save(outcomes: Sequence[Outcome], out: Path) -> None:
+    """The table and everything that the sections reported."""
+    (out / "gpu_check.txt").write_text(table(outcomes), encoding="utf-8")
+    content = [vars(outcome) for outcome in outcomes]
+    (out / "gpu_check.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """How each section ended, then its figures beside their goals."""
+    lines = [f"{'section':<16}{'status':<12}{'seconds':>8}  note"]
+    lines += [f"{o.name:<16}{o.status:<12}{o.seconds:>8.1f}  {o.note}" for o in outcomes]
+    lines += ["", f"{'figure':<72}{'measured':>12} {'unit':<24}{'goal':>8}"]
+    for outcome in outcomes:
+        for figure in figures_of(outcome.report):
+            goal = "" if figure.goal is None else f"{figure.goal:>8g}  {figure.verdict}"
+            lines.append(f"{figure.label:<72}{figure.value:>12,.3f} {figure.unit:<24}{goal}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

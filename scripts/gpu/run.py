@@ -1,0 +1,128 @@
+"""Run one section: a child with a time limit, its output shown and logged, its JSON line kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from gpu.sections import Section
+
+ROOT = Path(__file__).resolve().parents[2]
+_STOP_S, _KILL_S = 20.0, 5.0  # a server takes a moment to stop
+_LEAST_S = 15.0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """``status`` is passed, failed (with the exit code in ``note``), timeout, skipped, or not built."""
+
+    name: str
+    status: str
+    note: str = ""
+    seconds: float = 0.0
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it ran and did not end well."""
+        return self.status in ("failed", "timeout")
+
+
+def why_not(section: Section, num_gpus: int, options: Collection[str], remaining_s: float) -> Outcome | None:
+    """What keeps a section from running here; None if nothing does."""
+    missing = [name for name in section.modules if importlib.util.find_spec(name) is None]
+    if section.option is not None and section.option not in options:
+        return Outcome(name=section.name, status="not built", note=f"the engine has no option {section.option}")
+    if section.min_gpus > num_gpus:
+        return Outcome(name=section.name, status="skipped", note=f"needs {section.min_gpus} GPUs, found {num_gpus}")
+    if missing:
+        return Outcome(name=section.name, status="skipped", note=f"not installed: {', '.join(missing)}")
+    if remaining_s < _LEAST_S:
+        return Outcome(name=section.name, status="skipped", note="no time left within --budget-s")
+    return None
+
+
+def engine_options() -> set[str]:
+    """Names of the engine's options."""
+    from tp_engine.config import EngineConfig
+
+    return {spec.name for spec in dataclasses.fields(EngineConfig)}
+
+
+def run_section(section: Section, log: IO[str], limit_s: float) -> Outcome:
+    """Run it to its end, or for ``limit_s``; its whole process group is ended then."""
+    started_s = time.monotonic()
+    process = subprocess.Popen(
+        section.argv(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=_environment(), start_new_session=True,
+    )  # fmt: skip
+    lines: list[str] = []
+    reader = threading.Thread(target=_follow, args=(process.stdout, log, lines), daemon=True)
+    reader.start()
+    timed_out = False
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+    finally:
+        _end(process)
+    reader.join(_KILL_S)
+    outcome = Outcome(name=section.name, status="passed", seconds=round(time.monotonic() - started_s, 1))
+    outcome.report = last_json(lines)
+    if timed_out:
+        outcome.status, outcome.note = "timeout", f"ended after {limit_s:.0f} s"
+    elif process.returncode:
+        outcome.status, outcome.note = "failed", f"exit code {process.returncode}"
+    outcome.note = "; ".join(filter(None, (outcome.note, _test_counts(lines))))
+    return outcome
+
+
+def last_json(lines: list[str]) -> dict[str, Any]:
+    """The JSON object of the last line that holds one; empty without."""
+    for line in reversed(lines):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                found: dict[str, Any] = json.loads(line)
+                return found
+    return {}
+
+
+def _test_counts(lines: list[str]) -> str:
+    """pytest's last line, such as ``12 passed, 1 skipped in 3.20s``."""
+    counts = [line.strip("= \n") for line in lines if " in " in line and (" passed" in line or " failed" in line)]
+    return counts[-1] if counts else ""
+
+
+def _follow(output: IO[str] | None, log: IO[str], lines: list[str]) -> None:
+    assert output is not None
+    for line in output:
+        lines.append(line)
+        print("    " + line, end="", flush=True)
+        log.write(line)
+        log.flush()
+
+
+def _environment() -> dict[str, str]:
+    """From the checkout, without a network, unbuffered."""
+    scripts = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": scripts, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ask the group to end, then kill what is left of it."""
+    for number, grace_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _KILL_S)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)

@@ -1,0 +1,125 @@
+"""The sections of scripts/gpu_check: commands that a developer runs too, each with its own time limit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+_ENGINE_TESTS = "tests/gpu/test_engine_gpu.py"
+_CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
+_TESTS = (*_CORE, "pytest", "psutil")
+_SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """``command`` follows the interpreter; ``modules`` must be importable, ``option`` must be one of the engine's."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    limit_s: float
+    modules: tuple[str, ...] = ()
+    option: str | None = None
+    min_gpus: int = 1
+
+    def argv(self) -> list[str]:
+        """The whole command line."""
+        return [sys.executable, *self.command]
+
+
+def all_sections(args: argparse.Namespace) -> list[Section]:
+    """In the order in which they run."""
+    return [*_checks(), *_benchmarks(args)]
+
+
+def _checks() -> list[Section]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu")
+    return [
+        Section(
+            name="environment",
+            what="GPUs, driver, versions, missing packages",
+            command=("scripts/gpu/environment.py",),
+            limit_s=60,
+        ),
+        Section(
+            name="kernels",
+            what="tests/gpu without the engine: kernels and backends against their twins, captured too",
+            command=(*_PYTEST, "tests/gpu", f"--ignore={_ENGINE_TESTS}"),
+            limit_s=420,
+            modules=(*_TESTS, "triton"),
+        ),
+        _engine("engine", "the engine against transformers, preempted, twice", "not recorded and not ranks_on_one_gpu"),
+        _engine("graphs", "recorded steps give the tokens of eager ones", "recorded", limit_s=420),
+        _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu", option="devices"),
+        Section(
+            name="multi_gpu",
+            what="tests/multi_gpu on all GPUs",
+            command=(*torchrun, *_PYTEST, "tests/multi_gpu"),
+            limit_s=420,
+            modules=(*_TESTS, *_SERVER, "httpx"),
+            min_gpus=2,
+        ),
+    ]
+
+
+def _engine(name: str, what: str, tests: str, *, limit_s: float = 240, option: str | None = None) -> Section:
+    """Those of the engine's tests that the expression ``tests`` selects."""
+    command = (*_PYTEST, _ENGINE_TESTS, "-k", tests)
+    return Section(name=name, what=what, command=command, limit_s=limit_s, modules=_TESTS, option=option)
+
+
+def _benchmarks(args: argparse.Namespace) -> list[Section]:
+    nano = ("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()
+    offline = "scripts/bench_offline.py"
+    return [
+        _bench("bench_kernels", "kernels of the 8B shape", 240, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
+        _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
+        _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
+        _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
+        _steps("steps_8b", "--shape", "qwen3-8b", "--batch-size", "256", "--context-len", "512"),
+        _bench(
+            "serve_0.6b",
+            "HTTP at three rates, 0.6B shape",
+            240,
+            "scripts/bench_serve.py",
+            *("--shape", "qwen3-0.6b", "--request-rate", "8,32,inf", "--num-prompts", "200"),
+            *("--input-len", "512", "--output-len", "128", "--random-range-ratio", "0.5"),
+            *("--goodput", "ttft:500", "tpot:50", "--server-args", "--max-model-len 2048"),
+            modules=_SERVER,
+        ),
+        _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
+        _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
+        _offline("offline_32b", 420, "--shape", "qwen3-32b", "--rounds", "1", "--no-peer"),
+        Section(
+            name="ranks_0.6b",
+            what="1, 2 and 4 ranks on one GPU, 0.6B shape",
+            command=(
+                offline,
+                *("--shape", "qwen3-0.6b", "--rounds", "1", "--no-peer", "--workloads", "latency"),
+                *("--tensor-parallel-size", "1,2,4", "--devices", "0,0,0,0"),
+            ),
+            limit_s=300,
+            modules=_CORE,
+            option="devices",
+        ),
+    ]
+
+
+def _offline(name: str, limit_s: float, *arguments: str) -> Section:
+    size = name.partition("_")[2].upper()
+    peers = " beside transformers" if name.startswith("peers") else ""
+    return _bench(
+        name, f"batch 1 and 256 requests, {size} shape{peers}", limit_s, "scripts/bench_offline.py", *arguments
+    )
+
+
+def _steps(name: str, *arguments: str) -> Section:
+    size = name.partition("_")[2].upper()
+    return _bench(name, f"gaps between decode steps, {size} shape", 180, "scripts/bench_steps.py", *arguments)
+
+
+def _bench(name: str, what: str, limit_s: float, *command: str, modules: tuple[str, ...] = _CORE) -> Section:
+    return Section(name=name, what=what, command=command, limit_s=limit_s, modules=modules)
