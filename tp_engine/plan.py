@@ -9,6 +9,9 @@ plan in this order::
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
 
+``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
+bit t % 32 of word t // 32, set where the token may come.  They hold for this step alone.
+
 ``block_rows`` and ``block_ids`` are pairs: ``block_ids[i]`` is appended to the table of ``block_rows[i]``.  The pairs
 of one row stand together, in the order of the table.
 """
@@ -27,21 +30,27 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 PAD_SLOT = -1
+MASK_TOKENS = 32  # token ids in a word of a mask
 FIRST_STEP_ID = 1
 NO_IDS: IntArray = np.empty(0, dtype=np.int32)
 NO_FLOATS: FloatArray = np.empty(0, dtype=np.float32)
 NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
 NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
+NO_MASKS: IntArray = np.empty((0, 0), dtype=np.int32)
 
 
 class Control(enum.IntFlag):
-    """Orders that are not part of a forward pass."""
+    """Orders that are not part of a forward pass.  A plan with ``START_PROFILE`` or ``STOP_PROFILE`` has no rows."""
 
     NONE = 0
     STOP = 1
     DRAIN = 2
-    PROFILE = 4
+    START_PROFILE = 4
     RESET_CACHE = 8
+    STOP_PROFILE = 16
+
+
+PROFILE_ORDERS = Control.START_PROFILE | Control.STOP_PROFILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,8 @@ class StepPlan:
     prefill_rows: IntArray = field(default_factory=lambda: NO_IDS)
     prefill_tokens: IntArray = field(default_factory=lambda: NO_IDS)
     prefill_samples: BoolArray = field(default_factory=lambda: NO_FLAGS)
+    mask_rows: IntArray = field(default_factory=lambda: NO_IDS)
+    masks: IntArray = field(default_factory=lambda: NO_MASKS)
 
     @property
     def num_tokens(self) -> int:

@@ -24,7 +24,9 @@ class EngineRequest:
     """A checked and tokenized request.
 
     ``eos_token_ids`` are the model's; ``arrival_s`` is the time.monotonic() of its arrival; a lower ``priority`` runs
-    first, equal priorities run in order of arrival.
+    first, equal priorities run in order of arrival.  ``will_continue``: prompts that begin with all its tokens will
+    follow, so the K/V of its last, partly filled block is worth keeping too.  ``banned_words`` are the token ids of
+    ``params.bad_words``, in every spelling.
     """
 
     request_id: str
@@ -33,6 +35,13 @@ class EngineRequest:
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     arrival_s: float = 0.0
+    will_continue: bool = False
+    banned_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether what may come next depends on the tokens that have come."""
+        return self.params.structured_outputs is not None or bool(self.banned_words)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +49,7 @@ class SequenceDelta:
     """What one step added to one of a request's ``n`` sequences.
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id that ended it, if not an EOS.
+    ``ends_with_text``: a grammar ended it, so that the last token of one that stopped is no stop token but text.
     ``num_cached_tokens`` (prompt tokens found in the prefix cache) and ``prompt_logprobs`` come with the first delta.
     ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
     """
@@ -54,6 +64,7 @@ class SequenceDelta:
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     error: str | None = None
+    ends_with_text: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

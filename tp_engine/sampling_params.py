@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import RequestError
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024
 MAX_BIAS_ENTRIES = 1024
 MAX_N = 1024
 MAX_BEAM_WIDTH = 256
@@ -46,8 +48,9 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample whatever else is
     in the batch.  ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and
-    ``prompt_logprobs`` are the number of alternatives per token (None for none).  Raises ``RequestError`` for a value
-    out of range.
+    ``prompt_logprobs`` are the number of alternatives per token (None for none).  ``bad_words`` do not come, alone or
+    within text.  ``structured_outputs`` says what the output must look like.  Raises ``RequestError`` for a value out
+    of range.
     """
 
     n: int = 1
@@ -63,6 +66,7 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -71,14 +75,22 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            kind = type(self.structured_outputs).__name__
+            raise RequestError(
+                f"structured_outputs is of type {kind}; it must be StructuredOutputsParams", param="structured_outputs"
+            )
         self._check_ranges()
         self._check_stops()
+        self._check_bad_words()
         self._check_ids()
 
     def _check_ranges(self) -> None:
@@ -110,6 +122,14 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop contains {text!r}; every stop must be a non-empty string", param="stop")
+
+    def _check_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            text = f"{len(self.bad_words)} bad words; at most {MAX_BAD_WORDS} are allowed"
+            raise RequestError(text, param="bad_words")
+        for text in self.bad_words:
+            if not isinstance(text, str) or not text.strip():
+                raise RequestError(f"bad_words contains {text!r}; every word must be a text", param="bad_words")
 
     def _check_ids(self) -> None:
         for token_id in self.stop_token_ids:

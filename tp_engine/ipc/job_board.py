@@ -11,10 +11,12 @@
       2 heartbeat, ns           10 step started          12 step received                   the rank itself
       3 process CPU time, ns    11 step done             13 busy since, ns (0: idle)        the rank itself
       4 failed at, ns            5 rank blamed + 1        6 bytes of failure text           the rank itself
-      7 records written         14 exit code + 1000                                         14: its parent, rank 0
+     15 time in collectives, ns (host tensors; 0 where a device does them)                  the rank itself
+     14 exit code + 1000                                                                    its parent, rank 0
      16..31 echo of step s at s mod 16: step id << 32 | low half of the plan's checksum     the rank itself
      32..47 the same with the digest of the step's inputs (only where that is asked for)    the rank itself
-     48..   failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512           the rank itself
+     48..56 the memory ledger, bytes, see ``MEMORY_LINES``; all 0 before it is known          the rank itself
+     57..   failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512           the rank itself
 
 There is no lock.  Each word has one writing process and is an aligned 8-byte store and load (``memoryview`` and numpy
 copy an item of that size at once), which x86-64 and ARM never tear.  Nothing here orders two words, and nobody depends
@@ -30,6 +32,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Final
@@ -46,13 +49,18 @@ RECORD_FIELDS = (
     "step_id", "plan_bytes", "decode_rows", "prefill_tokens",
     "received_ns", "started_ns", "launched_ns", "done_ns", "plan_checksum",
 )  # fmt: skip
+MEMORY_LINES = (
+    "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "kv_cache_available",
+    "kv_cache",
+)  # fmt: skip
 NUM_ECHOES: Final = 16
 PHASE_WORD: Final = 9
+COLLECTIVE_WORD: Final = 15
 
 _MAGIC = 0x31647261_6F627074  # "tpboard1"
 _HEADER_WORDS = 8
 _TEXT_BYTES = 8192
-_ECHO, _INPUTS, _TEXT = 16, 32, 48
+_ECHO, _INPUTS, _MEMORY, _TEXT = 16, 32, 48, 57
 _RECORDS = _TEXT + _TEXT_BYTES // 8
 _SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
 _EXIT_BIAS = 1000
@@ -112,6 +120,11 @@ class RankSlot:
     def note_inputs(self, step_id: int, digest: int) -> None:
         """Echo the digest of the step's inputs."""
         self.words[_INPUTS + step_id % NUM_ECHOES] = echo_word(step_id, digest)
+
+    def note_memory(self, lines: Mapping[str, int]) -> None:
+        """Show where this rank's memory goes: bytes of each of ``MEMORY_LINES``."""
+        for index, name in enumerate(MEMORY_LINES):
+            self.words[_MEMORY + index] = lines[name]
 
     def begin_step(self, step_id: int) -> None:
         """The step begins here."""
@@ -197,6 +210,17 @@ class RankSlot:
     def step_received(self) -> int:
         """The last plan that it has."""
         return self.words[12]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of each of ``MEMORY_LINES``; empty before they are known."""
+        words = self.words[_MEMORY : _MEMORY + len(MEMORY_LINES)].tolist()
+        return dict(zip(MEMORY_LINES, words, strict=True)) if any(words) else {}
+
+    @property
+    def collective_ns(self) -> int:
+        """Time that it has spent in collectives of host tensors, waiting for the other ranks included."""
+        return self.words[COLLECTIVE_WORD]
 
     @property
     def busy_since_ns(self) -> int:

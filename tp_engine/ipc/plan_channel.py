@@ -27,6 +27,7 @@ class PlanPublisher:
         alive: Alive | None = None,
     ) -> None:
         self._ring = RingWriter(num_readers, num_slots=num_slots, slot_bytes=slot_bytes, spin_s=spin_s, alive=alive)
+        self._ample_bytes = num_slots * slot_bytes // 2
         self.name = self._ring.name
         self._last: Buffer = b""
 
@@ -43,6 +44,14 @@ class PlanPublisher:
     def wait_attached(self, timeout_s: float) -> None:
         """Wait for all ranks, then stop sharing the ring; ``RankError`` names the ranks that are missing."""
         self._ring.wait_attached(timeout_s)
+
+    def may_block(self, plan: StepPlan) -> bool:
+        """Whether ``publish`` may have to wait for room although every plan before has been read.
+
+        Only masks and the tokens of prompts are large.
+        """
+        num_bytes = plan.masks.nbytes + sum(one.token_ids.nbytes + one.block_ids.nbytes for one in plan.admitted)
+        return num_bytes > self._ample_bytes
 
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
         """Send ``plan``; returns when it is in the ring, usually long before a rank reads it.

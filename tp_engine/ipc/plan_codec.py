@@ -8,7 +8,10 @@
     32   | released R u32 | new blocks B u32 | copies C u32 | decodes D u32 | prefills P u32 | admitted A u32 |
     56   | released i32[R] | block_rows i32[B] | block_ids i32[B] | copies i32[C][2] | decode_rows i32[D] |
          | prefill_rows i32[P] | prefill_tokens i32[P] | prefill_samples u8[P] | zeros to a multiple of 8 |
-         | admission 0 | admission 1 | ... | admission A-1 |
+         | masks, if bit 31 of control is set | admission 0 | admission 1 | ... | admission A-1 |
+
+    masks, from a multiple of 8 on: only in steps with a row that a grammar restricts
+    0    | rows M u32 | words W u32 | mask_rows i32[M] | masks i32[M][W] | zeros to a multiple of 8 |
 
     an admission, from a multiple of 8 on
     0    | row i32 | num_prompt_tokens i32 | num_computed_tokens i32 |
@@ -40,7 +43,8 @@ from tp_engine.ipc.admission_codec import (
     encode_admission,
     split_ints,
 )
-from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, Control, IntArray, StepPlan
+from tp_engine.ipc.mask_codec import decode_masks, encode_masks
+from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
 VERSION = 1
@@ -49,6 +53,7 @@ _HEADER = struct.Struct("<4sIQIIq6I")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 8
 _SUMMED_FROM = 16
+_HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
 
 
 def encode_plan(plan: StepPlan) -> bytearray:
@@ -70,11 +75,15 @@ def encode_plan(plan: StepPlan) -> bytearray:
     end = _samples_offset(released, blocks, copies, decodes, prefills) + prefills
     total = aligned(end)
     parts: list[Part] = [bytes(_HEADER.size), *ints, plan.prefill_samples, bytes(total - end)]
+    control = int(plan.control)
+    if len(plan.mask_rows):
+        control |= _HAS_MASKS
+        parts += encode_masks(plan.mask_rows, plan.masks)
     for admission in plan.admitted:
         parts += encode_admission(admission)
     data = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
     counts = (released, blocks, copies, decodes, prefills, len(plan.admitted))
-    _HEADER.pack_into(data, 0, MAGIC, VERSION, 0, len(data), plan.control, plan.step_id, *counts)
+    _HEADER.pack_into(data, 0, MAGIC, VERSION, 0, len(data), control, plan.step_id, *counts)
     _CHECKSUM.pack_into(data, _CHECKSUM_OFFSET, _sum(data))
     return data
 
@@ -85,11 +94,14 @@ def decode_plan(buffer: Buffer) -> StepPlan:
     ``PlanError`` for anything that ``encode_plan`` did not write, naming the field, what it must be and what it is.
     """
     total, control_bits, step_id, released, blocks, copies, decodes, prefills, num_admitted = _open(buffer)
-    control = Control(control_bits) if control_bits else Control.NONE
+    control = Control(control_bits & ~_HAS_MASKS) if control_bits else Control.NONE
     samples_offset = _samples_offset(released, blocks, copies, decodes, prefills)
     check_end("sections", samples_offset + prefills, total)
-    admitted = decode_admissions(buffer, aligned(samples_offset + prefills), num_admitted, total)
-    if not (released or copies or prefills):
+    offset, mask_rows, masks = aligned(samples_offset + prefills), NO_IDS, NO_MASKS
+    if control_bits & _HAS_MASKS:
+        mask_rows, masks, offset = decode_masks(buffer, offset, total)
+    admitted = decode_admissions(buffer, offset, num_admitted, total)
+    if not (released or copies or prefills or control_bits & _HAS_MASKS):
         return _decode_steady(buffer, step_id, control, admitted, blocks, decodes)
     sizes = (released, blocks, blocks, 2 * copies, decodes, prefills, prefills)
     parts = split_ints(buffer, _HEADER.size, sizes)
@@ -105,6 +117,8 @@ def decode_plan(buffer: Buffer) -> StepPlan:
         prefill_rows=parts[5],
         prefill_tokens=parts[6],
         prefill_samples=np.frombuffer(buffer, np.bool_, prefills, samples_offset),
+        mask_rows=mask_rows,
+        masks=masks,
     )
 
 

@@ -12,7 +12,7 @@ parameters from the rows' tables.  The host only says of which *kind* a step is,
 | a larger top_k, or top_p without top_k (``ranked``) | threshold search and draw | not by this sampler |
 
 Rows with token lists, log-probabilities, tokens still banned by min_tokens, or penalties beside filters are not sampled
-by this sampler: ``kind_of`` is None.
+by this sampler: ``kind_of`` is None.  The logits of rows with masks come masked (``KernelSampler``).
 """
 
 from __future__ import annotations

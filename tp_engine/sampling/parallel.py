@@ -30,7 +30,7 @@ from tp_engine.sampling.exchange import exchange
 from tp_engine.sampling.groups import RowGroup, StepGroups, StepPlanner, Way
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
-from tp_engine.sampling.processors import edited_logits, record_tokens
+from tp_engine.sampling.processors import edited_logits, masked_logits, record_tokens
 from tp_engine.sampling.ranking import best_keys
 from tp_engine.sampling.state import SamplingState
 
@@ -61,8 +61,9 @@ class ParallelSampler:
 
         A collective: every rank calls it with the same ``rows`` and ``positions``.
         """
-        state, vocab = self._state, self._state.vocab
+        state, vocab, raw = self._state, self._state.vocab, logits
         assert logits.shape == (len(rows), vocab.width), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        logits = masked_logits(logits, rows, state)
         if state.is_plain[rows].all() and vocab.num_ids:
             (stack,) = exchange(self._communicator, [best_keys(logits[:, : vocab.num_ids], vocab.first)[:, None]])
             return shares.decide_best(stack), None
@@ -71,7 +72,7 @@ class ParallelSampler:
         self._exchange_maxima(steps)
         offered = [self._share(step) for step in steps]
         if plan.scored is not None:
-            offered.append(logits.index_select(0, plan.scored))
+            offered.append(raw.index_select(0, plan.scored))
         stacks = exchange(self._communicator, offered)
         tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
         for step, stack in zip(steps, stacks, strict=False):

@@ -1,11 +1,19 @@
-"""The processors of a step, applied to this rank's slice of the logits: token edits, then penalties."""
+"""The processors of a step, applied to this rank's slice of the logits: masks, token edits, then penalties."""
 
 from __future__ import annotations
 
 import torch
 
+from tp_engine.plan import IntArray
 from tp_engine.sampling.groups import StepGroups
 from tp_engine.sampling.state import SamplingState
+
+
+def masked_logits(logits: torch.Tensor, rows: IntArray, state: SamplingState) -> torch.Tensor:
+    """``logits`` (n, width) of ``rows`` (n,) under the step's masks; a copy only where somebody wants them raw too."""
+    if not state.masks.any_of(rows):
+        return logits
+    return state.masks.apply(logits, rows, in_place=bool((state.num_logprobs[rows] < 0).all()))
 
 
 def edited_logits(logits: torch.Tensor, plan: StepGroups, state: SamplingState) -> torch.Tensor | None:

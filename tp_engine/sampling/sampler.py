@@ -2,7 +2,8 @@
 
 ::
 
-    logits -> fp32 -> allowed ids -> logit_bias -> min_tokens -> repetition -> frequency, presence      (edited rows)
+    logits -> grammar                                                                                  (masked rows)
+           -> fp32 -> allowed ids -> logit_bias -> min_tokens -> repetition -> frequency, presence      (edited rows)
            -> argmax where temperature is 0
            -> / temperature -> top_k -> top_p -> min_p -> argmax of logits + Gumbel noise               (the others)
 
@@ -20,7 +21,7 @@ from tp_engine.sampling.filters import draw
 from tp_engine.sampling.groups import StepGroups, StepPlanner, Way
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
-from tp_engine.sampling.processors import edited_logits, record_tokens
+from tp_engine.sampling.processors import edited_logits, masked_logits, record_tokens
 from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.state import SamplingState
 
@@ -38,11 +39,13 @@ class Sampler:
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """Token ids (n,) int32 on the device, and log-probabilities if any row asks for them.
 
-        ``logits`` (n, vocab), any float type, left unchanged.  On the host: ``rows`` (n,), each once, and ``positions``
-        (n,), the index that the new token will have in its sequence.  Logprob rows that did not ask hold zeros.
+        ``logits`` (n, vocab), any float type, are left unchanged but for masked rows.  On the host: ``rows`` (n,), each
+        once, and ``positions`` (n,), the index that the new token will have in its sequence.  Logprob rows that did not
+        ask hold zeros.
         """
-        state = self._state
+        state, raw = self._state, logits
         assert logits.shape == (len(rows), state.vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        logits = masked_logits(logits, rows, state)
         if state.is_plain[rows].all():
             return row_argmax(logits).to(torch.int32), None
         plan = self._planner.plan(rows, positions)
@@ -52,7 +55,7 @@ class Sampler:
         record_tokens(tokens, plan, state)
         if plan.scored is None:
             return tokens, None
-        wanted = logits if len(plan.scored) == len(rows) else logits.index_select(0, plan.scored)
+        wanted = raw if len(plan.scored) == len(rows) else raw.index_select(0, plan.scored)
         return tokens, score_rows(wanted, tokens, plan)
 
     def _mixed(self, logits: torch.Tensor, plan: StepGroups, rows: IntArray, positions: IntArray) -> torch.Tensor:

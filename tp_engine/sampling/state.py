@@ -19,6 +19,7 @@ from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray, RowSampling
 from tp_engine.sampling.penalties import PenaltyCounts
+from tp_engine.sampling.step_masks import StepMasks
 
 ALONE = RankInfo()
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows
@@ -29,7 +30,8 @@ class SamplingState:
 
     ``version`` changes with every admission, so that whoever caches what follows from the parameters can tell.
     ``vocab`` is this rank's part of the vocabulary; what is kept per token is kept for that part.  ``tables`` are the
-    parameters for kernels, kept on CUDA where Triton is installed, unless ``has_tables`` says otherwise.
+    parameters for kernels, kept on CUDA where Triton is installed, unless ``has_tables`` says otherwise.  ``masks`` are
+    those of the step that is about to be sampled.
     """
 
     def __init__(
@@ -62,9 +64,15 @@ class SamplingState:
         self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no processor, no log-probabilities
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
+        self.masks = StepMasks(max_num_seqs, self.vocab, device)
         if has_tables is None:
             has_tables = device.type == "cuda" and has_triton()
         self.tables = SamplingTables.empty(max_num_seqs, device) if has_tables else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device, the penalties' counts included, which are there when the first row needs them."""
+        return self.penalties.num_bytes + (0 if self.tables is None else self.tables.num_bytes)
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""

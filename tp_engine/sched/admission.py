@@ -7,6 +7,7 @@ import time
 
 from tp_engine.plan import Admission
 from tp_engine.sched.batch import Batch
+from tp_engine.sched.block_manager import Hits
 from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.pending import PendingBlocks
 from tp_engine.sched.sequence import Phase, Sequence
@@ -55,20 +56,22 @@ class Admitter:
         if self._donor_is_coming(sequence):
             return Verdict.DEFERRED
         hits = self._blocks.find_hits(sequence)
-        if self._pending.worth_waiting(sequence, len(hits)):
+        if self._pending.worth_waiting(sequence, len(hits.blocks)):
             return Verdict.DEFERRED
         return self._enter(draft, sequence, hits)
 
-    def _enter(self, draft: StepDraft, sequence: Sequence, hits: list[int]) -> Verdict:
-        num_hit_tokens = len(hits) * self._blocks.block_size
-        end = min(len(sequence.token_ids), num_hit_tokens + draft.budget)
+    def _enter(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
+        num_shared = len(hits.blocks)
+        end = min(len(sequence.token_ids), hits.num_tokens + draft.budget)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
-        if not self._has_room(self._blocks.blocks_for(reach) - len(hits) + self._blocks.num_idle(hits)):
+        if not self._has_room(self._blocks.blocks_for(reach) - num_shared + self._blocks.num_idle(hits.blocks)):
             return Verdict.NO_ROOM
-        self._batch.enter(sequence, draft.step_id, hits, num_hit_tokens, end)
-        self._blocks.start_chain(sequence, len(hits))
-        self._count_hits(sequence, num_hit_tokens)
-        self._draft_admission(draft, sequence, num_hit_tokens, end)
+        self._batch.enter(sequence, draft.step_id, hits.blocks, hits.num_tokens, end)
+        self._blocks.start_chain(sequence, num_shared)
+        if hits.tail is not None:
+            self._copy(draft, hits.tail, sequence, num_shared)
+        self._count_hits(sequence, hits.num_tokens)
+        self._draft_admission(draft, sequence, hits.num_tokens, end)
         return Verdict.ENTERED
 
     def _fork(self, draft: StepDraft, sequence: Sequence, donor: Sequence) -> Verdict:
@@ -82,10 +85,15 @@ class Admitter:
         self._blocks.start_chain(sequence, 0)
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
         if num_in_last:
-            own = int(self._rows.block_table[sequence.row, num_shared])
-            draft.copies.append((donor_table[num_shared], own))
+            self._copy(draft, donor_table[num_shared], sequence, num_shared)
         self._draft_admission(draft, sequence, num_computed, num_computed + 1)
         return Verdict.ENTERED
+
+    def _copy(self, draft: StepDraft, source: int, sequence: Sequence, index: int) -> None:
+        """The sequence's block number ``index`` begins as a copy of ``source``, unless it took that very block."""
+        own = int(self._rows.block_table[sequence.row, index])
+        if own != source:
+            draft.copies.append((source, own))
 
     def _draft_admission(self, draft: StepDraft, sequence: Sequence, start: int, end: int) -> None:
         if not sequence.first_scheduled_s:

@@ -38,8 +38,13 @@ class Batch:
         sequence.deferred_for = NOT_DEFERRED
 
     def leave(self, sequence: Sequence, phase: Phase) -> None:
-        """The sequence gives back row and blocks; its full blocks stay cached while nobody needs their room."""
+        """The sequence gives back row and blocks; its full blocks stay cached while nobody needs their room.
+
+        So does its last one, if partly filled, of a request that others will continue.
+        """
         self.blocks.publish(sequence)
+        if sequence.group.request.will_continue:
+            self.blocks.publish_tail(sequence)
         self.blocks.release(sequence)
         self.released.append(sequence.row)
         self.rows.vacate(sequence, phase)
@@ -63,4 +68,5 @@ class Batch:
             sequence.request_id,
             sequence.index,
             num_lost,
+            extra={"request_id": sequence.request_id},
         )

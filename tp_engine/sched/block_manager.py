@@ -5,13 +5,15 @@ Table of a row with hits, and of its fork (``n > 1``) whose last prompt token is
     donor   | hit (ref 2) | hit (ref 2) | own, full | own, partly filled |          positions 0 .. P - 2 computed
     fork    | shared      | shared      | shared    | copy of the donor's |         computes P - 1 itself
 
-Only full blocks are ever shared; a partly filled one is copied on the fork's first write, which is at once.
+Only full blocks are ever shared; a partly filled one is copied on the fork's first write, which is at once.  The same
+goes for a *tail*: the last block of a sequence that has ended and that others continue, as beams do (``Hits.tail``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +24,15 @@ from tp_engine.sched.prefix_cache import PrefixCache
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Where the K/V of a waiting sequence's first ``num_tokens`` tokens are: full blocks to share, a tail to copy."""
+
+    num_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    tail: int | None = None
 
 
 class BlockManager:
@@ -43,16 +54,22 @@ class BlockManager:
         """Blocks that ``num_tokens`` fill."""
         return ceil_div(num_tokens, self.block_size)
 
-    def find_hits(self, sequence: Sequence) -> list[int]:
-        """Cached blocks with the K/V of a waiting sequence's first tokens; at least one token is left to compute."""
+    def find_hits(self, sequence: Sequence) -> Hits:
+        """What is cached of a waiting sequence's first tokens; at least one token is left to compute."""
         if not self._caching:
-            return []
-        token_bytes = sequence.token_ids.tobytes()
-        self.cache.extend_hashes(sequence.hashes, sequence.group.salt, token_bytes)
+            return Hits()
+        token_bytes, salt = sequence.token_ids.tobytes(), sequence.group.salt
+        self.cache.extend_hashes(sequence.hashes, salt, token_bytes)
         if sequence.wants_prompt_logprobs:
-            return []
+            return Hits()
         usable = (len(sequence.token_ids) - 1) // self.block_size
-        return self.cache.match(sequence.hashes, sequence.group.salt, token_bytes, usable)
+        blocks = self.cache.match(sequence.hashes, salt, token_bytes, usable)
+        num_tokens = len(blocks) * self.block_size
+        parent = self.cache.identity(blocks[-1]) if blocks else salt
+        found = self.cache.match_tail(parent, token_bytes[num_tokens * sequence.token_ids.itemsize :])
+        if found is None:
+            return Hits(num_tokens, blocks)
+        return Hits(num_tokens + found[1], blocks, found[0])
 
     def num_idle(self, blocks: Seq[int]) -> int:
         """How many of these nobody uses, so that using them makes fewer available."""
@@ -112,6 +129,17 @@ class BlockManager:
         sequence.num_published = end
         self.pool.mark_hashed(added)
 
+    def publish_tail(self, sequence: Sequence) -> None:
+        """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""
+        row = sequence.row
+        computed = int(self._rows.num_computed[row])
+        first = computed - computed % self.block_size
+        if not self._caching or sequence.parent is None or first == computed:
+            return
+        block = int(self._rows.block_table[row, first // self.block_size])
+        if self.cache.insert_tail(block, sequence.parent, self._rows.tokens[row, first:computed].tobytes()):
+            self.pool.mark_tail(block)
+
     def release(self, sequence: Sequence) -> None:
         """The row gives its table back, tail first; what is cached stays so until its blocks are needed."""
         self.pool.release(self._rows.block_table[sequence.row, : self._rows.num_blocks[sequence.row]].tolist())
@@ -121,7 +149,7 @@ class BlockManager:
         """Forget all cached prefixes; no row may be running."""
         assert self.pool.num_used == 0
         self.cache.clear()
-        self.pool.forget_hashes()
+        self.pool.forget_content()
 
     def check_integrity(self) -> None:
         """Assert that pool, cache and tables add up: each block is held by as many rows as it counts."""
@@ -135,8 +163,8 @@ class BlockManager:
             held.update(table)
         for block in range(self.pool.num_blocks):
             assert self.pool.ref_count(block) == held[block], f"block {block}"
-        hashed = sorted(block for block in range(self.pool.num_blocks) if self.pool.is_hashed(block))
-        assert hashed == sorted(self.cache.cached_blocks())
+        known = [block for block in range(self.pool.num_blocks) if self.pool.holds_content(block)]
+        assert known == sorted(self.cache.cached_blocks())
 
     def _take(self, count: int) -> list[int]:
         taken, evicted = self.pool.take(count)

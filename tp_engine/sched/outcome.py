@@ -16,7 +16,7 @@ class StepOutcome:
     """The new token of each of ``sequences``, in the step's batch order.
 
     ``endings`` and ``logprobs`` are by position, for those few that have one; ``first`` are the positions of the
-    sequences that got their first token.
+    sequences that got their first token, ``dropped`` of those that end without the token that they got.
     """
 
     occupants: Occupants
@@ -24,6 +24,7 @@ class StepOutcome:
     endings: dict[int, Ending] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     first: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -56,19 +57,23 @@ class StepOutcome:
         )
         if (end := self.endings.get(position)) is not None:
             delta.finish_reason, delta.stop_reason = end.reason, end.stop_reason
+            delta.ends_with_text, delta.error = end.by_grammar, end.error
+        if position in self.dropped:
+            delta.new_token_ids, delta.logprobs = [], None
         if position in self.first:
             _add_first(delta, sequence)
         return delta
 
 
-def aborted(sequence: Sequence) -> SequenceDelta:
-    """The last record of a sequence that was aborted."""
+def aborted(sequence: Sequence, error: str | None = None) -> SequenceDelta:
+    """The last record of a sequence that was aborted, or that ended with an ``error``."""
     return SequenceDelta(
         request_id=sequence.request_id,
         index=sequence.index,
         new_token_ids=[],
-        finish_reason=FinishReason.ABORT,
+        finish_reason=FinishReason.ABORT if error is None else FinishReason.ERROR,
         first_scheduled_s=sequence.first_scheduled_s,
+        error=error,
     )
 
 

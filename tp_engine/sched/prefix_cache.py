@@ -6,6 +6,11 @@ token ids and the identity of its parent, so that a collision can never give a r
 
     identity:   salt ------> serial 7 -------> serial 8          serials are never used again, so a
     block:             12 [t0 .. t15]     5 [t16 .. t31]         chain through an evicted block is dead
+                                                |
+    tail:                                       +----------> 9 [t32 .. t37]     partly filled: to be copied
+
+The *tail* of a sequence that says that others will continue it, its last, partly filled block, is found by its parent's
+identity and its token ids themselves.  It is never shared: who goes on from it copies it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import xxhash
 
 #: Who precedes a block: the serial of its parent's content, or the salt in front of a sequence's first block.
 Identity: TypeAlias = int | str
+
+_TOKEN_BYTES = 4  # token ids are int32
 
 
 def block_hash(parent_hash: int, token_bytes: bytes) -> int:
@@ -32,6 +39,7 @@ class PrefixCache:
         self._block_bytes = block_bytes
         self._key = secrets.token_bytes(16) if key is None else key
         self._block_of: dict[int, int] = {}
+        self._tail_of: dict[tuple[Identity, bytes], int] = {}
         self._hash_of: list[int | None] = [None] * num_blocks
         self._tokens_of = [b""] * num_blocks
         self._parent_of: list[Identity] = [""] * num_blocks
@@ -62,14 +70,28 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def match_tail(self, parent: Identity, token_bytes: bytes) -> tuple[int, int] | None:
+        """The longest tail behind ``parent`` that ``token_bytes`` begin with: its block, and how many tokens it holds.
+
+        At least one of the tokens is left to compute.
+        """
+        if not self._tail_of:
+            return None
+        longest = min(self._block_bytes, len(token_bytes)) - _TOKEN_BYTES
+        for end in range(longest, 0, -_TOKEN_BYTES):
+            block = self._tail_of.get((parent, token_bytes[:end]))
+            if block is not None:
+                return block, end // _TOKEN_BYTES
+        return None
+
     def identity(self, block: int) -> Identity:
-        """The identity of a cached block's content."""
+        """The identity of a cached, full block's content."""
         assert self._hash_of[block] is not None, f"block {block} is not cached"
         return self._serial_of[block]
 
     def cached_blocks(self) -> list[int]:
-        """All blocks that a hash leads to, used or not."""
-        return list(self._block_of.values())
+        """All blocks that a hash leads to, used or not, and all tails."""
+        return [*self._block_of.values(), *self._tail_of.values()]
 
     def insert(
         self, blocks: Sequence[int], names: Sequence[int], parent: Identity, token_bytes: bytes
@@ -95,12 +117,24 @@ class PrefixCache:
             parent = self._serial_of[first]
         return added, parent
 
+    def insert_tail(self, block: int, parent: Identity, token_bytes: bytes) -> bool:
+        """Publish a partly filled block that follows ``parent``; False if one with the same content is known."""
+        assert 0 < len(token_bytes) < self._block_bytes and self._hash_of[block] is None
+        if (parent, token_bytes) in self._tail_of:
+            return False
+        self._tail_of[parent, token_bytes] = block
+        self._tokens_of[block] = token_bytes
+        self._parent_of[block] = parent
+        return True
+
     def evict(self, blocks: Sequence[int]) -> None:
-        """These blocks are about to be overwritten: they lose their hashes."""
+        """These blocks are about to be overwritten: nothing leads to them any more."""
         for block in blocks:
             name = self._hash_of[block]
-            assert name is not None
-            del self._block_of[name]
+            if name is None:
+                del self._tail_of[self._parent_of[block], self._tokens_of[block]]
+            else:
+                del self._block_of[name]
             self._hash_of[block] = None
             self._tokens_of[block] = b""
 
@@ -113,6 +147,9 @@ class PrefixCache:
         assert all(self._hash_of[block] == name for name, block in self._block_of.items())
         assert sum(name is not None for name in self._hash_of) == len(self._block_of)
         assert all(len(self._tokens_of[block]) == self._block_bytes for block in self._block_of.values())
+        for (parent, tokens), block in self._tail_of.items():
+            assert self._hash_of[block] is None, f"block {block} is cached, and a tail"
+            assert (self._parent_of[block], self._tokens_of[block]) == (parent, tokens)
 
     def _record(self, block: int, name: int, parent: Identity, tokens: bytes) -> None:
         assert self._hash_of[block] is None, f"block {block} is cached under another hash"

@@ -21,7 +21,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.plan import NO_IDS, BoolArray, IntArray
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.occupants import Occupants
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
@@ -33,7 +33,8 @@ class RowState:
     """Who sits where.  All counters are int64 (rows,); ``tokens`` and ``block_table`` are int32 (rows, width).
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
-    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING.
+    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING, ``num_constrained`` those whose
+    occupant has a grammar (``is_constrained``).
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -58,6 +59,8 @@ class RowState:
         self._decode_occupants = Occupants([])
         self._steps_to_end = 0
         self._steps_to_block_end = 0
+        self.is_constrained = np.zeros(rows, dtype=np.bool_)
+        self.num_constrained = 0
         self.num_departures = 0
         self.num_ending = 0
 
@@ -78,6 +81,9 @@ class RowState:
         self.phase[row] = sequence.phase = Phase.PREFILL
         self.sequences[row] = sequence
         self._prefilling[row] = sequence
+        if sequence.constraint is not None:
+            self.is_constrained[row] = True
+            self.num_constrained += 1
         sequence.row = row
         self.num_running += 1
         return row
@@ -133,6 +139,8 @@ class RowState:
         row = sequence.row
         self.num_departures += 1
         self.num_ending -= sequence.phase is Phase.ENDING
+        self.num_constrained -= sequence.constraint is not None
+        self.is_constrained[row] = False
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         sequence.phase = phase
         sequence.row = NO_ROW
@@ -168,6 +176,11 @@ class RowState:
         """Who sits at ``rows``, which must be occupied."""
         return self._decode_occupants if rows is self._decode_rows else Occupants(self._look_up(rows))
 
+    def awaits_token(self, rows: IntArray) -> BoolArray:
+        """Which of ``rows``, in DECODE, have a grammar and a token that is not known yet, on which the next depends."""
+        awaits: BoolArray = self.is_constrained[rows] & (self.num_scheduled[rows] >= self.num_tokens[rows])
+        return awaits
+
     def num_live_tokens(self, num_used_blocks: int, block_size: int) -> int:
         """Tokens with K/V in used blocks, those of shared blocks once: only a row's own tail is ever unfilled."""
         return num_used_blocks * block_size - int((self.capacity - self.num_computed).sum())
@@ -181,6 +194,8 @@ class RowState:
         assert all(s.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for s in occupied)
         assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == Phase.WAITING)
         assert np.all(self.num_blocks[vacant] == 0)
+        constrained = [s.row for s in occupied if s.constraint is not None]
+        assert np.flatnonzero(self.is_constrained).tolist() == constrained and len(constrained) == self.num_constrained
         assert self.num_ending == sum(s.phase is Phase.ENDING for s in occupied)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)

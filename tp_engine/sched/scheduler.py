@@ -29,6 +29,8 @@ from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.batch import Batch
+from tp_engine.sched.constrained_rows import advance_constraints, with_masks
+from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import SchedulerLimits
@@ -38,6 +40,7 @@ from tp_engine.sched.sequence import Phase, RequestGroup, Sequence
 from tp_engine.sched.stats import SchedulerStats
 from tp_engine.sched.step_builder import StepBuilder
 from tp_engine.sched.stop_check import StopChecker, ending
+from tp_engine.sched.view import SchedulerView, ViewLimits, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -45,8 +48,10 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 class Scheduler:
     """Decides what each step computes; single-threaded, deterministic."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, fill_masks: FillMasks | None = None) -> None:
+        """``fill_masks`` is needed for requests with grammars only."""
         self._limits = limits
+        self._fill_masks = fill_masks
         self._batch = Batch(limits)
         self._pending = PendingBlocks(limits.block_size)
         self._builder = StepBuilder(self._batch, self._pending)
@@ -54,6 +59,7 @@ class Scheduler:
         self._stops = StopChecker()
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
+        self._num_compiling = 0
         self._step_id = 0
         self._departures: deque[int] = deque()  # of each step in flight, before it was made
 
@@ -73,7 +79,10 @@ class Scheduler:
         return self._step_id + 1
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request.  Raises ``RequestError``, and changes nothing, for one that can never be served."""
+        """Queue a request; one with a grammar waits for ``constrain`` first.
+
+        Raises ``RequestError``, and changes nothing, for one that can never be served.
+        """
         if request.request_id in self._groups:
             raise RequestError(
                 f"request id {request.request_id!r} is in use; choose one that no unfinished request has",
@@ -83,17 +92,35 @@ class Scheduler:
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
+        if not request.is_constrained:
+            for sequence in group.sequences:
+                self._batch.waiting.push(sequence)
+            return
+        self._num_compiling += len(group.sequences)
         for sequence in group.sequences:
-            self._batch.waiting.push(sequence)
+            sequence.phase = Phase.COMPILING
 
-    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
-        """End these requests now; unknown ids are ignored.  One last record per unfinished sequence."""
+    def constrain(self, request_id: str, grammar: Grammar) -> None:
+        """A request's grammar is compiled: its sequences may run.  Nothing happens for one that has been aborted."""
+        group = self._groups.get(request_id)
+        for sequence in group.sequences if group is not None else ():
+            if sequence.phase is Phase.COMPILING:
+                sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
+                sequence.phase = Phase.WAITING
+                self._num_compiling -= 1
+                self._batch.waiting.push(sequence)
+
+    def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[SequenceDelta]:
+        """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.
+
+        One last record per unfinished sequence.
+        """
         deltas: list[SequenceDelta] = []
         for request_id in request_ids:
             group = self._groups.get(request_id)
             for sequence in group.sequences if group is not None else ():
                 if sequence.phase is not Phase.FINISHED:
-                    deltas.append(aborted(sequence))
+                    deltas.append(aborted(sequence, error))
                     self._finish(sequence)
         return deltas
 
@@ -115,7 +142,16 @@ class Scheduler:
             self._step_id = plan.step_id
             self._departures.append(self._batch.rows.num_departures)
             self._batch.released = []
+            if self._batch.rows.num_constrained:
+                assert self._fill_masks is not None
+                plan = with_masks(plan, self._batch.rows, self._fill_masks)
         return plan
+
+    def skip_step(self) -> int:
+        """The id of a plan without rows, which has no result; no step may be in flight."""
+        assert not self._departures, "a plan without rows would be taken for the result of one that has some"
+        self._step_id += 1
+        return self._step_id
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the result of the oldest step in flight.  Rows whose occupant left meanwhile are skipped."""
@@ -149,7 +185,7 @@ class Scheduler:
         num_live = self._batch.rows.num_live_tokens(pool.num_used, self._limits.block_size)
         return SchedulerStats(
             num_running=self._batch.rows.num_running,
-            num_waiting=len(self._batch.waiting),
+            num_waiting=len(self._batch.waiting) + self._num_compiling,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_used_blocks=pool.num_used,
@@ -160,6 +196,10 @@ class Scheduler:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
         )
+
+    def view(self, limits: ViewLimits) -> SchedulerView:
+        """The pool and the running sequences for people to look at; costs nothing until somebody asks."""
+        return view_scheduler(self._batch, limits)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes.  False, and nothing is changed, while a sequence is running."""
@@ -173,15 +213,17 @@ class Scheduler:
         self._batch.rows.check_integrity(self._limits.block_size)
         self._batch.blocks.check_integrity()
         self._batch.waiting.check_integrity()
-        num_running = num_waiting = 0
+        num_running = num_waiting = num_compiling = 0
         for group in self._groups.values():
             phases = [sequence.phase for sequence in group.sequences]
             assert group.num_unfinished == sum(phase is not Phase.FINISHED for phase in phases) > 0
             assert all(sequence.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for sequence in group.running)
             num_running += len(group.running)
             num_waiting += phases.count(Phase.WAITING)
+            num_compiling += phases.count(Phase.COMPILING)
         assert num_running == self._batch.rows.num_running
         assert num_waiting == len(self._batch.waiting)
+        assert num_compiling == self._num_compiling
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed: publish what is full."""
@@ -214,6 +256,8 @@ class Scheduler:
             may_end |= rows.phase[sampled] == Phase.ENDING
         if may_end.any():
             self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
+        if rows.num_constrained:
+            advance_constraints(outcome, sampled, rows)
         return outcome
 
     def _find_endings(self, outcome: StepOutcome, positions: list[int], lengths: npt.NDArray[np.int64]) -> None:
@@ -243,6 +287,9 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             sequence.phase = Phase.FINISHED
             self._batch.waiting.forget(sequence)
+        elif sequence.phase is Phase.COMPILING:
+            sequence.phase = Phase.FINISHED
+            self._num_compiling -= 1
         else:
             self._batch.leave(sequence, Phase.FINISHED)
         group = sequence.group

@@ -11,6 +11,8 @@ States of a sequence::
                   |                          |                          |                                |
                   +------ abort() -----------+-------- abort() ---------+------- stop, length -----------+--> FINISHED
 
+A request with a grammar begins in COMPILING, which ``constrain`` ends when the grammar is there.
+
 The moves to the right happen when a step is *scheduled*, for the next step may be scheduled before its result is known;
 the end of a sequence is found when a result comes in.
 """
@@ -23,6 +25,7 @@ from typing import TypeAlias
 
 from tp_engine.plan import IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
+from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.prefix_cache import Identity
 
 NO_ROW = -1
@@ -40,6 +43,7 @@ class Phase(enum.IntEnum):
     DECODE = 2
     ENDING = 3
     FINISHED = 4
+    COMPILING = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +68,7 @@ class Sequence:
     ``hashes`` name the full blocks of its first tokens; ``num_published`` of its blocks, the last with identity
     ``parent``, have been offered to the prefix cache since it got its row (``parent`` None: no more can be).
     ``deferred_for``: how many cached blocks it had when it last waited for a prefix, and the step that computes more.
+    ``constraint`` is its place in the request's grammar.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     """
 
@@ -85,6 +90,7 @@ class Sequence:
     first_scheduled_s: float = 0.0
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    constraint: TokenConstraint | None = None
 
     @property
     def request_id(self) -> str:

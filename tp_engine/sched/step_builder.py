@@ -26,7 +26,9 @@ class StepBuilder:
 
     def schedule_decodes(self, draft: StepDraft) -> None:
         """One token for each row in DECODE, as far as the budget goes."""
-        rows = self._rows.decode_rows()
+        rows = self._without_waiting_for_tokens(draft)
+        if draft.stalled:
+            return
         if len(rows) > draft.budget:
             rows = self._first_in_order(rows, draft.budget)
         if len(rows) == 0:
@@ -44,6 +46,17 @@ class StepBuilder:
             draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
         draft.decode_rows = rows
         draft.budget -= len(rows)
+
+    def _without_waiting_for_tokens(self, draft: StepDraft) -> IntArray:
+        """The rows in DECODE but those whose grammar must see a token first that a step in flight computes.
+
+        If these are half of the rows or more, the step waits for that token: running the others alone would cost more.
+        """
+        rows = self._rows.decode_rows()
+        if self._rows.num_constrained and (awaits := self._rows.awaits_token(rows)).any():
+            draft.stalled = 2 * int(awaits.sum()) >= len(rows)
+            rows = rows[~awaits]
+        return rows
 
     def schedule_prefills(self, draft: StepDraft) -> None:
         """The next chunk of each row in PREFILL, first in order first, as far as budget and blocks go."""

@@ -15,10 +15,15 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that did it."""
+    """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that did it.
+
+    ``by_grammar``: its grammar allows no more, so that its last token is no stop token; ``error``: what went wrong.
+    """
 
     reason: FinishReason
     stop_reason: int | None = None
+    by_grammar: bool = False
+    error: str | None = None
 
 
 class StopChecker:

@@ -1,0 +1,77 @@
+"""Compiles grammars for one model, and remembers the last ones."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from tp_engine.grammar.library import llguidance, parser_limits
+from tp_engine.grammar.matcher import GrammarMatcher
+from tp_engine.grammar.source import grammar_text, refusal
+from tp_engine.grammar.vocabulary import GrammarVocabulary
+from tp_engine.plan import IntArray
+from tp_engine.structured_outputs import StructuredOutputsParams
+
+_MAX_REMEMBERED = 32
+
+
+class CompiledGrammar:
+    """A grammar at its beginning, of which every sequence gets a copy."""
+
+    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
+        """A matcher before the first token; microseconds."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
+
+
+def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> CompiledGrammar:
+    """Milliseconds for ordinary schemas, most of them without the GIL; ``RequestError`` for what can not be used."""
+    matcher = llguidance().LLMatcher(vocabulary.tokens, grammar_text(params), log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise refusal(params, matcher.get_error())
+    _check_beginning(params, matcher.deep_copy(), vocabulary)
+    return CompiledGrammar(matcher, vocabulary)
+
+
+def _check_beginning(params: StructuredOutputsParams, matcher: Any, vocabulary: GrammarVocabulary) -> None:
+    """Refuse a grammar that has no output: not a single token may come first, nor may the output be empty."""
+    own: IntArray = np.zeros(vocabulary.num_own_words, dtype=np.int32)
+    with contextlib.suppress(ValueError):
+        matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+    if matcher.is_error() or not own.any():
+        raise refusal(params, f"no output fits it {matcher.get_error()}")
+
+
+class GrammarCompiler:
+    """Compiles for one vocabulary.  Safe to call from several threads."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._known: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+
+    def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
+        """The grammar, if it is one of the last that were compiled."""
+        with self._lock:
+            found = self._known.get(params)
+            if found is not None:
+                self._known.move_to_end(params)
+            return found
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """Compile, unless it is known.  ``RequestError`` for what can not be used."""
+        found = self.known(params)
+        if found is None:
+            found = compile_grammar(params, self._vocabulary)
+            with self._lock:
+                self._known[params] = found
+                if len(self._known) > _MAX_REMEMBERED:
+                    self._known.popitem(last=False)
+        return found

@@ -1,0 +1,97 @@
+"""The model's tokens as the grammar library knows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tp_engine.errors import RequestError
+from tp_engine.grammar.library import PARAM, llguidance
+from tp_engine.plan import MASK_TOKENS, IntArray
+from tp_engine.units import ceil_div
+
+_NUM_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarVocabulary:
+    """``tokens`` is the library's tokenizer.  Masks for the model have ``num_words`` words; the library's own, of
+    ``num_own_words``, are wider where the tokenizer has tokens that the model lacks.
+
+    ``end_mask`` (num_words,) int32 allows the tokens that end an output, and no other.
+    """
+
+    tokens: Any
+    num_words: int
+    num_own_words: int
+    end_mask: IntArray
+
+
+def check_tokenizer(tokenizer: Any | None) -> None:
+    """Raise ``RequestError`` for a tokenizer whose tokens the library can not know."""
+    if tokenizer is None:
+        raise RequestError("structured output needs a tokenizer, which this model does not have", param=PARAM)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise RequestError(
+            f"structured output needs a fast tokenizer (a tokenizer.json); {type(tokenizer).__name__} is none",
+            param=PARAM,
+        )
+
+
+def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
+    """The tokens of a fast Hugging Face tokenizer, for a model of ``vocab_size`` logits.
+
+    ``tokenizer_json`` is the text of its ``tokenizer.json``.  This takes about a second for 150,000 tokens and keeps
+    the GIL, so it is for a time when nothing is urgent.  ``RequestError`` for one that the library does not know.
+    """
+    library = llguidance()
+    try:
+        num_tokens = _num_tokens(tokenizer_json)
+        ends = [token_id for token_id in eos_token_ids if token_id < num_tokens] or None
+        tokens = library.LLTokenizer(tokenizer_json, n_vocab=max(vocab_size, num_tokens), eos_token=ends)
+    except (ValueError, LookupError, TypeError) as error:
+        raise RequestError(
+            f"structured output is not supported with this model's tokenizer: {error}", param=PARAM
+        ) from error
+    return _vocabulary(tokens, vocab_size)
+
+
+def _num_tokens(tokenizer_json: str) -> int:
+    written = json.loads(tokenizer_json)
+    vocabulary = written["model"]["vocab"]
+    ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else vocabulary.values()
+    added = (token["id"] for token in written.get("added_tokens") or ())
+    return 1 + int(max((*ids, *added)))
+
+
+def byte_vocabulary() -> GrammarVocabulary:
+    """One token per byte and an end: enough to see whether a grammar can be used at all."""
+
+    class Bytes:
+        eos_token_id = _NUM_BYTES
+        bos_token_id = None
+        tokens = (*(bytes((value,)) for value in range(_NUM_BYTES)), b"<end>")
+        special_token_ids = (_NUM_BYTES,)
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            return list(text.encode() if isinstance(text, str) else text)
+
+    library = llguidance()
+    tokens = library.LLTokenizer(library.TokenizerWrapper(Bytes()))
+    return _vocabulary(tokens, _NUM_BYTES + 1)
+
+
+def _vocabulary(tokens: Any, vocab_size: int) -> GrammarVocabulary:
+    num_words = ceil_div(vocab_size, MASK_TOKENS)
+    end_mask = np.zeros(num_words * MASK_TOKENS, dtype=np.uint8)
+    end_mask[[token_id for token_id in tokens.eos_tokens if token_id < vocab_size]] = 1
+    return GrammarVocabulary(
+        tokens=tokens,
+        num_words=num_words,
+        num_own_words=ceil_div(tokens.vocab_size, MASK_TOKENS),
+        end_mask=np.packbits(end_mask, bitorder="little").view("<i4"),
+    )

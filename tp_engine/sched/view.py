@@ -1,0 +1,137 @@
+"""The scheduler as people look at it: the pool as a grid, the running sequences with their block tables.
+
+Everything is bounded, whatever the size of the pool and the batch, and made only when somebody asks::
+
+    cell    state                          byte i of ``cells``:   bits 0-1   cell 4 i
+    0       free                                                  bits 2-3   cell 4 i + 1
+    1       cached: only a prefix is kept                         bits 4-5   cell 4 i + 2
+    2       used by one row                                       bits 6-7   cell 4 i + 3
+    3       shared by several rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.sched.batch import Batch
+from tp_engine.sched.row_state import RowState
+from tp_engine.sched.sequence import Sequence
+from tp_engine.units import ceil_div
+
+_MAX_ID = 24
+_CELLS_PER_BYTE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewLimits:
+    """How much a view may hold: cells of the grid, sequences, and blocks of each one's table."""
+
+    max_cells: int = 16384
+    max_sequences: int = 64
+    max_blocks: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolGrid:
+    """States of all blocks in the order of their ids, two bits each, as drawn above; ``num_cells`` of them count.
+
+    A cell stands for ``blocks_per_cell`` neighbouring blocks and has the highest of their states.
+    """
+
+    num_blocks: int
+    blocks_per_cell: int
+    num_cells: int
+    cells: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSequence:
+    """A sequence with a row.  ``request_id`` is cut short; ``blocks`` is the beginning of its table of ``num_blocks``.
+
+    ``phase`` is ``prefill``, ``decode`` or ``ending``; ``num_computed_tokens`` have K/V, ``num_cached_tokens`` of the
+    prompt came from the prefix cache.  ``arrival_s`` is time.monotonic().
+    """
+
+    request_id: str
+    index: int
+    phase: str
+    priority: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrival_s: float
+    num_blocks: int
+    num_shared_blocks: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerView:
+    """``running`` are the first sequences by row; ``num_omitted`` more have one."""
+
+    grid: PoolGrid
+    running: list[RunningSequence]
+    num_omitted: int
+
+
+def view_scheduler(batch: Batch, limits: ViewLimits) -> SchedulerView:
+    """Look at a batch without changing it."""
+    holders = _holders(batch.rows, batch.blocks.pool.num_blocks)
+    states = np.minimum(holders, 2).astype(np.uint8)
+    states += states > 0
+    states[(states == 0) & batch.blocks.pool.contents()] = 1
+    running = batch.rows.running()
+    shown = running[: limits.max_sequences]
+    return SchedulerView(
+        grid=_grid(states, limits.max_cells),
+        running=[_running(sequence, batch.rows, holders, limits.max_blocks) for sequence in shown],
+        num_omitted=len(running) - len(shown),
+    )
+
+
+def _holders(rows: RowState, num_blocks: int) -> npt.NDArray[np.int64]:
+    """How many rows hold each block: the pool's own reference counts, found without a loop over the pool."""
+    width = int(rows.num_blocks.max(initial=0))
+    is_held = np.arange(width) < rows.num_blocks[:, None]
+    return np.bincount(rows.block_table[:, :width][is_held], minlength=num_blocks)
+
+
+def _grid(states: npt.NDArray[np.uint8], max_cells: int) -> PoolGrid:
+    num_blocks = len(states)
+    blocks_per_cell = ceil_div(num_blocks, max_cells)
+    num_cells = ceil_div(num_blocks, blocks_per_cell)
+    padded = np.zeros(ceil_div(num_cells, _CELLS_PER_BYTE) * _CELLS_PER_BYTE * blocks_per_cell, dtype=np.uint8)
+    padded[:num_blocks] = states
+    cells = np.maximum.reduceat(padded, np.arange(0, len(padded), blocks_per_cell)).reshape(-1, _CELLS_PER_BYTE)
+    packed = cells[:, 0] | cells[:, 1] << 2 | cells[:, 2] << 4 | cells[:, 3] << 6
+    return PoolGrid(num_blocks=num_blocks, blocks_per_cell=blocks_per_cell, num_cells=num_cells, cells=packed.tobytes())
+
+
+def _running(sequence: Sequence, rows: RowState, holders: npt.NDArray[np.int64], max_blocks: int) -> RunningSequence:
+    row, request = sequence.row, sequence.group.request
+    table = rows.block_table[row, : rows.num_blocks[row]]
+    return RunningSequence(
+        request_id=shorten(request.request_id),
+        index=sequence.index,
+        phase=sequence.phase.name.lower(),
+        priority=request.priority,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_output_tokens=int(rows.num_tokens[row]) - sequence.num_prompt_tokens,
+        num_computed_tokens=int(rows.num_computed[row]),
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        arrival_s=request.arrival_s,
+        num_blocks=len(table),
+        num_shared_blocks=int((holders[table] > 1).sum()),
+        blocks=table[:max_blocks].tolist(),
+    )
+
+
+def shorten(request_id: str) -> str:
+    """At most 24 characters of it, the end cut off."""
+    return request_id if len(request_id) <= _MAX_ID else request_id[: _MAX_ID - 1] + "…"

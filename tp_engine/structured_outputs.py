@@ -1,0 +1,121 @@
+"""What an output must look like: a JSON schema, a regular expression, a choice of texts, or a grammar."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_engine.errors import RequestError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_CONSTRAINT_CHARACTERS = 1 << 20
+_PARAM = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of ``json``, ``regex``, ``choice``, ``grammar`` and ``json_object``, with vLLM's field names.
+
+    ``json`` is a JSON schema, as a mapping or as JSON text (kept as text); ``regex`` describes the whole output;
+    ``choice`` lists the possible outputs; ``grammar`` is a context-free grammar in Lark or GBNF (EBNF) syntax;
+    ``json_object`` True asks for any JSON object.
+
+    For JSON: ``disable_any_whitespace`` allows no space between tokens, ``whitespace_pattern`` is a regular expression
+    for it, and ``disable_additional_properties`` refuses properties that a schema does not name.  ``disable_fallback``
+    is taken because callers send it, and changes nothing: there is one library.
+
+    ``reasoning`` lets free text come first: ``open`` up to the first ``</think>``, ``optional`` likewise if the output
+    begins with ``<think>``.
+
+    Raises ``RequestError`` for anything that can be seen without that library; what the library refuses is found when
+    the request is checked (``tp_engine.grammar``).
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    disable_fallback: bool = False
+    reasoning: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check_text(name, getattr(self, name))
+        if self.reasoning not in (None, "open", "optional"):
+            raise _error(f"reasoning is {_shown(self.reasoning)}; it must be open or optional")
+        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+            if not isinstance(getattr(self, name), bool):
+                raise _error(f"{name} is {_shown(getattr(self, name))}; it must be true or false")
+
+    @property
+    def kind(self) -> str:
+        """Which of ``KINDS`` is set."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    def _check_kinds(self) -> None:
+        if self.json_object is not None and self.json_object is not True:
+            if self.json_object is not False:
+                raise _error(f"json_object is {_shown(self.json_object)}; it must be true")
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise _error(f"{_PARAM} has {found} of {', '.join(KINDS)}; it must have exactly one of them")
+
+
+def _schema_text(schema: object) -> str:
+    """JSON text of a schema, which is an object or a boolean."""
+    try:
+        parsed = json_module.loads(schema) if isinstance(schema, str) else schema
+        text = json_module.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text.encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _error(f"the JSON schema can not be read: {error or 'it is nested too deeply'}") from error
+    if not isinstance(parsed, (Mapping, bool)):
+        raise _error(f"the JSON schema is {_shown(parsed)}; it must be an object")
+    _check_text("json", text)
+    return text
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    if not isinstance(choices, (list, tuple)) or not choices:
+        raise _error(f"choice is {_shown(choices)}; it must be a list of at least one text")
+    for one in choices:
+        if not isinstance(one, str) or not one:
+            raise _error(f"choice contains {_shown(one)}; every choice must be a text of at least one character")
+    _check_text("choice", "".join(choices))
+    return tuple(choices)
+
+
+def _check_text(name: str, text: object) -> None:
+    """Refuse what is no text, empty, too long or no valid Unicode; None is no text to check."""
+    if text is None:
+        return
+    if not isinstance(text, str) or not text:
+        raise _error(f"{name} is {_shown(text)}; it must be a text of at least one character")
+    if len(text) > MAX_CONSTRAINT_CHARACTERS:
+        raise _error(f"{name} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARACTERS} are allowed")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _error(f"{name} has half a surrogate pair; it must be valid Unicode") from error
+
+
+def _shown(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _error(message: str) -> RequestError:
+    return RequestError(message, param=_PARAM)
