@@ -11,6 +11,7 @@ import signal
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from time import monotonic_ns
 from typing import Final, Protocol
 
 from tp_engine import env
@@ -88,21 +89,32 @@ class PhaseNote:
     ``words`` is the rank's slot of the job's board, or a list.
     """
 
-    __slots__ = ("_count", "_faults", "_in_step", "_index", "_phase", "_reached", "_words")
+    __slots__ = (
+        "_count", "_faults", "_in_step", "_index", "_phase", "_reached", "_wait_index", "_waited_ns", "_waits",
+        "_words",
+    )  # fmt: skip
 
     def __init__(self, rank: int = 0, *, faults: tuple[Fault, ...] = ()) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._reached: dict[Phase, int] = {}
         self._words: Words = [0]
         self._index = 0
+        self._waits: Words = [0]
+        self._wait_index = 0
+        self._waited_ns = 0
         self._count = 0
         self._phase = Phase.NONE
         self._in_step = False
 
-    def show_on(self, words: Words, index: int) -> None:
-        """From now on write to ``words[index]``: the rank has found the board."""
+    def show_on(self, words: Words, index: int, wait_index: int | None = None) -> None:
+        """From now on write to ``words[index]``: the rank has found the board.
+
+        ``words[wait_index]`` adds up the nanoseconds that ``collected`` finds.
+        """
         words[index] = self._words[self._index]
         self._words, self._index = words, index
+        if wait_index is not None:
+            self._waits, self._wait_index = words, wait_index
 
     def reach(self, phase: Phase) -> None:
         """Note that this rank begins ``phase``, and suffer what is configured for it."""
@@ -129,6 +141,12 @@ class PhaseNote:
             self._suffer(Phase.COLLECTIVE)
         self._count += 1
         self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE
+
+    def collected(self, started_ns: int) -> None:
+        """A collective of a step that began at ``started_ns`` (CLOCK_MONOTONIC) has ended."""
+        if self._in_step:
+            self._waited_ns += monotonic_ns() - started_ns
+            self._waits[self._wait_index] = self._waited_ns
 
     @property
     def phase(self) -> Phase:

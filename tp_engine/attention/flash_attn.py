@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -20,7 +20,19 @@ from tp_engine.attention.needs import AttentionNeeds
 BLOCK_SIZE_MULTIPLE = 256
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+MIN_CAPABILITY = (8, 0)
 _HOPPER = 9
+
+Rule: TypeAlias = dict[str, Any]
+"""What a layer's shape says to both calls, by the package's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The first D requests of the batch, one query each."""
+
+    seq_lens: torch.Tensor  # (D,) int32, all their computed tokens
+    block_table: torch.Tensor  # (D, M) int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +49,15 @@ class Prefills:
 
 
 class FlashAttnCalls(Protocol):
-    """The two calls, in the words of one version of the package."""
+    """The two calls, in the words of one version of the package; ``rule`` are the arguments that both take.
 
-    def decode(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
-        """``query`` (D, 1, heads, head_dim), one token of each of D requests; the output likewise."""
+    ``decode``: ``query`` (D, 1, heads, head_dim), the output likewise.  ``prefill``: ``query`` (T, heads, head_dim);
+    causal from the lower right: a request's last query sees its last key.
+    """
 
-    def prefill(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, shape: AttentionShape
-    ) -> torch.Tensor:
-        """``query`` (T, heads, head_dim); causal from the lower right: a request's last query sees its last key."""
+    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor: ...
+
+    def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor: ...
 
 
 class FlashAttn2:
@@ -63,44 +68,22 @@ class FlashAttn2:
         self._with_kvcache = package.flash_attn_with_kvcache
         self._varlen = package.flash_attn_varlen_func
 
-    def decode(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
+    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        out: torch.Tensor = self._with_kvcache(
-            query,
-            kv_cache[0],
-            kv_cache[1],
-            cache_seqlens=seq_lens,
-            block_table=block_table,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=_window_size(shape),
-        )
+        lengths = {"cache_seqlens": decodes.seq_lens, "block_table": decodes.block_table}
+        out: torch.Tensor = self._with_kvcache(query, kv_cache[0], kv_cache[1], **lengths, **rule)
         return out
 
-    def prefill(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, shape: AttentionShape
-    ) -> torch.Tensor:
+    def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        out: torch.Tensor = self._varlen(
-            query,
-            kv_cache[0],
-            kv_cache[1],
-            cu_seqlens_q=prefills.cu_seqlens_q,
-            cu_seqlens_k=prefills.cu_seqlens_k,
-            max_seqlen_q=prefills.max_seqlen_q,
-            max_seqlen_k=prefills.max_seqlen_k,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=_window_size(shape),
-            block_table=prefills.block_table,
-        )
+        lengths = {
+            "cu_seqlens_q": prefills.cu_seqlens_q,
+            "cu_seqlens_k": prefills.cu_seqlens_k,
+            "max_seqlen_q": prefills.max_seqlen_q,
+            "max_seqlen_k": prefills.max_seqlen_k,
+            "block_table": prefills.block_table,
+        }
+        out: torch.Tensor = self._varlen(query, kv_cache[0], kv_cache[1], **lengths, **rule)
         return out
 
 
@@ -111,43 +94,21 @@ class FlashAttn3:
         package = package or import_module("flash_attn_interface")
         self._with_kvcache = package.flash_attn_with_kvcache
 
-    def decode(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
+    def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        return self._call(query, kv_cache, shape, cache_seqlens=seq_lens, page_table=block_table)
+        lengths = {"cache_seqlens": decodes.seq_lens, "page_table": decodes.block_table}
+        out: torch.Tensor = self._with_kvcache(query, kv_cache[0], kv_cache[1], **lengths, **rule)
+        return out
 
-    def prefill(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, shape: AttentionShape
-    ) -> torch.Tensor:
+    def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        return self._call(
-            query,
-            kv_cache,
-            shape,
-            cache_seqlens=prefills.seq_lens,
-            page_table=prefills.block_table,
-            cu_seqlens_q=prefills.cu_seqlens_q,
-            max_seqlen_q=prefills.max_seqlen_q,
-        )
-
-    def _call(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, **lengths: torch.Tensor | int
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._with_kvcache(
-            query,
-            kv_cache[0],
-            kv_cache[1],
-            **lengths,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=_window_size(shape),
-        )
+        lengths = {
+            "cache_seqlens": prefills.seq_lens,
+            "page_table": prefills.block_table,
+            "cu_seqlens_q": prefills.cu_seqlens_q,
+            "max_seqlen_q": prefills.max_seqlen_q,
+        }
+        out: torch.Tensor = self._with_kvcache(query, kv_cache[0], kv_cache[1], **lengths, **rule)
         return out
 
 
@@ -196,22 +157,23 @@ class FlashAttnBackend:
         assert kv_scales is None, "why_not refuses a quantised cache"
         if key is not None and value is not None:
             self._store_kv(key, value, kv_cache, metadata.slot_mapping, None)
-        parts, start = [], metadata.num_decodes
+        parts, start, rule = [], metadata.num_decodes, _rule_of(shape)
         if start:
-            seq_lens, table = metadata.seq_lens[:start], metadata.block_table[:start]
-            parts.append(self._calls.decode(query[:start].unsqueeze(1), kv_cache, seq_lens, table, shape).squeeze(1))
+            decodes = Decodes(metadata.seq_lens[:start], metadata.block_table[:start])
+            parts.append(self._calls.decode(query[:start].unsqueeze(1), kv_cache, decodes, rule).squeeze(1))
         if self._prefills is not None:
             end = start + self._prefills.num_tokens
-            parts.append(self._calls.prefill(query[start:end], kv_cache, self._prefills, shape))
+            parts.append(self._calls.prefill(query[start:end], kv_cache, self._prefills, rule))
             start = end
         if start < len(query):
             parts.append(torch.zeros_like(query[start:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _window_size(shape: AttentionShape) -> tuple[int, int]:
-    """Keys to the left and right of the own one; -1 is no limit."""
-    return (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
+def _rule_of(shape: AttentionShape) -> Rule:
+    """The window counts keys to the left and right of the own one; -1 is no limit."""
+    window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
+    return {"softmax_scale": shape.scale, "causal": True, "window_size": window}
 
 
 def best_version(needs: AttentionNeeds) -> int | None:
@@ -236,7 +198,7 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return "the flash-attn package is not installed; `pip install flash-attn`, or use another attention_backend"
     if version == 2 and needs.block_size % BLOCK_SIZE_MULTIPLE:
         return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
-    return why_not_these_types(needs)
+    return needs.why_too_old(MIN_CAPABILITY) or why_not_these_types(needs)
 
 
 def why_not_these_types(needs: AttentionNeeds) -> str | None:

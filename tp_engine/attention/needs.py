@@ -20,3 +20,13 @@ class AttentionNeeds:
     block_size: int
     head_dim: int
     capability: tuple[int, int] | None = None
+
+    def why_too_old(self, least: tuple[int, int]) -> str | None:
+        """What to say of a GPU below the compute capability ``least``; None of others, and where it is not known."""
+        if self.capability is None or self.capability >= least:
+            return None
+        (major, minor), (own_major, own_minor) = least, self.capability
+        return (
+            f"it needs a GPU of compute capability {major}.{minor}, and this one is of {own_major}.{own_minor}; use "
+            "attention_backend=torch"
+        )

@@ -61,6 +61,11 @@ def check_backend(name: str, needs: AttentionNeeds) -> str:
     return name
 
 
+def obstacles(needs: AttentionNeeds) -> dict[str, str | None]:
+    """Every backend in the order in which ``auto`` tries them: what keeps it from being used, or None."""
+    return {name: kind.why_not(needs) for name, kind in _KINDS.items()}
+
+
 def _choose(needs: AttentionNeeds) -> str:
     """The first usable backend; says why the faster ones are not."""
     obstacles: list[str] = []

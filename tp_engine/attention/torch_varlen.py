@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.flash_attn import BLOCK_SIZE_MULTIPLE, why_not_these_types
+from tp_engine.attention.flash_attn import BLOCK_SIZE_MULTIPLE, MIN_CAPABILITY, why_not_these_types
 from tp_engine.attention.kv_store import fastest_store
 from tp_engine.attention.needs import AttentionNeeds
 
@@ -105,4 +105,4 @@ def why_not(needs: AttentionNeeds) -> str | None:
         )
     if needs.block_size % BLOCK_SIZE_MULTIPLE and not _has_version_3():
         return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
-    return why_not_these_types(needs)
+    return needs.why_too_old(MIN_CAPABILITY) or why_not_these_types(needs)

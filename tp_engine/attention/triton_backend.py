@@ -10,6 +10,7 @@ from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.kernels.triton_support import has_triton
 
+MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
 # Where no GPU says how many multiprocessors it has: Triton's interpreter.
@@ -65,7 +66,7 @@ class TritonBackend:
                 metadata.query_start,
                 out,
                 scale=shape.scale,
-                sizes=self._prefill_sizes(shape.head_dim, query.dtype.itemsize),
+                sizes=self._prefill_sizes(shape.head_dim, query.dtype.itemsize, _shared_memory(query.device)),
                 num_queries=self._num_prefill_tokens,
                 first_request=num_decodes,
                 window=shape.sliding_window,
@@ -106,6 +107,16 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    from tp_engine.kernels.paged_prefill_triton import LARGE_SHARED_MEMORY
+
+    if device.type != "cuda":
+        return LARGE_SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LARGE_SHARED_MEMORY))
+
+
 def why_not(needs: AttentionNeeds) -> str | None:
     """What keeps this backend from being used, with the remedy; None if it can be used."""
     if needs.device_type != "cuda":
@@ -117,4 +128,4 @@ def why_not(needs: AttentionNeeds) -> str | None:
     is_too_old = needs.capability is not None and needs.capability < MIN_FP8_CAPABILITY
     if needs.kv_cache_dtype == torch.float8_e4m3fn and is_too_old:
         return "kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have; set kv_cache_dtype=int8"
-    return None
+    return needs.why_too_old(MIN_CAPABILITY)

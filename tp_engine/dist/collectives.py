@@ -5,6 +5,7 @@ NCCL on CUDA, gloo on CPU, gloo through the host where ranks share a GPU, nothin
 
 from __future__ import annotations
 
+from time import monotonic_ns
 from typing import Protocol
 
 import torch
@@ -61,39 +62,56 @@ class SingleRank:
 
 
 class ProcessGroupCommunicator:
-    """Collectives through a torch.distributed process group (NCCL or gloo)."""
+    """Collectives through a torch.distributed process group (NCCL or gloo).
+
+    gloo's are over when they return, so their time, waiting for the other ranks included, is noted for the board.
+    """
 
     def __init__(self, info: RankInfo, group: dist.ProcessGroup, note: PhaseNote) -> None:
         self.info = info
         self.can_capture = dist.get_backend(group) == "nccl"
         self._group = group
         self._note = note
+        self._collected = _nothing if self.can_capture else note.collected
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note.collective()
+        started_ns = monotonic_ns()
         dist.all_reduce(tensor, group=self._group)
+        self._collected(started_ns)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note.collective()
+        started_ns = monotonic_ns()
         if tensor.dim() == 1:  # nothing to rearrange, so nothing to copy
             whole = tensor.new_empty(self.info.world_size * len(tensor))
             _all_gather_flat(whole, tensor.contiguous(), group=self._group)
+            self._collected(started_ns)
             return whole
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        self._collected(started_ns)
         return torch.cat(parts, dim=-1)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         self._note.collective()
+        started_ns = monotonic_ns()
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)] if self.info.is_first else None
         dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
+        self._collected(started_ns)
         return torch.cat(parts, dim=-1) if parts is not None else None
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note.collective()
+        started_ns = monotonic_ns()
         dist.broadcast(tensor, group=self._group, group_src=0)
+        self._collected(started_ns)
         return tensor
+
+
+def _nothing(_started_ns: int) -> None:
+    """A device's collectives are only launched here: how long they take, the host does not know."""
 
 
 class StagedCommunicator:

@@ -19,7 +19,8 @@ from tp_engine import env
 from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
 from tp_engine.dist.rank import RankInfo
 from tp_engine.dist.reduce_plan import Machine
-from tp_engine.dist.symmetric_memory import TorchSymmetricBuffer
+from tp_engine.dist.shared_setup import with_shared_memory
+from tp_engine.dist.symmetric_memory import TorchOwnMemory
 from tp_engine.dist.symmetric_setup import with_symmetric_memory
 from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
@@ -89,6 +90,8 @@ class RankGroups:
         *,
         owns_default: bool,
         device_group: dist.ProcessGroup | None = None,
+        check: Callable[[], None] = lambda: None,
+        collective_s: float = 0.0,
     ) -> None:
         self.info = info
         self.communicator = communicator
@@ -96,6 +99,22 @@ class RankGroups:
         self.note = note
         self._owns_default = owns_default
         self._device_group = device_group
+        self._check = check
+        self._collective_s = collective_s
+
+    def use_shared_memory(self, *, is_required: bool) -> None:
+        """Let ``communicator``, of ranks on CPUs of one host, be one that all-reduces through shared memory, if all can.
+
+        A collective.  Raises ``RankError`` where ``is_required`` and a rank can not.
+        """
+        self.communicator = with_shared_memory(
+            self.communicator,
+            self.host,
+            self.note,
+            self._check,
+            timeout_s=self._collective_s + _AFTER_WATCHDOG_S,
+            is_required=is_required,
+        )
 
     def use_symmetric_memory(
         self,
@@ -119,7 +138,7 @@ class RankGroups:
         self.communicator = with_symmetric_memory(
             self.communicator,
             machine,
-            lambda num_bytes: TorchSymmetricBuffer(num_bytes, device, group),
+            lambda num_bytes: TorchOwnMemory(num_bytes, device, group),
             self.host,
             self.note,
             device=device,
@@ -211,7 +230,16 @@ def join(
     communicator: Communicator = ProcessGroupCommunicator(info, device, note)
     if device_type == "cuda" and backend == "gloo":
         communicator = StagedCommunicator(communicator)
-    return RankGroups(info, communicator, HostGroup(info, host), note, owns_default=True, device_group=device)
+    return RankGroups(
+        info,
+        communicator,
+        HostGroup(info, host),
+        note,
+        owns_default=True,
+        device_group=device,
+        check=check,
+        collective_s=collective_s,
+    )
 
 
 def _meet(store: WatchedStore, info: RankInfo, note: PhaseNote) -> None:
@@ -219,4 +247,11 @@ def _meet(store: WatchedStore, info: RankInfo, note: PhaseNote) -> None:
     keys = [f"rank {rank} joins" for rank in range(info.world_size)]
     store.set(keys[info.rank], "1")
     note.done()
-    store.wait(keys)
+    try:
+        store.wait(keys)
+    except TimeoutError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise RankError(missing[0], f"has not joined the job in time (missing: {names}; {error})") from error
+        raise

@@ -25,9 +25,13 @@ FUSION_CAPABILITY = (9, 0)
 ALIGNMENT = 16
 """Tensors of another multiple of bytes, or at another address, go to the library."""
 
+SHARED_SLOT_BYTES = 256 * KIB
+"""On CPUs, tensors go through shared memory in pieces of this, which stay in the cores' caches."""
+
 _ONE_SHOT_LIMITS = {2: 1 * MIB, 4: 512 * KIB, 8: 256 * KIB}
 _TWO_SHOT_LIMIT = 8 * MIB
 _MULTIMEM_LIMIT = 32 * MIB
+_SHARED_ONE_SHOT_LIMIT = 64 * KIB
 _MULTIMEM_CAPABILITY = (9, 0)
 _MULTIMEM_WORLD_SIZE = 4
 
@@ -91,6 +95,11 @@ def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
         two_shot_bytes=min(_TWO_SHOT_LIMIT, largest),
         multimem_bytes=min(_MULTIMEM_LIMIT, largest) if multicasts else 0,
     )
+
+
+def shared_two_shot_bytes(world_size: int) -> int:
+    """On CPUs, pieces of more than this take two shots.  Two ranks never do: each reads as much either way."""
+    return SHARED_SLOT_BYTES if world_size == 2 else _SHARED_ONE_SHOT_LIMIT
 
 
 def why_not(machine: Machine, dtype: str) -> str | None:

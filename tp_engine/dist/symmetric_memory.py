@@ -39,16 +39,35 @@ class SymmetricBuffer(Protocol):
     def multimem(self, tensor: torch.Tensor) -> None: ...
 
 
-class TorchSymmetricBuffer:
-    """``num_bytes`` of ``device``, allocated outside of torch's caching allocator.  Making one is a collective."""
+class OwnMemory(Protocol):
+    """One rank's buffer, which no other rank sees yet."""
+
+    def share(self) -> SymmetricBuffer:
+        """Map the buffers of all ranks, a collective."""
+
+
+class TorchOwnMemory:
+    """``num_bytes`` of ``device``, allocated outside of torch's caching allocator, for the ranks of ``group``."""
 
     def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._group_name = group.group_name
         self._bytes = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-        self._handle = _symmetric_memory.rendezvous(self._bytes, group)
+        self._group = group
+
+    def share(self) -> SymmetricBuffer:
+        """See ``OwnMemory``."""
+        return TorchSymmetricBuffer(self._bytes, self._group)
+
+
+class TorchSymmetricBuffer:
+    """``own`` (bytes,) uint8 of every rank, mapped by all of them.  Making one is a collective."""
+
+    def __init__(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._group_name = group.group_name
+        self._bytes = own
+        self._handle = _symmetric_memory.rendezvous(own, group)
         self.has_multicast = self._handle.multicast_ptr != 0
-        self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self.signals = torch.tensor(self._handle.signal_pad_ptrs, dtype=torch.int64, device=device)
+        self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=own.device)
+        self.signals = torch.tensor(self._handle.signal_pad_ptrs, dtype=torch.int64, device=own.device)
 
     def one_shot(self, tensor: torch.Tensor) -> None:
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(self._room_for(tensor), tensor, "sum", self._group_name, tensor)
@@ -138,18 +157,22 @@ def probe_machine(indices: Sequence[int]) -> Machine:
     )
 
 
-def first_disagreement(communicator: SymmetricCommunicator, library: Communicator, device: torch.device) -> str | None:
-    """Whether one tensor of each method and type sums up to what ``library`` finds; a collective.
+def check_sums(communicator: SymmetricCommunicator, library: Communicator, device: torch.device) -> int:
+    """Sum up one tensor of each method and type; a collective.  The number of sums, all equal to ``library``'s.
 
     Whole numbers, so that every order of summation gives the same bits.  A rank that finds a difference goes on, as the
-    others do.
+    others do, and raises ``RuntimeError`` at the end.
     """
-    plan, rank, found = communicator.plan, communicator.info.rank, []
+    plan, rank, num_sums = communicator.plan, communicator.info.rank, 0
+    wrong: list[str] = []
     for num_bytes in sorted({plan.one_shot_bytes, plan.multimem_bytes, plan.two_shot_bytes} - {0}):
         for dtype in _DTYPES:
             mine = torch.arange(num_bytes // dtype.itemsize, device=device).remainder_(13).add_(rank).to(dtype)
             expected = library.all_reduce(mine.clone())
             sums = [communicator.all_reduce(mine.clone()) for _ in range(2)]
+            num_sums += len(sums)
             if not all(torch.equal(one, expected) for one in sums):
-                found.append(f"{plan.choose(num_bytes).name} of {num_bytes} bytes of {dtype} gave another sum")
-    return found[0] if found else None
+                wrong.append(f"{plan.choose(num_bytes).name} of {num_bytes} bytes of {dtype} gave another sum")
+    if wrong:
+        raise RuntimeError(wrong[0])
+    return num_sums

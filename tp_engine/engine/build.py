@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tp_engine.dist.groups import RankGroups
 from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.engine.engine import Engine
+from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.faults import Phase
@@ -25,18 +26,22 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
         undo.enter_context(job.reporting())  # before the groups close, which the others take for a death
+        compiler = make_compiler(effective)  # keeps the GIL for a while: later it would hold up steps
         worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
         undo.callback(worker.close)
         num_blocks = worker.start()
+        job.slot.note_memory(worker.memory)
         publisher = _open_channel(effective, groups, job)
         if publisher is not None:
             undo.callback(publisher.close)
         job.note.reach(Phase.READY)
         job.ready()
         undo.pop_all()
+    grammars = GrammarQueue(compiler, effective.model.vocab_size)
     return Engine(
         worker=worker,
-        scheduler=Scheduler(_limits(effective, num_blocks)),
+        scheduler=Scheduler(_limits(effective, num_blocks), grammars.fill_masks),
+        grammars=grammars,
         publisher=publisher,
         model_info=model_info(effective, num_blocks),
         plan_timeout_s=effective.config.collective_timeout_s,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, Self
 
 import zmq
 import zmq.asyncio
 
 from tp_engine.engine import messages
-from tp_engine.engine.messages import ModelInfo, ToEngine
+from tp_engine.engine.messages import Action, ModelInfo, ToEngine
+from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import ViewLimits
 
 logger = get_logger(__name__)
 
@@ -29,6 +32,9 @@ class EngineEvents(Protocol):
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
         """The engine refused a request."""
+
+    async def keep_up(self) -> None:
+        """Return when the next message may be given; others wait in the socket."""
 
     def on_ended(self, error: EngineDeadError) -> None:
         """No delta will come any more.  Called once."""
@@ -57,7 +63,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[ModelInfo] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._stats: list[asyncio.Future[SchedulerStats]] = []
+        self._answers: deque[asyncio.Future[Any]] = deque()  # to questions, in the order in which they were asked
         self._listener = loop.create_task(self._listen())
         self._watcher = loop.create_task(self._watch())
 
@@ -89,15 +95,20 @@ class EngineClient:
 
     async def stats(self, *, timeout_s: float) -> SchedulerStats:
         """How the engine stands; it answers between two steps."""
-        if self.error is not None:
-            raise self.error
-        answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
-        self._stats.append(answer)
-        self._send(messages.GetStats())
-        try:
-            return await asyncio.wait_for(answer, timeout_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"waited {timeout_s:g} s for rank 0's statistics") from error
+        stats: SchedulerStats = await self._ask(messages.GetStats(), timeout_s)
+        return stats
+
+    async def report(self, view: ViewLimits | None, *, timeout_s: float) -> EngineReport:
+        """How the whole job stands; it answers between two steps."""
+        report: EngineReport = await self._ask(messages.GetReport(view=view), timeout_s)
+        return report
+
+    async def act(self, action: Action, *, timeout_s: float) -> dict[str, Any]:
+        """Have the engine do something; ``RequestError`` if it refuses."""
+        acted: messages.Acted = await self._ask(messages.Act(action=action), timeout_s)
+        if acted.refusal is not None:
+            raise RequestError(acted.refusal)
+        return acted.result
 
     def drain(self, timeout_s: float) -> None:
         """Ask the engine to refuse new requests, finish the running ones, and stop."""
@@ -127,6 +138,17 @@ class EngineClient:
         self._socket.close()
         await asyncio.to_thread(self._context.term)
 
+    async def _ask(self, question: ToEngine, timeout_s: float) -> Any:
+        if self.error is not None:
+            raise self.error
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        self._send(question)
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"waited {timeout_s:g} s for rank 0 to answer") from error
+
     def _send(self, message: ToEngine) -> None:
         if self.error is None:
             self._socket.send(messages.encode(message))
@@ -135,12 +157,14 @@ class EngineClient:
         # Polling before receiving, because cancelling a poll loses no message.
         while True:
             await self._socket.poll()
-            await self._receive_all()
+            await self._receive_all(self._events.keep_up)
 
-    async def _receive_all(self) -> None:
+    async def _receive_all(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
         try:
             while True:
                 self._dispatch(await self._socket.recv(zmq.NOBLOCK))
+                if pause is not None:
+                    await pause()
         except zmq.Again:
             return
         except Exception as error:
@@ -161,8 +185,10 @@ class EngineClient:
                 self._events.on_output(output)
             case messages.Rejected(request_id=request_id, message=text, param=param, code=code):
                 self._events.on_rejected(request_id, RequestError(text, param=param, code=code))
-            case messages.Stats(stats=stats):
-                self._answer_stats(stats)
+            case messages.Stats(stats=answer) | messages.Report(report=answer):
+                self._answer(answer)
+            case messages.Acted() as acted:
+                self._answer(acted)
             case messages.Ready(model_info=model_info):
                 if not self._ready.done():
                     self._ready.set_result(model_info)
@@ -173,16 +199,16 @@ class EngineClient:
             case messages.EngineDead(reason=reason):
                 self._end(f"the engine stopped after an error: {reason}", stopped=False)
 
-    def _answer_stats(self, stats: SchedulerStats) -> None:
-        answer = self._stats.pop(0)
+    def _answer(self, content: object) -> None:
+        answer = self._answers.popleft()
         if not answer.done():
-            answer.set_result(stats)
+            answer.set_result(content)
 
     def _end(self, reason: str, *, stopped: bool) -> None:
         if self.error is not None:
             return
         self.error, self.stopped = EngineDeadError(reason), stopped
-        waiters: list[asyncio.Future[Any]] = [self._ready, *self._stats]
+        waiters: list[asyncio.Future[Any]] = [self._ready, *self._answers]
         for waiting in waiters:
             if not waiting.done():
                 waiting.set_exception(self.error)

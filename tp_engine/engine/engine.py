@@ -16,20 +16,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from tp_engine.engine.echo_check import EchoCheck
+from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.report import EngineReport
+from tp_engine.engine.step_statistics import StepStatistics
 from tp_engine.engine.step_trace import StepTrace
-from tp_engine.errors import EngineDeadError
+from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import ViewLimits
 from tp_engine.worker.model_runner import PendingStep
 from tp_engine.worker.worker import Worker
+
+_COMPILING_SLICE_S = 0.005
+_TRACE_S = 120.0
 
 
 class Engine:
@@ -44,6 +52,7 @@ class Engine:
         *,
         worker: Worker,
         scheduler: Scheduler,
+        grammars: GrammarQueue,
         publisher: PlanPublisher | None,
         model_info: ModelInfo,
         plan_timeout_s: float,
@@ -55,13 +64,16 @@ class Engine:
         self.model_info = model_info
         self._worker = worker
         self._scheduler = scheduler
+        self._grammars = grammars
         self._publisher = publisher
         self._plan_timeout_s = plan_timeout_s
         self._num_ahead = num_ahead
+        self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
         self._job = job
         self._trace = StepTrace(job.slot)
+        self._statistics = StepStatistics(job.board)
         self._echoes = echoes
         self._leave = leave
         self._failure: BaseException | None = None
@@ -75,18 +87,29 @@ class Engine:
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``RequestError`` leaves the engine as it was."""
         self._check_alive()
-        self._scheduler.add(request)
+        if not request.is_constrained:
+            self._scheduler.add(request)
+        else:
+            self._grammars.add(request, self._scheduler)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests now; unknown ids are ignored."""
+        request_ids = list(request_ids)
+        self._grammars.forget(request_ids)
         return self._scheduler.abort(request_ids)
 
     def step(self) -> StepOutput:
-        """Run one step on all ranks and return what it added; empty when there is nothing to do."""
+        """Run one step on all ranks and return what it added; empty when there is nothing to do.
+
+        While all requests wait for their grammars, it waits for a moment too.
+        """
         self._check_alive()
         try:
+            if failed := self._grammars.settle(self._scheduler):
+                return StepOutput(deltas=failed)
             self._send_plans()
             if self._num_in_flight == 0:
+                self._grammars.wait(_COMPILING_SLICE_S)
                 return StepOutput()
             plan, result = self._finish_oldest()
             return self._scheduler.update(plan, result)
@@ -99,6 +122,22 @@ class Engine:
         """Requests, blocks and counters as they stand."""
         return self._scheduler.stats()
 
+    def report(self, view: ViewLimits | None = None) -> EngineReport:
+        """The scheduler and every rank's steps and memory; with ``view`` also the pool and the running sequences.
+
+        Costs a fraction of a millisecond, and steps nothing: they leave their times on the job's board anyway.
+        """
+        self._statistics.update()
+        return EngineReport(
+            stats=self._scheduler.stats(),
+            ranks=self._statistics.rank_reports(),
+            step_tokens=self._statistics.step_tokens.distribution(),
+            plan_bytes=self._statistics.plan_bytes.distribution(),
+            step_skew=self._statistics.step_skew.distribution(),
+            num_missed_steps=self._statistics.num_missed,
+            view=None if view is None else self._scheduler.view(view),
+        )
+
     def memory_growth_bytes(self) -> int:
         """Bytes of device memory that rank 0 holds beyond what it held when it became ready, without the KV cache."""
         return self._worker.memory_growth_bytes()
@@ -106,6 +145,34 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold some."""
         return self._scheduler.reset_prefix_cache()
+
+    def profile(self, control: Control) -> list[StepOutput]:
+        """Begin or end a trace of all ranks' steps, and see it written; returns what the steps in flight added.
+
+        ``RequestError`` where there is no folder for traces.
+        """
+        self._check_alive()
+        if self.configuration()["profile"] is None:
+            raise RequestError("there is no folder for traces; start the engine with --profile FOLDER")
+        try:
+            outputs = []
+            while self._num_in_flight:
+                outputs.append(self._scheduler.update(*self._finish_oldest()))
+            plan = StepPlan(step_id=self._scheduler.skip_step(), control=control)
+            self._publish(plan)
+            self._trace.begin(plan.step_id)
+            self._worker.profile(control)
+            self._trace.done(plan.step_id)
+            self._job.wait_step(plan.step_id, timeout_s=_TRACE_S)
+        except BaseException as error:
+            self._failure = error
+            self._job.blame(error)
+            raise
+        return outputs
+
+    def configuration(self) -> dict[str, Any]:
+        """The effective configuration, by field."""
+        return self._worker.configuration
 
     def check_health(self) -> None:
         """Raise ``RankError`` if a rank has died; cheap enough for every turn of an idle loop."""
@@ -124,6 +191,7 @@ class Engine:
             if self._failure is None:
                 self._stop_ranks()
         finally:
+            self._grammars.close()
             self._worker.close()
             if self._publisher is not None:
                 self._publisher.close()
@@ -144,16 +212,34 @@ class Engine:
 
     @property
     def _num_in_flight(self) -> int:
-        """Steps whose plans have been sent and whose results have not been taken."""
-        return len(self._sent) + len(self._launched)
+        """Steps whose plans have been made and whose results have not been taken."""
+        return len(self._sent) + len(self._launched) + (self._held is not None)
 
     def _send_plans(self) -> None:
+        """Make and send plans as far ahead as may be.
+
+        A plan that may not fit into the ring is held back until no step is in flight: ranks that run one do not read,
+        and could not end it while rank 0 waits for them to.
+        """
+        self._send_held()
         while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
-            self._publish(plan)
-            self._sent.append(plan)
+            if self._num_in_flight and self._publisher is not None and self._publisher.may_block(plan):
+                self._held = plan
+                return
+            self._send(plan)
+
+    def _send_held(self) -> None:
+        if self._held is not None and not (self._sent or self._launched):
+            plan, self._held = self._held, None
+            self._send(plan)
+
+    def _send(self, plan: StepPlan) -> None:
+        self._publish(plan)
+        self._sent.append(plan)
 
     def _finish_oldest(self) -> tuple[StepPlan, StepResult]:
-        """Run the oldest plan that was sent, as every other rank does, and wait for its result."""
+        """Run the oldest plan, as every other rank does, and wait for its result."""
+        self._send_held()
         while self._sent and (self._worker.runs_by_itself or not self._launched):
             self._launch(self._sent.popleft())
         plan, pending = self._launched.popleft()

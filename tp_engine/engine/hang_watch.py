@@ -42,12 +42,20 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """``culprits``: the ranks that hold up the others, empty where that can not be told."""
+    """``culprits``: the ranks that hold up the others, empty where that can not be told.
+
+    At the age ``hard_s`` it ends the job.
+    """
 
     culprits: tuple[int, ...]
     age_s: float
-    is_hard: bool
+    hard_s: float
     text: str
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether it ends the job."""
+        return self.age_s >= self.hard_s
 
 
 class HangWatch:
@@ -130,11 +138,13 @@ class HangWatch:
         return (now_ns - max(slot.heartbeat_ns, lived_ns, self._counting_from_ns)) / 1e9
 
     def _stopped(self, now_ns: int) -> Hang | None:
+        """Each culprit has been silent for the limit itself: one that a busy machine holds up for a moment is none."""
         silence_s = {slot.rank: self._silence_s(slot, now_ns) for slot in self._board.slots}
         age_s = max(silence_s.values())
         if age_s < self._limits.soft_s:
             return None
-        culprits = tuple(rank for rank, seconds in silence_s.items() if seconds >= self._limits.soft_s)
+        limit_s = self._limits.hard_s if age_s >= self._limits.hard_s else self._limits.soft_s
+        culprits = tuple(rank for rank, seconds in silence_s.items() if seconds >= limit_s)
         return self._hang(culprits, age_s, self._limits.hard_s, "stopped, without a sign of life")
 
     def _stuck(self, now_ns: int) -> Hang | None:
@@ -143,7 +153,9 @@ class HangWatch:
         soft_s, hard_s = (limits.startup_s / 2, limits.startup_s) if starting else (limits.soft_s, limits.hard_s)
         if age_s < soft_s:
             return None
-        silent = tuple(slot.rank for slot in self._board.slots if self._silence_s(slot, now_ns) > _SILENT_S)
+        # One that a busy machine holds up for a moment does not explain the whole time.
+        silent_s = max(_SILENT_S, age_s / 2)
+        silent = tuple(slot.rank for slot in self._board.slots if self._silence_s(slot, now_ns) > silent_s)
         if silent:
             return self._hang(silent, age_s, hard_s, "stopped, and the job has not got ahead")
         return self._hang(self._behind(), age_s, hard_s, "stuck: the job has not got ahead")
@@ -163,7 +175,7 @@ class HangWatch:
             names = "; ".join(f"rank {rank} is {where(slots[rank])}" for rank in culprits)
         else:
             names = f"all ranks are {where(slots[self._rank])}"
-        return Hang(culprits=culprits, age_s=age_s, is_hard=age_s >= hard_s, text=f"{what} for {age_s:.1f} s: {names}")
+        return Hang(culprits=culprits, age_s=age_s, hard_s=hard_s, text=f"{what} for {age_s:.1f} s: {names}")
 
 
 def _place(slot: RankSlot) -> tuple[int, ...]:

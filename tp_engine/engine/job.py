@@ -26,7 +26,7 @@ from tp_engine.engine.processes import ChildRanks
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError
 from tp_engine.faults import PhaseNote
-from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
+from tp_engine.ipc.job_board import COLLECTIVE_WORD, PHASE_WORD, JobBoard, State
 from tp_engine.ipc.pulse import Pulse
 
 _DYING_S = 2.0
@@ -57,7 +57,7 @@ class Job:
         self.rank = rank
         self.slot = board.slots[rank]
         self.note = note
-        note.show_on(self.slot.words, PHASE_WORD)
+        note.show_on(self.slot.words, PHASE_WORD, COLLECTIVE_WORD)
         self.slot.register()
         limits = HangLimits(
             soft_s=config.hang_soft_limit_s,
@@ -113,6 +113,15 @@ class Job:
         self.check()
         return True
 
+    def wait_step(self, step_id: int, *, timeout_s: float) -> None:
+        """Wait until every rank has ended the step; ``RankError`` if one fails, ``TimeoutError`` if one is late."""
+        deadline_s = monotonic() + timeout_s
+        while late := [slot.rank for slot in self.board.slots if slot.step_done < step_id]:
+            self.check()
+            if monotonic() > deadline_s:
+                raise TimeoutError(f"waited {timeout_s:g} s for rank {late[0]} to end step {step_id}")
+            sleep(0.001)
+
     def ready(self) -> None:
         """The start is over."""
         self.slot.state = State.READY
@@ -157,7 +166,7 @@ class Job:
                 break
             sleep(0.01)
         if isinstance(error, Exception):
-            self._record_own(error, self.rank)
+            self._record_own(error, error.rank if isinstance(error, RankError) else self.rank)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 ::
 
-    frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, Drain, Stop
-    rank 0 -> frontend    Ready, Added, Rejected, Stats, Draining, Stopped, EngineDead
+    frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, GetReport, Act, Drain, Stop
+    rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, Acted, Draining, Stopped, EngineDead
 """
 
 from __future__ import annotations
 
+import enum
 from functools import cache
 from typing import Any, TypeAlias, get_args
 
@@ -15,8 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.engine.report import EngineReport
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import ViewLimits
 
 # What an EngineRequest is refused with while the engine drains; a server answers it with HTTP 503.
 CODE_UNAVAILABLE = "service_unavailable"
@@ -68,6 +71,27 @@ class GetStats(_Message, frozen=True, kw_only=True):
     """Asks for ``Stats``."""
 
 
+class GetReport(_Message, frozen=True, kw_only=True):
+    """Asks for ``Report``; ``view`` asks for the pool and the running sequences too."""
+
+    view: ViewLimits | None = None
+
+
+class Action(enum.StrEnum):
+    """What an operator may ask of an engine, and what ``Acted.result`` then holds."""
+
+    RESET_PREFIX_CACHE = "reset_prefix_cache"  #: {}; refused while requests hold blocks
+    START_PROFILE = "start_profile"  #: {"folder"}
+    STOP_PROFILE = "stop_profile"  #: {"folder"}; the traces are written
+    DESCRIBE = "describe"  #: the effective ``EngineConfig``, by field
+
+
+class Act(_Message, frozen=True, kw_only=True):
+    """Asks for ``Acted``."""
+
+    action: Action
+
+
 class Drain(_Message, frozen=True, kw_only=True):
     """Refuse new requests, finish the running ones within ``timeout_s``, then stop."""
 
@@ -105,6 +129,19 @@ class Stats(_Message, frozen=True, kw_only=True):
     stats: SchedulerStats
 
 
+class Report(_Message, frozen=True, kw_only=True):
+    """The answer to ``GetReport``."""
+
+    report: EngineReport
+
+
+class Acted(_Message, frozen=True, kw_only=True):
+    """The answer to ``Act``; ``refusal`` says why nothing was done."""
+
+    result: dict[str, Any]
+    refusal: str | None = None
+
+
 class Draining(_Message, frozen=True, kw_only=True):
     """New requests are refused from now on."""
 
@@ -119,8 +156,8 @@ class EngineDead(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | Drain | Stop
-ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Draining | Stopped | EngineDead
+ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | GetReport | Act | Drain | Stop
+ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | Acted | Draining | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
 _ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}

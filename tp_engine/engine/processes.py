@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from tp_engine import env
 from tp_engine.engine.incident import describe_exit
 from tp_engine.engine.process_handle import ProcessHandle
 from tp_engine.errors import RankError
@@ -39,6 +42,39 @@ def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def die_with_launcher(*, grace_s: float = 0.0) -> None:
+    """``die_with_parent`` for a rank that torchrun or another launcher started.
+
+    An agent that was killed while this process was still importing has left it to process 1, which never ends.
+    """
+    parent_pid = os.getppid()
+    if parent_pid == 0:  # this is the first process of a container
+        return
+    if parent_pid == 1 and env.has_torchrun_agent() and not _is_python(parent_pid):
+        os._exit(1)
+    die_with_parent(parent_pid, grace_s=grace_s)
+
+
+def _is_python(pid: int) -> bool:
+    """Whether a process looks like one that runs torchrun, as the first process of a container may."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
+    return b"python" in command or b"torchrun" in command
+
+
+def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
+    """SIGTERM, which torchrun passes to all ranks; after ``timeout_s`` it is killed, and its ranks end with it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class ChildRanks:

@@ -29,7 +29,7 @@ from tp_engine.dist.rank import RankInfo
 from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.job import Job
-from tp_engine.engine.processes import ChildRanks, die_with_parent
+from tp_engine.engine.processes import ChildRanks, die_with_launcher
 from tp_engine.engine.rank_spec import RankSpec
 from tp_engine.engine.worker_loop import run_worker
 from tp_engine.errors import ConfigError
@@ -52,7 +52,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     launched, effective, faults = env.launched_rank(), check_config(config), configured_faults()
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
-        die_with_parent(os.getppid(), grace_s=_LAST_WORDS_S)
+        die_with_launcher(grace_s=_LAST_WORDS_S)
     note = PhaseNote(0, faults=faults)
     job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
     with _closed_on_error(job):
@@ -74,7 +74,7 @@ def serve_rank(config: EngineConfig) -> None:
     """Ranks other than 0 of a torchrun job: run rank 0's plans until it says stop."""
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
-    die_with_parent(os.getppid(), grace_s=_LAST_WORDS_S)
+    die_with_launcher(grace_s=_LAST_WORDS_S)
     note = PhaseNote(launched.rank, faults=configured_faults())
     store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
     address = store.get(_BOARD_KEY).decode()

@@ -25,8 +25,8 @@ def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
     die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; rank 0 decides
-    configure_logging(f"rank {spec.rank}")
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+    configure_logging(f"rank {spec.rank}", config.log_format)
     try:
         job = Job.attach(spec.board, PhaseNote(spec.rank, faults=configured_faults()), config, spec.rank)
         with job.blaming():

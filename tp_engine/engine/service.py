@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from tp_engine.engine import messages
-from tp_engine.engine.messages import CODE_UNAVAILABLE, ModelInfo
+from tp_engine.engine.messages import CODE_UNAVAILABLE, Action, ModelInfo
+from tp_engine.engine.report import EngineReport
 from tp_engine.engine.service_socket import ServiceSocket
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
+from tp_engine.plan import Control
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import ViewLimits
 
 logger = get_logger(__name__)
 
@@ -44,6 +47,10 @@ class EngineLike(Protocol):
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]: ...
     def step(self) -> StepOutput: ...
     def stats(self) -> SchedulerStats: ...
+    def report(self, view: ViewLimits | None = None) -> EngineReport: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def profile(self, control: Control) -> list[StepOutput]: ...
+    def configuration(self) -> dict[str, Any]: ...
     def check_health(self) -> None: ...
 
 
@@ -153,6 +160,10 @@ class EngineService:
                 self._abort(request_ids)
             case messages.GetStats():
                 self._socket.send(messages.Stats(stats=self._engine.stats()))
+            case messages.GetReport(view=view):
+                self._socket.send(messages.Report(report=self._engine.report(view)))
+            case messages.Act(action=action):
+                self._act(action)
             case messages.Hello():
                 self._connected = True
                 self._socket.hide()
@@ -171,6 +182,25 @@ class EngineService:
             self._reject(request.request_id, error)
         else:
             self._unfinished[request.request_id] = request.params.n
+
+    def _act(self, action: Action) -> None:
+        """Do it before anything else; what steps in flight added is sent first."""
+        result: dict[str, Any] = {}
+        refusal = None
+        try:
+            if action is Action.DESCRIBE:
+                result = self._engine.configuration()
+            elif action is Action.RESET_PREFIX_CACHE:
+                if not self._engine.reset_prefix_cache():
+                    raise RequestError("requests are running; the prefix cache can be reset when none is")
+            else:
+                control = Control.START_PROFILE if action is Action.START_PROFILE else Control.STOP_PROFILE
+                for output in self._engine.profile(control):
+                    self._publish(output)
+                result = {"folder": self._engine.configuration().get("profile")}
+        except RequestError as error:
+            refusal = str(error)
+        self._socket.send(messages.Acted(result=result, refusal=refusal))
 
     def _reject(self, request_id: str, error: RequestError) -> None:
         self._socket.send(

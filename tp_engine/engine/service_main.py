@@ -23,9 +23,9 @@ def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ServiceSpec)
     die_with_parent(spec.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; the parent decides
-    configure_logging("rank 0")
+    config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+    configure_logging("rank 0", config.log_format)
     try:
-        config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
         engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
         try:
             service = EngineService(engine, spec.address)

@@ -60,7 +60,6 @@ class Watchdog:
         self._forget_owner()
         self._board = board
         self._slot = board.slots[rank]
-        self._limits = limits
         self._ends_process = ends_process
         self._may_kill = may_kill
         self._hangs = HangWatch(board, rank, limits, now_ns=time.monotonic_ns())
@@ -190,7 +189,7 @@ class Watchdog:
         if hang is None or not hang.is_hard or (self._board.world_size == 1 and not self._ends_process):
             return None  # a user's own process, which nobody waits for, may sit in a debugger
         is_acting = self._hangs.acting_rank(hang) == self._slot.rank
-        if not is_acting and hang.age_s < self._limits.hard_s + _LAST_RESORT_S:
+        if not is_acting and hang.age_s < hang.hard_s + _LAST_RESORT_S:
             return None
         with self._lock:
             if self.incident is None:

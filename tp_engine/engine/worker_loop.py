@@ -9,7 +9,7 @@ from tp_engine.engine.job import Job
 from tp_engine.engine.step_trace import StepTrace
 from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanSubscriber
-from tp_engine.plan import FIRST_STEP_ID, Control
+from tp_engine.plan import FIRST_STEP_ID, PROFILE_ORDERS, Control
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
@@ -22,6 +22,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
         worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
         stack.callback(worker.close)
         worker.start()
+        job.slot.note_memory(worker.memory)
         name = groups.host.broadcast_bytes(b"").decode()
         subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
         stack.callback(subscriber.close)
@@ -42,6 +43,9 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
             job.note.reach(Phase.SHUTDOWN)
             return
         trace.begin(plan.step_id)
-        worker.execute(plan)
+        if plan.control & PROFILE_ORDERS:
+            worker.profile(plan.control)
+        else:
+            worker.execute(plan)
         trace.launched(plan.step_id)
         trace.done(plan.step_id)

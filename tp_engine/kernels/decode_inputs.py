@@ -18,7 +18,7 @@ Nothing waits for the device and no shape depends on a length, so a CUDA graph c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -68,6 +68,11 @@ class DecodeInputs:
             block_table=torch.zeros((max_requests, num_columns), dtype=torch.int32, device=device),
             query_start=torch.arange(max_requests + 1, dtype=torch.int32, device=device),
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all the tensors."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def first(self, num_requests: int) -> DecodeInputs:
         """The first so many requests, at the same place."""

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile
+from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
 
 MAX_SPLITS = 64
 # Widths of the joining kernel, which is compiled for the smallest that holds the splits.
@@ -185,28 +185,21 @@ def paged_decode_triton(
     num_tokens, num_heads, head_dim = query.shape
     if num_tokens == 0:
         return
-    num_kv_heads, num_splits = kv_cache.shape[3], sizes.num_splits
-    assert query.stride(2) == 1 and query.stride(1) == head_dim and out.is_contiguous() and block_table.stride(1) == 1
-    assert num_tokens == query_len * len(seq_lens) and kv_cache[0].is_contiguous()
-    group = num_heads // num_kv_heads
+    num_splits = sizes.num_splits
+    assert out.is_contiguous() and block_table.stride(1) == 1 and num_tokens == query_len * len(seq_lens)
+    constants = layer_constants(query, kv_cache, kv_scales, window)
     partial, lse = out, out
     if num_splits > 1:
         partial = torch.empty((*query.shape[:2], num_splits, head_dim), dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], num_splits), dtype=torch.float32, device=query.device)
-    scales = kv_cache if kv_scales is None else kv_scales
-    head_pad = triton.next_power_of_2(head_dim)
     ranges = {
         "QUERY_LEN": query_len,
         "TILE": sizes.tile,
         "MIN_TILES": max(1, _MIN_KEYS_PER_SPLIT // sizes.tile),
-        "WINDOW": window or 0,
     }
-    paged_decode_kernel[(num_kv_heads, num_splits, len(seq_lens))](
+    paged_decode_kernel[(constants["NUM_KV_HEADS"], num_splits, len(seq_lens))](
         query,
-        kv_cache[0],
-        kv_cache[1],
-        scales[0],
-        scales[1],
+        *cache_arguments(kv_cache, kv_scales),
         block_table,
         seq_lens,
         partial,
@@ -215,17 +208,12 @@ def paged_decode_triton(
         query.stride(0),
         block_table.stride(0),
         num_splits,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        ROWS=max(_MIN_ROWS, triton.next_power_of_2(query_len * group)),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        BLOCK_SIZE=kv_cache.shape[2],
+        ROWS=max(_MIN_ROWS, triton.next_power_of_2(query_len * constants["GROUP"])),
         IS_SPLIT=num_splits > 1,
-        QUANTISED=kv_scales is not None,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         **ranges,
+        **constants,
     )
     if num_splits > 1:
         join_splits_kernel[(num_tokens, num_heads)](
@@ -236,8 +224,7 @@ def paged_decode_triton(
             num_splits,
             NUM_HEADS=num_heads,
             WIDTH=next(width for width in _JOIN_WIDTHS if width >= num_splits),
-            HEAD_DIM=head_dim,
-            HEAD_PAD=head_pad,
+            **{name: constants[name] for name in ("HEAD_DIM", "HEAD_PAD", "WINDOW")},
             **ranges,
         )
 

@@ -20,7 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile
+from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
+
+# Of the GPUs that are for servers (sm_80, sm_90, sm_100); others, such as sm_86 and sm_89, have 99 KiB.
+LARGE_SHARED_MEMORY = 160 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,23 +154,17 @@ def paged_prefill_triton(
     ``query`` (N, heads, head_dim), a token's heads contiguous; ``out`` (N, heads, head_dim), contiguous: rows of other
     requests are left alone; the rest as in ``paged_attention``.
     """
-    _, num_heads, head_dim = query.shape
     num_requests = len(seq_lens)
     if num_queries == 0 or first_request == num_requests:
         return
-    num_kv_heads = kv_cache.shape[3]
-    group = num_heads // num_kv_heads
-    assert query.stride(2) == 1 and query.stride(1) == head_dim and out.is_contiguous() and block_table.stride(1) == 1
-    assert kv_cache[0].is_contiguous()
+    assert out.is_contiguous() and block_table.stride(1) == 1
+    constants = layer_constants(query, kv_cache, kv_scales, window)
+    group = constants["GROUP"]
     rows = max(sizes.rows, triton.next_power_of_2(group))
     num_blocks = num_queries // (rows // group) + num_requests - first_request
-    scales = kv_cache if kv_scales is None else kv_scales
-    paged_prefill_kernel[(num_kv_heads, num_blocks)](
+    paged_prefill_kernel[(constants["NUM_KV_HEADS"], num_blocks)](
         query,
-        kv_cache[0],
-        kv_cache[1],
-        scales[0],
-        scales[1],
+        *cache_arguments(kv_cache, kv_scales),
         block_table,
         seq_lens,
         query_start,
@@ -177,25 +174,22 @@ def paged_prefill_triton(
         block_table.stride(0),
         first_request,
         num_requests,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
         ROWS=rows,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=kv_cache.shape[2],
         TILE=sizes.tile,
-        WINDOW=window or 0,
-        QUANTISED=kv_scales is not None,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
+        **constants,
     )
 
 
-def prefill_sizes(head_dim: int, itemsize: int) -> PrefillSizes:
-    """Sizes for a GPU; ``itemsize`` is that of the query's type.  float32, which is for tests, has no matrix units."""
+def prefill_sizes(head_dim: int, itemsize: int, shared_memory: int = LARGE_SHARED_MEMORY) -> PrefillSizes:
+    """Sizes for a GPU whose programs have ``shared_memory`` bytes; ``itemsize`` is that of the query's type.
+
+    float32, which is for tests, has no matrix units.
+    """
     head_pad = triton.next_power_of_2(head_dim)
     if itemsize > 2:
         return PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=1)
     if head_pad <= 128:
         return PrefillSizes(rows=128, tile=64, num_warps=8, num_stages=3)
-    return PrefillSizes(rows=128, tile=32, num_warps=8, num_stages=2)
+    return PrefillSizes(rows=128, tile=32, num_warps=8, num_stages=2 if shared_memory >= LARGE_SHARED_MEMORY else 1)

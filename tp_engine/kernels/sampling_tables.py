@@ -24,6 +24,11 @@ class SamplingTables:
     top_k: torch.Tensor
     seeds: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all three."""
+        return self.floats.nbytes + self.top_k.nbytes + self.seeds.nbytes
+
     @staticmethod
     def empty(num_rows: int, device: torch.device) -> SamplingTables:
         """Tables of ``num_rows`` greedy rows."""

@@ -32,6 +32,10 @@ class Attention(nn.Module):
         assert kv_cache.shape[-2:] == (self.shape.num_kv_heads, self.shape.head_dim), (kv_cache.shape, self.shape)
         self.kv_cache, self.kv_scales = kv_cache, kv_scales
 
+    def unbind_kv_cache(self) -> None:
+        """There is no cache again, as before ``bind_kv_cache``."""
+        self.kv_cache = self.kv_scales = None
+
     def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).
 

@@ -1,4 +1,4 @@
-"""Whether the ranks' all-reduces shall go through symmetric memory: the option, and what the GPUs can do."""
+"""Whether the ranks' all-reduces shall go through memory that they share: the option, and what the devices can do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,25 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices
+from tp_engine.dist.rank import RankInfo
 from tp_engine.dist.reduce_plan import FUSION_CAPABILITY, Machine, why_not
 from tp_engine.dist.symmetric_memory import probe_machine
 from tp_engine.errors import ConfigError
+
+CPU_CHOICES = ("gloo", "shm")
+
+
+def shares_host_memory(config: EngineConfig, info: RankInfo) -> bool:
+    """Whether ranks on CPUs shall try it; ``ConfigError`` where they are asked to, but are on several hosts."""
+    if config.device != "cpu" or info.world_size == 1 or config.all_reduce == "gloo":
+        return False
+    is_one_host = info.local_world_size == info.world_size
+    if config.all_reduce == "shm" and not is_one_host:
+        raise ConfigError(
+            f"all_reduce is 'shm', which is for ranks on one host, and of {info.world_size} ranks "
+            f"{info.local_world_size} are on this one; leave it out"
+        )
+    return is_one_host
 
 
 def probe_devices(config: EngineConfig) -> Machine | None:
@@ -25,8 +41,10 @@ def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool
     in kernels for a turn's length: for them it is never chosen, only obeyed.
     """
     asked, is_shared = config.all_reduce, parse_devices(config.devices, config.tensor_parallel_size).is_shared
-    if config.device == "cpu" and asked != "auto":
+    if config.device == "cpu" and asked in ("nccl", "symm_mem"):
         raise ConfigError(f"all_reduce is {asked!r}, which is for GPUs, but the ranks run on the CPU; leave it out")
+    if config.device == "cuda" and asked in CPU_CHOICES:
+        raise ConfigError(f"all_reduce is {asked!r}, which is for CPUs, but the ranks run on GPUs; leave it out")
     if config.device == "cpu" and config.fuse_all_reduce_norm:
         raise ConfigError("fuse_all_reduce_norm is for GPUs, but the ranks run on the CPU; leave it out")
     if asked == "nccl" and is_shared:

@@ -1,19 +1,22 @@
-"""Decode steps from recordings: the device makes its inputs, runs the model and, for plain rows, samples.
+"""Decode steps from recordings: the device makes its inputs, runs the model and, for most rows, samples.
 
 ::
 
     host      set_rows, run ------------------------------------------------------------------------> next step
-    device    | rows' tables -> inputs -> model |  plain:  logits, best token, exchange, into the tables |   recorded
+    device    | rows' tables -> inputs -> model |  plain, ranked: logits, sampling, into the tables |   recorded
                                                 |  others: logits, the sampler's launches, into the tables   launched
 
-What follows the model depends on the rows, so it is a recording of its own, replayed where every row is greedy or
-samples by temperature alone; other steps launch their sampler behind the recorded forward pass.  Logits are the largest
-tensor of all and live only within the second part, so that all sizes share their room.
+What follows the model depends on the rows, so it is a recording of its own, in two kinds: *plain*, where every row is
+greedy or samples by temperature alone, and *ranked*, where some have top_k or top_p.  Other steps launch their sampler
+behind the recorded forward pass: penalties, whose counts are allocated for the first row that has some; min_p alone,
+which is rare; and what no kernel samples.  Logits are the largest tensor of all and live only within the second part,
+so that all sizes share their room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +32,7 @@ from tp_engine.worker.decode_batch import DecodeBatch
 from tp_engine.worker.decode_graphs import DecodeGraphs
 from tp_engine.worker.graph_recorder import Recorder
 
-_PLAIN = StepKind()
+_RECORDED_KINDS = (StepKind(), StepKind(ranked=True))
 
 
 class CapturedDecodes:
@@ -52,7 +55,13 @@ class CapturedDecodes:
         self._hidden: dict[int, torch.Tensor] = {}
         decodes.set_rows(NO_IDS, sizes[-1])
         self._forward = DecodeGraphs(sizes, recorder, self._run_model)
-        self._finish = DecodeGraphs(sizes, recorder, self._sample_plain)
+        self._finish = {kind: DecodeGraphs(sizes, recorder, partial(self._sample, kind)) for kind in _RECORDED_KINDS}
+
+    def close(self) -> None:
+        """Destroy the recordings."""
+        for graphs in (self._forward, *self._finish.values()):
+            graphs.close()
+        self._hidden.clear()
 
     @property
     def largest(self) -> int:
@@ -68,8 +77,10 @@ class CapturedDecodes:
         num_rows = len(rows)
         self._decodes.set_rows(rows, self._forward.padded_size(num_rows))
         hidden = self._forward.run(num_rows)
-        if self._sampler.device.kind_of(rows, positions) == _PLAIN:
-            return self._finish.run(num_rows), None
+        kind = self._sampler.recorded_kind(rows, positions)
+        finish = None if kind is None else self._finish.get(kind)
+        if finish is not None:
+            return finish.run(num_rows), None
         tokens, logprobs = self._sampler.sample(self._model.compute_local_logits(hidden), rows, positions)
         self._decodes.advance(num_rows, tokens)
         return tokens, logprobs
@@ -83,10 +94,10 @@ class CapturedDecodes:
             self._hidden[size] = self._model(inputs.input_ids, inputs.positions)
         return self._hidden[size]
 
-    def _sample_plain(self, size: int) -> torch.Tensor:
+    def _sample(self, kind: StepKind, size: int) -> torch.Tensor:
         """Token ids (size,), from the hidden states that ``_run_model`` left."""
         inputs = self._decodes.inputs(size)
         rows, logits = inputs.rows.to(torch.int64), self._model.compute_local_logits(self._hidden[size])
-        tokens = self._sampler.device.sample(_PLAIN, logits, rows, inputs.positions + 1)
+        tokens = self._sampler.device.sample(kind, logits, rows, inputs.positions + 1)
         self._decodes.advance(size, tokens)
         return tokens

@@ -26,6 +26,11 @@ class DecodeBatch:
         self._ones: IntArray = np.ones(max_requests, dtype=np.int32)
         self._rows: IntArray = np.full(max_requests, PAD_ROW, dtype=np.int32)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the inputs."""
+        return self._inputs.num_bytes
+
     def set_rows(self, rows: IntArray, size: int) -> None:
         """The next step is of ``rows`` (n,), padded to ``size`` requests."""
         wanted: IntArray = np.full(size, PAD_ROW, dtype=np.int32)

@@ -25,6 +25,10 @@ class DecodeGraphs:
             step(size)
             self._recordings[size] = recorder.record(lambda size=size: step(size))  # type: ignore[misc]
 
+    def close(self) -> None:
+        """Destroy the recordings, and with them what they hold of the device and of the ranks' collectives."""
+        self._recordings.clear()
+
     @property
     def largest(self) -> int:
         """The most rows that a recorded step holds."""

@@ -22,6 +22,7 @@ _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_CACHE_DTYPES = _TORCH_DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _MIN_BFLOAT16_CAPABILITY = (8, 0)
+_MIN_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # refuses what it can not take
     parse_steps(config.profile_steps)  # likewise
     needs = _attention_needs(effective, model)
-    _check_dtype(dtype, needs.capability)
+    _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
     uses_symmetric_memory(effective, probe_devices(effective))  # refuses what can not be
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path)
@@ -103,12 +104,20 @@ def _attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds
     )
 
 
-def _check_dtype(dtype: str, capability: tuple[int, int] | None) -> None:
-    """Refuse what a GPU of this compute capability can not compute with."""
-    if dtype == "bfloat16" and capability is not None and capability < _MIN_BFLOAT16_CAPABILITY:
+def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] | None) -> None:
+    """Refuse what a GPU of this compute capability can not compute with or convert to."""
+    if capability is None:
+        return
+    own = f"{capability[0]}.{capability[1]}"
+    if dtype == "bfloat16" and capability < _MIN_BFLOAT16_CAPABILITY:
         raise ConfigError(
-            f"dtype is bfloat16, which GPUs before compute capability 8.0 do not have, and this one is of "
-            f"{capability[0]}.{capability[1]}; set dtype=float16"
+            f"dtype is bfloat16, which GPUs before compute capability 8.0 do not have, and this one is of {own}; set "
+            "dtype=float16"
+        )
+    if kv_cache_dtype == "fp8" and capability < _MIN_FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have, and this one is of {own}; "
+            "set kv_cache_dtype=int8"
         )
 
 

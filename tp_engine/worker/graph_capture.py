@@ -53,18 +53,19 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Com
     return None
 
 
-def measure_graph_bytes(plan: GraphPlan, device: Device, make_runner: Callable[[], ModelRunner]) -> int:
+def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:
     """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes.
 
     All share one pool, in which the largest leaves room for the others: each further one adds what is its own.
-    ``make_runner`` makes a runner with a KV cache of any size, which is gone at the end.  A collective.
+    ``runner`` may have a KV cache of any size, and keeps no recording.  A collective.
     """
-    runner, recorder, kept = make_runner(), plan.make_recorder(), []
+    recorder, kept = plan.make_recorder(), []
     used = [_held_bytes(device)]
     for size in plan.sizes[:-3:-1]:
         kept.append(runner.capture((size,), recorder))
         used.append(_held_bytes(device))
-    del runner, recorder, kept
+    runner.forget_captured()
+    del recorder, kept
     gc.collect()
     device.empty_cache()
     first, further = used[1] - used[0], used[-1] - used[1] if len(used) > 2 else 0

@@ -73,6 +73,12 @@ class InputBatch:
         on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
         self.decodes = DecodeBatch(self.row_tables(), max_num_seqs) if on_device else None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        own = (self._token_ids, self._block_table.device, self._computed.device)
+        return sum(tensor.nbytes for tensor in own) + (0 if self.decodes is None else self.decodes.num_bytes)
+
     def row_tables(self) -> RowTables:
         """The rows as the device sees them."""
         return RowTables(

@@ -1,33 +1,40 @@
-"""The largest step that the limits allow, run once to find the peak of memory, before there is a KV cache."""
+"""The largest step that the limits allow, run once to find the peak of memory, before there is the real KV cache."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionMetadata
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import IntArray, RowSampling
+from tp_engine.plan import MASK_TOKENS, IntArray, RowSampling
 from tp_engine.sampling.choice import make_sampler
 from tp_engine.sampling.state import SamplingState
+from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig
 
 
 @torch.inference_mode()
 def run_largest_step(
-    model: CausalLM, effective: EffectiveConfig, device: torch.device, communicator: Communicator
+    model: CausalLM,
+    backend: AttentionBackend,
+    effective: EffectiveConfig,
+    device: torch.device,
+    communicator: Communicator,
 ) -> None:
     """``max_num_batched_tokens`` tokens of new prompts; ``max_num_seqs`` rows sampled, with log-probabilities.
 
-    A collective: every rank calls it.
+    Where the model's layers have a KV cache, ``backend`` attends to its first block, again and again; it may be of one
+    block alone.  A collective: every rank calls it.
     """
     config = effective.config
     num_tokens = config.max_num_batched_tokens
     input_ids = torch.arange(num_tokens, device=device) % effective.model.vocab_size
-    metadata = _fresh_prompts(num_tokens, effective.max_model_len, device)
+    metadata = _fresh_prompts(num_tokens, effective.max_model_len, config.block_size, device)
     positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
+    backend.prepare(metadata)
     with forward_context(metadata):
         hidden = model(input_ids, positions)
     state = SamplingState(
@@ -40,15 +47,16 @@ def run_largest_step(
     _sample_all(logits, state, communicator, config.max_logprobs)
 
 
-def _fresh_prompts(num_tokens: int, max_model_len: int, device: torch.device) -> AttentionMetadata:
-    """Prompts as long as they may be, until all tokens are spent."""
+def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device: torch.device) -> AttentionMetadata:
+    """Prompts as long as they may be, until all tokens are spent; nothing is stored."""
     lengths: IntArray = np.full(-(-num_tokens // max_model_len), max_model_len, dtype=np.int32)
     lengths[-1] -= lengths.sum() - num_tokens
+    num_blocks = ceil_div(int(lengths.max()), block_size)
     starts = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
     return AttentionMetadata(
         num_decodes=0,
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-        block_table=torch.zeros((len(lengths), 1), dtype=torch.int32, device=device),
+        block_table=torch.zeros((len(lengths), num_blocks), dtype=torch.int32, device=device),
         seq_lens=torch.from_numpy(lengths).to(device),
         query_start=torch.from_numpy(starts).to(device),
         host_query_lens=lengths,
@@ -62,4 +70,5 @@ def _sample_all(logits: torch.Tensor, state: SamplingState, communicator: Commun
     prompt = np.zeros(1, dtype=np.int32)
     for row in rows.tolist():
         state.admit(row, RowSampling(temperature=1.0, top_p=0.9, logprobs=num_logprobs), prompt, 1)
+    state.masks.set(rows, np.full((len(rows), ceil_div(state.vocab_size, MASK_TOKENS)), -1, dtype=np.int32))
     make_sampler(state, communicator).sample(logits, rows, np.ones(len(rows), dtype=np.int32))

@@ -25,27 +25,43 @@ logger = get_logger(__name__)
 
 
 class MemoryProfiler:
-    """Takes the three snapshots: B0 when made, B1 at ``weights_loaded``, A at ``finish``."""
+    """Takes the three snapshots: B0 when made, B1 at ``weights_loaded``, A at ``finish``.
+
+    ``steps_begin`` between the last two where something was allocated for the steps that does not stay.
+    """
 
     def __init__(self, device: Device, *, utilization: float) -> None:
         """Raises ``MemoryBudgetError`` if the device has not free what ``utilization`` asks for."""
         self._device = device
         self._before = self._settled_snapshot()
         self._loaded: MemorySnapshot | None = None
+        self._aside = 0
         self._requested = requested_bytes(self._before, utilization, is_shared=device.type == "cpu")
 
     def weights_loaded(self) -> None:
-        """The weights are in place; the largest step comes next."""
+        """The weights are in place; the largest steps come next."""
         self._loaded = self._settled_snapshot()
         self._device.reset_peak()
 
-    def finish(self, *, cuda_graph_bytes: int = 0) -> MemoryLedger:
-        """The largest step has run; ``cuda_graph_bytes`` are set aside for graphs captured later."""
+    def steps_begin(self) -> None:
+        """The largest steps come next; what was allocated since ``weights_loaded`` is for them alone."""
+        assert self._loaded is not None, "weights_loaded() comes before steps_begin()"
+        self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
+        self._device.reset_peak()
+
+    def finish(self, *, table_bytes: int = 0, cuda_graph_bytes: int = 0) -> MemoryLedger:
+        """The largest steps have run; ``table_bytes`` and ``cuda_graph_bytes`` are set aside for what comes later."""
         assert self._loaded is not None, "weights_loaded() comes before finish()"
         self._device.synchronize()
         after = self._device.snapshot()
         return compute_ledger(
-            self._before, self._loaded, after, requested=self._requested, cuda_graphs=cuda_graph_bytes
+            self._before,
+            self._loaded,
+            after,
+            requested=self._requested,
+            tables=table_bytes,
+            cuda_graphs=cuda_graph_bytes,
+            aside=self._aside,
         )
 
     def _settled_snapshot(self) -> MemorySnapshot:

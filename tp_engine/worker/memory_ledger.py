@@ -2,13 +2,14 @@
 
 ::
 
-    B0  nothing loaded     B1  weights loaded     A  the largest step has run
+    B0  nothing loaded     B1  weights loaded     A  the largest steps have run
 
     requested   = total * gpu_memory_utilization
     weights     = torch allocated in B1 - in B0
-    activations = torch peak in A - torch allocated in B1
+    activations = torch peak in A - torch allocated before the steps
     non-torch   = non-torch in A - in B0
-    KV cache    = requested - weights - activations - non-torch - CUDA graphs
+    tables      = what every row of the batch keeps on the device: token ids, block table, sampling; counted, not seen
+    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs
 
 Every term is this process's own; what other processes hold or do meanwhile is in none of them.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kv_size import kv_block_bytes as kv_block_bytes
 from tp_engine.units import ceil_div, format_gib
 from tp_engine.worker.device import MemorySnapshot
 
@@ -31,12 +33,13 @@ class MemoryLedger:
     weights: int
     activations: int
     non_torch: int
+    tables: int
     cuda_graphs: int
 
     @property
     def available(self) -> int:
         """What is left for the KV cache."""
-        return self.requested - self.weights - self.activations - self.non_torch - self.cuda_graphs
+        return self.requested - self.weights - self.activations - self.non_torch - self.tables - self.cuda_graphs
 
 
 def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
@@ -59,15 +62,26 @@ def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bo
 
 
 def compute_ledger(
-    before: MemorySnapshot, loaded: MemorySnapshot, after: MemorySnapshot, *, requested: int, cuda_graphs: int = 0
+    before: MemorySnapshot,
+    loaded: MemorySnapshot,
+    after: MemorySnapshot,
+    *,
+    requested: int,
+    tables: int = 0,
+    cuda_graphs: int = 0,
+    aside: int = 0,
 ) -> MemoryLedger:
-    """The ledger of the snapshots B0, B1 and A.  A term that went down is taken as zero, not as a gain."""
+    """The ledger of the snapshots B0, B1 and A.  A term that went down is taken as zero, not as a gain.
+
+    ``aside``: bytes that torch held for the steps' trial beside B1's, such as its small KV cache.
+    """
     return MemoryLedger(
         total=before.total,
         requested=requested,
         weights=max(loaded.torch_allocated - before.torch_allocated, 0),
-        activations=max(after.torch_peak - loaded.torch_allocated, 0),
+        activations=max(after.torch_peak - loaded.torch_allocated - aside, 0),
         non_torch=max(after.non_torch - before.non_torch, 0),
+        tables=tables,
         cuda_graphs=cuda_graphs,
     )
 
@@ -80,13 +94,6 @@ def single_snapshot_available(*, total: int, utilization: float, used: int, peak
     return int(total * utilization) - used - peak + current
 
 
-def kv_block_bytes(
-    *, num_layers: int, block_size: int, local_num_kv_heads: int, head_dim: int, itemsize: int, scale_bytes: int = 0
-) -> int:
-    """Bytes of one block on one rank: keys and values of all layers, plus ``scale_bytes`` of a quantised cache."""
-    return 2 * num_layers * block_size * local_num_kv_heads * head_dim * itemsize + scale_bytes
-
-
 def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
     """Blocks that the ledger leaves room for; raises ``MemoryBudgetError`` if there is not even one."""
     if ledger.available >= block_bytes:
@@ -94,9 +101,9 @@ def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
     raise MemoryBudgetError(
         f"no memory is left for the KV cache: of the {format_gib(ledger.requested)} requested, weights take "
         f"{format_gib(ledger.weights)}, activations {format_gib(ledger.activations)}, non-torch memory "
-        f"{format_gib(ledger.non_torch)} and CUDA graphs {format_gib(ledger.cuda_graphs)}, leaving {ledger.available} "
-        f"bytes where one block takes {block_bytes}; raise gpu_memory_utilization, lower max_num_batched_tokens, or "
-        "raise tensor_parallel_size"
+        f"{format_gib(ledger.non_torch)}, tables {format_gib(ledger.tables)} and CUDA graphs "
+        f"{format_gib(ledger.cuda_graphs)}, leaving {ledger.available} bytes where one block takes {block_bytes}; "
+        "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
     )
 
 

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import json
 
+from tp_engine.kv_size import kv_cache_lines as kv_cache_lines
 from tp_engine.units import format_gib
 from tp_engine.worker.memory_ledger import MemoryLedger
 
 
-def kv_cache_lines(
-    *, num_blocks: int, block_size: int, bytes_per_token: int, max_model_len: int
-) -> tuple[str, str, str]:
-    """What users look for in the log: the cache in bytes, in tokens, and in requests of the greatest length.
-
-    Bytes are one rank's.
-    """
-    num_tokens = num_blocks * block_size
-    return (
-        f"Available KV cache memory: {format_gib(num_tokens * bytes_per_token)}",
-        f"GPU KV cache size: {num_tokens:,} tokens",
-        f"Maximum concurrency for {max_model_len:,} tokens per request: {num_tokens / max_model_len:.2f}x",
-    )
+def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int) -> dict[str, int]:
+    """The ledger and the cache that the ranks agreed on, in bytes by name."""
+    return {**_terms(ledger), "kv_cache": kv_cache_bytes}
 
 
 def _terms(ledger: MemoryLedger) -> dict[str, int]:
@@ -30,6 +21,7 @@ def _terms(ledger: MemoryLedger) -> dict[str, int]:
         "weights": ledger.weights,
         "activations": ledger.activations,
         "non_torch": ledger.non_torch,
+        "tables": ledger.tables,
         "cuda_graphs": ledger.cuda_graphs,
         "kv_cache_available": ledger.available,
     }

@@ -1,21 +1,24 @@
-"""The phase of the start in which GPUs map each other's memory."""
+"""The phase of the start in which GPUs map each other's memory, or ranks on CPUs memory of their host."""
 
 from __future__ import annotations
 
 import torch
 
 from tp_engine.dist.groups import RankGroups
-from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
+from tp_engine.worker.all_reduce import probe_devices, shares_host_memory, uses_symmetric_memory
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.phases import Phases
 
 
 def share_memory(effective: EffectiveConfig, groups: RankGroups, phases: Phases, device: torch.device) -> None:
-    """Let ``groups`` all-reduce through symmetric memory, if it shall be and can be; a collective.
+    """Let ``groups`` all-reduce through memory that the ranks share, if it shall be and can be; a collective.
 
     Between the first snapshot and the last, so that the ledger counts the buffers.
     """
     config = effective.config
+    if shares_host_memory(config, groups.info):
+        is_required = config.all_reduce == "shm"
+        phases.run("sharing memory", lambda: groups.use_shared_memory(is_required=is_required))
     machine = probe_devices(config)
     if machine is None or not uses_symmetric_memory(config, machine):
         return

@@ -94,6 +94,12 @@ class ModelRunner:
         )
         return self._captured
 
+    def forget_captured(self) -> None:
+        """Destroy what ``capture`` recorded last, if anything; every step is launched again."""
+        if self._captured is not None:
+            self._captured.close()
+        self._captured = None
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
@@ -134,6 +140,7 @@ class ModelRunner:
     def _apply(self, plan: StepPlan) -> None:
         """The plan's changes, in its order: releases and admissions, new blocks, then copies."""
         self._batch.apply(plan)
+        self._sampling.masks.set(plan.mask_rows, plan.masks)
         if len(plan.released):
             self._sampling.release(plan.released)
         for admission in plan.admitted:

@@ -1,7 +1,8 @@
 """What profilers see of a step: traces of chosen steps in a file per rank, and named parts of every step on CUDA.
 
 ``--profile FOLDER`` records steps ``--profile-steps FIRST:END`` (END not included; steps count from 1, on all ranks
-alike) with torch.profiler.  Nsight Systems shows the names through NVTX, without any option.
+alike) with torch.profiler; besides, a server's ``/start_profile`` and ``/stop_profile`` record what lies between them.
+Nsight Systems shows the names through NVTX, without any option.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ def names_for(device_type: str) -> Named:
 
 
 def parse_steps(text: str) -> range:
-    """``'10:20'`` -> steps 10 to 19; ``ConfigError`` for anything else."""
+    """``'10:20'`` -> steps 10 to 19, ``'none'`` -> no steps; ``ConfigError`` for anything else."""
+    if text == "none":
+        return range(0)
     first, colon, end = text.partition(":")
     if not (colon and first.isdecimal() and end.isdecimal()) or not 0 < int(first) < int(end):
         raise ConfigError(
             f"profile_steps is {text!r}; it must be FIRST:END, two numbers of steps that count from 1, such as 10:20 "
-            "for ten steps"
+            "for ten steps, or none"
         )
     return range(int(first), int(end))
 
@@ -59,34 +62,56 @@ class StepProfiler:
         self._folder, self._steps, self._rank = folder, steps, rank
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
         self._trace: profile | None = None
-        self._last = 0
+        self._first = self._last = 0
+        self._on_demand = False
 
     @contextlib.contextmanager
     def step(self, step_id: int) -> Iterator[None]:
         """Around the launch of one step."""
         if self._trace is None and step_id in self._steps:
-            self._trace = profile(activities=self._activities)
-            self._trace.start()
+            self._begin()
         if self._trace is None:
             yield
             return
         with record_function(f"step {step_id}"):
             yield
-        self._last = step_id
-        if step_id + 1 not in self._steps:
-            self.close()
+        self._first, self._last = self._first or step_id, step_id
+        if step_id + 1 not in self._steps and not self._on_demand:
+            self._write()
+
+    def start(self) -> None:
+        """Record from the next step on, until ``stop``; a trace that is being recorded goes on until then."""
+        self._on_demand = True
+        if self._trace is None:
+            self._begin()
+
+    def stop(self) -> None:
+        """Write what has been recorded; nothing happens where nothing was."""
+        self._on_demand = False
+        self._write()
 
     def close(self) -> None:
         """Write what has been recorded, if steps ended before ``END``; safe to call again."""
+        if self._trace is None and self._last == 0 and self._steps:
+            logger.warning("no trace: the engine ended before step %d", self._steps.start)
+        self._write()
+
+    def _begin(self) -> None:
+        self._first = 0
+        self._trace = profile(activities=self._activities)
+        self._trace.start()
+
+    def _write(self) -> None:
         trace, self._trace = self._trace, None
         if trace is None:
-            if self._last == 0:
-                logger.warning("no trace: the engine ended before step %d", self._steps.start)
             return
         trace.stop()  # waits for the device
-        path = self._folder / f"rank{self._rank}_steps{self._steps.start}-{self._last}.json.gz"
+        if self._first == 0:
+            logger.warning("no trace: no step ran while it was to be recorded")
+            return
+        path = self._folder / f"rank{self._rank}_steps{self._first}-{self._last}.json.gz"
         trace.export_chrome_trace(str(path))
-        logger.info("wrote the trace of steps %d to %d to %s", self._steps.start, self._last, path)
+        logger.info("wrote the trace of steps %d to %d to %s", self._first, self._last, path)
 
     @property
     def is_recording(self) -> bool:

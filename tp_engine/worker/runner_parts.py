@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.dist.groups import RankGroups
+from tp_engine.faults import PhaseNote
+from tp_engine.kernels.triton_support import has_triton
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.device import Device
@@ -29,6 +35,18 @@ class RunnerParts:
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on."""
+        return self._make_runner(num_blocks, self.groups.note, self.note_inputs)
+
+    @contextmanager
+    def trial_runner(self) -> Iterator[ModelRunner]:
+        """A runner with a cache of one block, whose steps nobody is told of; afterwards the layers have no cache."""
+        try:
+            yield self._make_runner(1, PhaseNote(self.groups.info.rank), None)
+        finally:
+            for layer in self.model.attention_layers:
+                layer.unbind_kv_cache()
+
+    def _make_runner(self, num_blocks: int, note: PhaseNote, note_inputs: NoteInputs | None) -> ModelRunner:
         torch_device = self.device.torch_device
         kv_cache = allocate_kv_cache(self.kv_shape, num_blocks, torch_device)
         kv_scales = allocate_kv_scales(self.kv_shape, num_blocks, torch_device)
@@ -36,28 +54,37 @@ class RunnerParts:
         return ModelRunner(
             model=self.model,
             backend=self.backend,
-            batch=self._make_batch(),
+            batch=self._make_batch(torch_device),
             kv_cache=kv_cache,
             kv_scales=kv_scales,
             communicator=self.groups.communicator,
-            sampling=self._make_sampling(),
-            note=self.groups.note,
-            note_inputs=self.note_inputs,
+            sampling=self._make_sampling(torch_device),
+            note=note,
+            note_inputs=note_inputs,
         )
 
-    def _make_batch(self) -> InputBatch:
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rows' tables, which a runner allocates beside its KV cache."""
+        nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
+        batch = self._make_batch(nowhere, decodes_on_device=on_gpu)
+        return batch.num_bytes + self._make_sampling(nowhere, has_tables=on_gpu and has_triton()).num_bytes
+
+    def _make_batch(self, device: torch.device, **options: bool) -> InputBatch:
         config = self.effective.config
         return InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.effective.max_model_len,
             block_size=config.block_size,
-            device=self.device.torch_device,
+            device=device,
+            **options,
         )
 
-    def _make_sampling(self) -> SamplingState:
+    def _make_sampling(self, device: torch.device, **options: bool) -> SamplingState:
         return SamplingState(
             max_num_seqs=self.effective.config.max_num_seqs,
             vocab_size=self.effective.model.vocab_size,
-            device=self.device.torch_device,
+            device=device,
             info=self.groups.info,
+            **options,
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -13,20 +16,22 @@ from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.registry import build_model
-from tp_engine.plan import StepPlan
+from tp_engine.plan import Control, StepPlan
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.graph_capture import graph_plan, measure_graph_bytes
+from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
 from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.largest_step import run_largest_step
 from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import MemoryLedger
+from tp_engine.worker.memory_report import memory_lines
 from tp_engine.worker.memory_sharing import share_memory
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
 from tp_engine.worker.phases import Phases
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.runner_parts import RunnerParts
+from tp_engine.worker.warm_up import run_largest_decodes, warm_up, warms_up
 
 logger = get_logger(__name__)
 
@@ -34,8 +39,9 @@ logger = get_logger(__name__)
 class Worker:
     """This rank's device: weights, KV cache, persistent batch.
 
-    The order of the start is that of the ledger: snapshot, weights, snapshot, largest step, snapshot, agreement on the
-    number of blocks, allocation.
+    The order of the start is that of the ledger: snapshot, weights, on a GPU the first steps, snapshot, largest steps,
+    snapshot, agreement on the number of blocks, allocation.  ``memory`` are the ledger's lines in bytes, once that is
+    done.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Worker:
         )
         self._runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
+        self.memory: dict[str, int] = {}
         self._profiler = make_step_profiler(config, groups.info.rank)
 
     def start(self) -> int:
@@ -67,13 +74,9 @@ class Worker:
         model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
         parts = RunnerParts(effective, self._groups, model, self._backend, self._kv_shape, device, self._note_inputs)
         graphs = graph_plan(effective.config, self._backend, self._groups.communicator)
-        graph_bytes = 0
-        if graphs is not None:
-            graph_bytes = self._phases.run(
-                "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, device, lambda: parts.make_runner(1))
-            )
+        graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
         profiler.weights_loaded()
-        ledger = self._phases.run("profiling memory", lambda: self._profile(model, device, profiler, graph_bytes))
+        ledger = self._phases.run("profiling memory", lambda: self._profile(parts, profiler, graph_bytes))
         num_blocks = self._settle(ledger)
         runner = self._runner = self._phases.run_together(
             "allocating the KV cache", lambda: parts.make_runner(num_blocks)
@@ -81,6 +84,7 @@ class Worker:
         if graphs is not None:
             self._phases.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
         self._monitor = MemoryMonitor(device, *runner.kv_tensors)
+        self.memory = memory_lines(ledger, kv_cache_bytes=num_blocks * self._kv_shape.block_bytes)
         names = names_for(effective.config.device)
         runner.named = names if self._profiler is None else self._profiler.named(names)
         log_memory(ledger, self._kv_shape, rank=info.rank, num_blocks=num_blocks, max_model_len=effective.max_model_len)
@@ -96,6 +100,18 @@ class Worker:
         with self._profiler.step(plan.step_id):
             return self._runner.run(plan)
 
+    def profile(self, control: Control) -> None:
+        """Begin or end the trace that a plan orders; nothing happens without a folder for traces."""
+        if self._profiler is not None and control & Control.START_PROFILE:
+            self._profiler.start()
+        elif self._profiler is not None:
+            self._profiler.stop()
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The effective configuration, by field."""
+        return dataclasses.asdict(self._effective.config)
+
     @property
     def runs_by_itself(self) -> bool:
         """Whether ``execute`` returns before the step has run, so that the next one can be launched behind it."""
@@ -107,11 +123,15 @@ class Worker:
         return self._monitor.growth()
 
     def close(self) -> None:
-        """Free the device's memory; write the trace of steps that came to an end early."""
+        """Free the device's memory; write the trace of steps that came to an end early.
+
+        Recorded steps hold collectives, so this comes before the process groups are destroyed.
+        """
         if self._profiler is not None:
             self._profiler.close()
         if self._runner is not None:
             gc.unfreeze()
+            self._runner.forget_captured()
         self._runner = None
         self._monitor = None
 
@@ -159,12 +179,26 @@ class Worker:
         logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
         return model
 
-    def _profile(
-        self, model: CausalLM, device: Device, profiler: MemoryProfiler, cuda_graph_bytes: int
-    ) -> MemoryLedger:
+    def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
+        """Let happen what happens only once, then find out how many bytes the recorded steps will take."""
+        with parts.trial_runner() as runner:
+            self._phases.run("warming up", lambda: warm_up(runner, self._effective.config))
+            if graphs is None:
+                return 0
+            return self._phases.run("measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner))
+
+    def _profile(self, parts: RunnerParts, profiler: MemoryProfiler, cuda_graph_bytes: int) -> MemoryLedger:
         self._groups.note.reach(Phase.PROFILE)
-        run_largest_step(model, self._effective, device.torch_device, self._groups.communicator)
-        return profiler.finish(cuda_graph_bytes=cuda_graph_bytes)
+        device, table_bytes = parts.device, parts.table_bytes
+        with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
+            if runner is not None:
+                profiler.steps_begin()
+            run_largest_step(
+                parts.model, self._backend, self._effective, device.torch_device, self._groups.communicator
+            )
+            if runner is not None:
+                run_largest_decodes(runner, self._effective.config)
+            return profiler.finish(table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes)
 
     def _settle(self, ledger: MemoryLedger) -> int:
         config = self._effective.config

@@ -20,7 +20,7 @@ from pathlib import Path
 from tp_engine import env
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "heads.c", "small_ops.c")
+SOURCES = ("attention.c", "exchange.c", "heads.c", "small_ops.c")
 COMPILE_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120.0
 _DIGEST_BYTES = 32

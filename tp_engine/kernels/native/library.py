@@ -22,6 +22,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT, _INT),
     "prepare_heads": (_POINTER, _INT, *[_POINTER] * 3, _FLOAT, *[_INT] * 5),
     "silu_and_mul": (_POINTER, _POINTER, *[_INT] * 4),
+    "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
+    "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
 }
 
 

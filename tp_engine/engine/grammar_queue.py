@@ -1,0 +1,142 @@
+"""Grammars compile on threads of their own while the engine's loop turns.
+
+::
+
+    add ----> known: constrained at once
+      |
+      +-----> a thread compiles ----> done ----> settle(), between two steps: the request may run, or ends with an error
+      |
+      +-----> refused at once: no library, no tokenizer that it knows
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+
+from tp_engine.engine.tokenizer_loading import load_tokenizer_json
+from tp_engine.errors import RequestError
+from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tp_engine.grammar.library import PARAM, llguidance
+from tp_engine.grammar.matcher import MaskFiller
+from tp_engine.grammar.vocabulary import make_vocabulary
+from tp_engine.log import get_logger
+from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.sched.banned_words import BannedWords, MaskWriter, Words
+from tp_engine.sched.constraint import Grammar
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.worker.effective_config import EffectiveConfig
+
+logger = get_logger(__name__)
+
+_NUM_THREADS = 2
+_NO_TOKENIZER = "structured output needs a fast tokenizer (a tokenizer.json), which this model does not have"
+
+
+def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
+    """The compiler for this model, or why there is none; up to some seconds for a large vocabulary."""
+    config, model = effective.config, effective.model
+    source = config.tokenizer or str(effective.model_path)
+    try:
+        llguidance()
+        tokenizer_json = load_tokenizer_json(source, config.revision)
+        if tokenizer_json is None:
+            return RequestError(_NO_TOKENIZER, param=PARAM)
+        return GrammarCompiler(make_vocabulary(tokenizer_json, model.vocab_size, model.eos_token_ids))
+    except (ValueError, OSError) as error:
+        logger.info("requests for structured output will be refused: %s", error)
+        return RequestError(str(error), param=PARAM)
+
+
+class GrammarQueue:
+    """The requests of a scheduler that wait for their grammars.  ``fill_masks`` is for that scheduler.
+
+    All methods are the engine's own thread's.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | RequestError, vocab_size: int) -> None:
+        self._compiler = compiler
+        self.fill_masks = MaskWriter(MaskFiller(), vocab_size)
+        self._words: dict[str, Words] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._waiting: dict[str, Future[CompiledGrammar]] = {}
+        self._done: SimpleQueue[str] = SimpleQueue()
+        self._is_done = threading.Event()
+
+    def add(self, request: EngineRequest, scheduler: Scheduler) -> None:
+        """Queue a request with a grammar or banned words.
+
+        ``RequestError``, and nothing is changed, if that can not be served.
+        """
+        params = request.params.structured_outputs
+        if params is None:
+            scheduler.add(request)
+            scheduler.constrain(request.request_id, BannedWords(request.banned_words))
+            return
+        if isinstance(self._compiler, RequestError):
+            raise RequestError(str(self._compiler), param=self._compiler.param)
+        scheduler.add(request)
+        known = self._compiler.known(params)
+        if known is not None:
+            scheduler.constrain(request.request_id, _with_words(known, request.banned_words))
+            return
+        if request.banned_words:
+            self._words[request.request_id] = request.banned_words
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="compiling")
+        future = self._threads.submit(self._compiler.compile, params)
+        self._waiting[request.request_id] = future
+        future.add_done_callback(self._notifier(request.request_id))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests have been aborted."""
+        for request_id in request_ids:
+            self._words.pop(request_id, None)
+            future = self._waiting.pop(request_id, None)
+            if future is not None:
+                future.cancel()
+
+    def settle(self, scheduler: Scheduler) -> list[SequenceDelta]:
+        """Let those run whose grammars are there; the last records of those whose can not be compiled."""
+        if not self._is_done.is_set():
+            return []
+        self._is_done.clear()
+        failed: list[SequenceDelta] = []
+        while not self._done.empty():
+            request_id = self._done.get()
+            future = self._waiting.get(request_id)
+            if future is None or not future.done():  # aborted; and perhaps another of the same name has come since
+                continue
+            del self._waiting[request_id]
+            words = self._words.pop(request_id, ())
+            error = future.exception()
+            if error is None:
+                scheduler.constrain(request_id, _with_words(future.result(), words))
+            else:
+                if not isinstance(error, RequestError):
+                    logger.error("request %s: its grammar could not be compiled", request_id, exc_info=error)
+                failed += scheduler.abort([request_id], error=str(error))
+        return failed
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until some grammar is done, or nothing compiles, or for ``timeout_s``."""
+        if self._waiting:
+            self._is_done.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the threads, when they have compiled what they are at."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _notifier(self, request_id: str) -> Callable[[Future[CompiledGrammar]], None]:
+        def notify(_future: Future[CompiledGrammar]) -> None:
+            self._done.put(request_id)
+            self._is_done.set()
+
+        return notify
+
+
+def _with_words(grammar: Grammar, words: Words) -> Grammar:
+    return BannedWords(words, grammar) if words else grammar

@@ -1,0 +1,201 @@
+/* Collectives of ranks that share memory; the protocol, and why it is right, is told in ipc/rank_slots.py.
+
+   A call that waits for another rank returns that rank's number + 1 when its time is up, and is then to be called again
+   with the same arguments: it goes on where it was.  0 says that it is over. */
+
+#define _GNU_SOURCE /* sem_clockwait */
+#include <sched.h>
+#include <semaphore.h>
+#include <time.h>
+
+#include "simd.h"
+
+enum { MAX_RANKS = 64, SEMAPHORE_BYTES = 64, ITEMS_PER_TASK = 1 << 14, TRIES_PER_LOOK = 16 };
+enum { WRITE = 0, MEET = 1, MEET_AGAIN = 2 };
+
+struct exchange {
+    char *slots, *results, *semaphores;
+    int64_t rank, num_ranks, slot_bytes;
+    int64_t two_shot_bytes; /* pieces of more than this are added up in two shots */
+    int64_t spin_ns, block_ns;
+    int64_t num_pieces;         /* done so far, over all collectives */
+    int64_t offset, stage, peer; /* of the collective under way */
+};
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+INLINE void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static sem_t *semaphore(const struct exchange *x, int64_t from, int64_t to)
+{
+    return (sem_t *)(x->semaphores + (from * x->num_ranks + to) * SEMAPHORE_BYTES);
+}
+
+static char *slot(const struct exchange *x, int64_t rank)
+{
+    return x->slots + (2 * rank + x->num_pieces % 2) * x->slot_bytes;
+}
+
+/* sem_timedwait counts on the clock on the wall, which may be set back: only where there is no other. */
+static int block(sem_t *from, int64_t ns)
+{
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
+    const int64_t until = now_ns() + ns;
+    const struct timespec at = {until / 1000000000L, until % 1000000000L};
+    return sem_clockwait(from, CLOCK_MONOTONIC, &at) == 0;
+#else
+    struct timespec at;
+    clock_gettime(CLOCK_REALTIME, &at);
+    const int64_t nanoseconds = at.tv_nsec + ns;
+    at.tv_sec += nanoseconds / 1000000000L;
+    at.tv_nsec = nanoseconds % 1000000000L;
+    return sem_timedwait(from, &at) == 0;
+#endif
+}
+
+/* Whether one was taken: now, while spinning, or, if `blocks`, before block_ns have passed or a signal has come.
+   The spin yields, because on a busy machine the rank that is waited for may be waiting for this very core. */
+static int take(const struct exchange *x, sem_t *from, int blocks)
+{
+    if (sem_trywait(from) == 0)
+        return 1;
+    if (x->spin_ns)
+        for (const int64_t until = now_ns() + x->spin_ns; now_ns() < until; sched_yield())
+            for (int i = 0; i < TRIES_PER_LOOK; i++) {
+                relax();
+                if (sem_trywait(from) == 0)
+                    return 1;
+            }
+    return blocks && block(from, x->block_ns);
+}
+
+static void announce(const struct exchange *x)
+{
+    for (int64_t other = 0; other < x->num_ranks; other++)
+        if (other != x->rank)
+            sem_post(semaphore(x, x->rank, other));
+}
+
+/* 0, or who is late. */
+static int meet(struct exchange *x, int blocks)
+{
+    for (; x->peer < x->num_ranks; x->peer++)
+        if (x->peer != x->rank && !take(x, semaphore(x, x->peer, x->rank), blocks))
+            return (int)x->peer + 1;
+    x->peer = 0;
+    return 0;
+}
+
+static void next_piece(struct exchange *x, int64_t offset)
+{
+    x->num_pieces++;
+    x->offset = offset;
+    x->stage = WRITE;
+}
+
+/* out = the sum of `from`, in the order of ranks and in float32, rounded once; items `begin` to `end`. */
+INLINE void sum_items(const char *const *from, int64_t num_ranks, char *out, int64_t begin, int64_t end, const int dtype)
+{
+    int64_t i = begin;
+    for (; i + VW <= end; i += VW) {
+        vf sum = load_items(from[0], i, dtype);
+        for (int64_t rank = 1; rank < num_ranks; rank++)
+            sum += load_items(from[rank], i, dtype);
+        store_items(out, i, sum, dtype);
+    }
+    if (i < end) {
+        vf sum = load_tail(from[0], i, end - i, dtype);
+        for (int64_t rank = 1; rank < num_ranks; rank++)
+            sum += load_tail(from[rank], i, end - i, dtype);
+        store_tail(out, i, end - i, sum, dtype);
+    }
+}
+
+static void sum_parts(const struct exchange *x, const char *mine, char *out, int64_t begin, int64_t end, int dtype,
+                      int64_t num_threads)
+{
+    const char *from[MAX_RANKS];
+    for (int64_t rank = 0; rank < x->num_ranks; rank++)
+        from[rank] = rank == x->rank ? mine : slot(x, rank);
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && end - begin > ITEMS_PER_TASK)
+    for (int64_t at = begin; at < end; at += ITEMS_PER_TASK) {
+        const int64_t stop = at + ITEMS_PER_TASK < end ? at + ITEMS_PER_TASK : end;
+        FOR_DTYPE(sum_items(from, x->num_ranks, out, at, stop, TYPE))
+    }
+}
+
+/* This rank's share of the sum, for all to read; shares end at multiples of VW items. */
+static void sum_share(const struct exchange *x, const char *mine, int64_t count, int dtype, int64_t num_threads)
+{
+    const int64_t share = (count / x->num_ranks / VW + 1) * VW;
+    const int64_t begin = share * x->rank < count ? share * x->rank : count;
+    const int64_t end = begin + share < count ? begin + share : count;
+    sum_parts(x, mine, x->results, begin, end, dtype, num_threads);
+}
+
+/* data (count,) becomes its sum over ranks. */
+int shared_all_reduce(struct exchange *x, char *data, int64_t count, int64_t dtype, int64_t num_threads, int64_t blocks)
+{
+    const int64_t num_bytes = count * item_bytes((int)dtype);
+    while (x->offset < num_bytes) {
+        const int64_t left = num_bytes - x->offset, bytes = left < x->slot_bytes ? left : x->slot_bytes;
+        const int64_t piece = bytes / item_bytes((int)dtype);
+        char *const mine = data + x->offset;
+        int late = 0;
+        if (x->stage == WRITE) {
+            memcpy(slot(x, x->rank), mine, bytes);
+            announce(x);
+            x->stage = MEET;
+        }
+        if (x->stage == MEET) {
+            if ((late = meet(x, (int)blocks)))
+                return late;
+            if (bytes <= x->two_shot_bytes) {
+                sum_parts(x, mine, mine, 0, piece, (int)dtype, num_threads);
+                next_piece(x, x->offset + bytes);
+                continue;
+            }
+            sum_share(x, mine, piece, (int)dtype, num_threads);
+            announce(x);
+            x->stage = MEET_AGAIN;
+        }
+        if ((late = meet(x, (int)blocks)))
+            return late;
+        memcpy(mine, x->results, bytes);
+        next_piece(x, x->offset + bytes);
+    }
+    x->offset = 0;
+    return 0;
+}
+
+/* data (rows, row_bytes) of each rank -> out (rows, num_ranks * row_bytes); all of `data` fits into a slot. */
+int shared_all_gather(struct exchange *x, const char *data, char *out, int64_t rows, int64_t row_bytes, int64_t blocks)
+{
+    if (x->stage == WRITE) {
+        memcpy(slot(x, x->rank), data, rows * row_bytes);
+        announce(x);
+        x->stage = MEET;
+    }
+    const int late = meet(x, (int)blocks);
+    if (late)
+        return late;
+    for (int64_t rank = 0; rank < x->num_ranks; rank++) {
+        const char *const from = rank == x->rank ? data : slot(x, rank);
+        for (int64_t row = 0; row < rows; row++)
+            memcpy(out + (row * x->num_ranks + rank) * row_bytes, from + row * row_bytes, row_bytes);
+    }
+    next_piece(x, 0);
+    return 0;
+}
