@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING, Any
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
 from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
+    from tp_engine.api.batch_job.run import run_batch
+    from tp_engine.api.batch_job.summary import BatchSummary
     from tp_engine.api.llm import LLM
+    from tp_engine.api.recommend import recommend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BatchSummary",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -26,9 +31,18 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
+    "recommend",
+    "run_batch",
 ]
 
-_LAZY = {"LLM": "tp_engine.api.llm", "AsyncLLM": "tp_engine.api.async_llm"}
+_LAZY = {
+    "recommend": "tp_engine.api.recommend",
+    "LLM": "tp_engine.api.llm",
+    "AsyncLLM": "tp_engine.api.async_llm",
+    "BatchSummary": "tp_engine.api.batch_job.summary",
+    "run_batch": "tp_engine.api.batch_job.run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,13 +13,14 @@ from typing import Any
 
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
+from tp_engine.log import LOG_FORMATS
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
-ALL_REDUCES = ("auto", "nccl", "symm_mem")
+ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 
 
@@ -32,10 +33,17 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
 class EngineConfig:
     """Everything that decides how the engine runs.  ``auto`` is resolved once, by ``resolve`` on rank 0."""
 
-    model: str = option(str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)")
-    tokenizer: str | None = option(None, "tokenizer folder or hub name (default: the model's)")
+    model: str = option(
+        str(DEMO_MODEL),
+        "model folder or hub name (default: the demo model of this project)",
+        flags=("--model-path",),
+        positional=True,
+    )
+    tokenizer: str | None = option(
+        None, "tokenizer folder or hub name (default: the model's)", flags=("--tokenizer-path",)
+    )
     revision: str | None = option(None, "hub revision of the model")
-    tensor_parallel_size: int = option(1, "number of ranks that share the model")
+    tensor_parallel_size: int = option(1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"))
     device: str = option("auto", "where to run; auto takes CUDA where there is a GPU", choices=DEVICES)
     devices: str | None = option(
         None, "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)"
@@ -51,39 +59,49 @@ class EngineConfig:
     )
     all_reduce: str = option(
         "auto",
-        "how GPUs add up their parts: nccl, or symm_mem (memory that they share) for all but large tensors; auto takes "
-        "symm_mem where the GPUs can",
+        "how ranks add up their parts; GPUs: nccl, or symm_mem (memory that they share) for all but large tensors; "
+        "CPUs: gloo, or shm (shared memory); auto takes symm_mem where the GPUs can, shm for CPUs of one host",
         choices=ALL_REDUCES,
     )
     fuse_all_reduce_norm: bool = option(
         False, "add up, add to the residual and normalise in one kernel, where all_reduce uses shared memory"
     )
-    enforce_eager: bool = option(False, "never use CUDA graphs")
+    enforce_eager: bool = option(False, "never use CUDA graphs", flags=("--disable-cuda-graph",))
     cuda_graph_sizes: str | None = option(
         None, "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)"
     )
-    block_size: int = option(16, "tokens per KV block")
+    block_size: int = option(16, "tokens per KV block", flags=("--page-size",))
     gpu_memory_utilization: float | None = option(
-        None, "share of the device memory that this engine may use (default: 0.9 on CUDA, 0.3 on CPU)"
+        None,
+        "share of the device memory that this engine may use (default: 0.9 on CUDA, 0.3 on CPU)",
+        flags=("--mem-fraction-static",),
     )
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of KV cache per rank, instead of what profiling finds", size=True
     )
-    max_model_len: int | None = option(None, "longest prompt plus output in tokens (default: the model's)")
-    max_num_seqs: int = option(256, "most sequences in one step")
-    max_num_batched_tokens: int = option(2048, "most tokens in one step")
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus output in tokens, such as 32k (default: the model's)",
+        count=True,
+        flags=("--context-length",),
+    )
+    max_num_seqs: int = option(256, "most sequences in one step", flags=("--max-running-requests",))
+    max_num_batched_tokens: int = option(2048, "most tokens in one step", count=True, flags=("--chunked-prefill-size",))
     async_scheduling: bool = option(True, "send the plan of the next step to the other ranks while a step runs")
-    enable_prefix_caching: bool = option(True, "share the KV blocks of equal prefixes")
+    enable_prefix_caching: bool = option(
+        True, "share the KV blocks of equal prefixes", negative_flags=("--disable-radix-cache",)
+    )
     max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
-    seed: int = option(0, "seed of requests that bring none, and of dummy weights")
+    seed: int = option(0, "seed of requests that bring none, and of dummy weights", flags=("--random-seed",))
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
     hang_soft_limit_s: float = option(30.0, "a job that does not get ahead for so long logs the stacks of all ranks")
     hang_hard_limit_s: float = option(120.0, "a job that does not get ahead for so long is ended, with the cause named")
     profile: str | None = option(None, "folder for a torch.profiler trace of some steps of every rank (default: none)")
-    profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included")
+    profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included; or none")
     check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
+    log_format: str = option("text", "lines for people, or one JSON object per line", choices=LOG_FORMATS)
     flight_recorder_dir: str | None = option(
         None, "folder for the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"
     )

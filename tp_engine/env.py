@@ -40,6 +40,11 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
         raise ConfigError(f"incomplete torchrun environment ({error}); start the job with torchrun") from error
 
 
+def has_torchrun_agent() -> bool:
+    """Whether torchrun's agent started this process: other launchers set the ranks' variables, but not this one."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def log_level() -> str:
     """``TP_ENGINE_LOG_LEVEL``, INFO unless set."""
     return os.environ.get("TP_ENGINE_LOG_LEVEL", "INFO").upper()
@@ -48,6 +53,16 @@ def log_level() -> str:
 def default_api_key() -> str | None:
     """``TP_ENGINE_API_KEY``: the server's key where ``--api-key`` is not given."""
     return os.environ.get("TP_ENGINE_API_KEY") or None
+
+
+def otlp_protocol() -> str:
+    """``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``: how spans travel, ``grpc`` unless set."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+
+
+def otel_service_name() -> str:
+    """``OTEL_SERVICE_NAME``: the name of this server among others' spans."""
+    return os.environ.get("OTEL_SERVICE_NAME", "tp_engine")
 
 
 def fault() -> str:

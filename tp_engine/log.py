@@ -1,13 +1,22 @@
-"""Logging: one format, on standard error, with the rank in every line."""
+"""Logging: one format, on standard error, with the rank in every line, and the request where there is one."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import sys
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
 
 from tp_engine import env
 
+LOG_FORMATS = ("text", "json")
+
 _ROOT = "tp_engine"
+_REQUEST: ContextVar[str | None] = ContextVar("request_id", default=None)
+_TRACE: ContextVar[str | None] = ContextVar("trace_id", default=None)
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -15,14 +24,73 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure_logging(process: str) -> None:
+def configure_logging(process: str, log_format: str = "text", *, others: Sequence[str] = ()) -> None:
     """Write this library's log to standard error, each line marked with ``process`` (such as ``rank 0``).
 
-    Only launchers and the processes that we start call this: a library leaves the root logger alone.
+    ``log_format`` is one of ``LOG_FORMATS``; ``json`` writes one object per line.  ``others`` are loggers of libraries
+    whose warnings and errors are to look the same.  Only launchers and the processes that we start call this: a library
+    leaves the root logger alone.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{process}] %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _TextFormatter(process))
     logger = logging.getLogger(_ROOT)
     logger.handlers[:] = [handler]
     logger.setLevel(env.log_level())
     logger.propagate = False
+    if others:
+        beside = logging.StreamHandler(sys.stderr)
+        beside.setFormatter(handler.formatter)
+        beside.setLevel(logging.WARNING)
+        for name in others:
+            logging.getLogger(name).handlers[:] = [beside]
+
+
+def bind_request(request_id: str | None, trace_id: str | None = None) -> None:
+    """From now on lines of this asyncio task, and of those it starts, name this request and its trace."""
+    _REQUEST.set(request_id)
+    if trace_id is not None:
+        _TRACE.set(trace_id)
+
+
+class _TextFormatter(logging.Formatter):
+    """``12:34:56 INFO [http] [request abc] message``."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s [{process}]%(request)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = _request_of(record)
+        record.request = "" if request_id is None else f" [request {request_id}]"
+        return super().format(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object per line: ``time``, ``level``, ``process``, ``logger``, ``message``, then what there is of
+    ``request_id``, ``trace_id``, ``exception``, and the entries of ``extra={"fields": {...}}``."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request_id := _request_of(record)) is not None:
+            line["request_id"] = request_id
+        if (trace_id := _TRACE.get()) is not None:
+            line["trace_id"] = trace_id
+        if record.exc_info is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line | getattr(record, "fields", {}), ensure_ascii=False, default=str)
+
+
+def _request_of(record: logging.LogRecord) -> str | None:
+    """The request that the line itself names by ``extra={"request_id": ...}``, or the task's."""
+    named: str | None = getattr(record, "request_id", None)
+    return named or _REQUEST.get()

@@ -12,6 +12,8 @@ GIB = 1 << 30
 
 _FACTORS = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*$", re.IGNORECASE)
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9}
+_COUNT = re.compile(r"^(\d+(?:\.\d+)?)([kKmMgG]?)$")
 
 
 def format_gib(num_bytes: int) -> str:
@@ -29,6 +31,19 @@ def parse_bytes(text: str | int) -> int:
             f"{text!r} is not a size; write a number of bytes, or a number with K, M, G or T, as in '2GiB'"
         )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def parse_count(text: str | int) -> int:
+    """A number of tokens: ``'32k'`` is 32,000, ``'32K'`` 32,768, ``'25.6k'`` 25,600 (no fractions of binary units)."""
+    if isinstance(text, int):
+        return text
+    match = _COUNT.match(text)
+    if match is None or ("." in match[1] and match[2] not in _DECIMAL):
+        raise ConfigError(
+            f"{text!r} is not a count; write a whole number, or a number with k, m, g (thousands) or K, M, G (1024s)"
+        )
+    factor = _DECIMAL.get(match[2]) or _FACTORS[match[2].lower()]
+    return round(float(match[1]) * factor)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -10,29 +10,31 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tp_engine.api.beam_search import BeamSearch, one_token
-from tp_engine.api.beam_search_outputs import beam_search_output
-from tp_engine.api.beam_search_runs import run_search
+from tp_engine.api.beam.outputs import beam_search_output
+from tp_engine.api.beam.runs import run_search
+from tp_engine.api.beam.search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.api.request_streams import RequestStreams
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.detokenizer import TokenDecoder
-from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.messages import Action, ModelInfo
+from tp_engine.engine.report import EngineReport
 from tp_engine.errors import RankError
 from tp_engine.options.toml import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import ViewLimits
 
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
 
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
-_LONG_TEXT = 2000  # characters; tokenizing more in the event loop would hold up everybody's stream
+_LONG_TEXT = 2000  # characters; tokenizing more, or checking a grammar, in the event loop would hold up all streams
 
 
 class AsyncLLM:
@@ -100,6 +102,10 @@ class AsyncLLM:
         """As ``stream``, for a request that ``input_processor`` has made; ``prompt`` is kept for its output."""
         return self._ready_streams.stream(request, prompt)
 
+    def stream_batches(self, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
+        """As ``stream_request``, with all updates together that came while the reader was busy."""
+        return self._ready_streams.batches(request, None)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -153,6 +159,14 @@ class AsyncLLM:
         """How the scheduler stands; answered between two steps."""
         return await self._ready_client.stats(timeout_s=timeout_s)
 
+    async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
+        """How the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
+        return await self._ready_client.report(view, timeout_s=timeout_s)
+
+    async def act(self, action: Action, *, timeout_s: float = 150.0) -> dict[str, Any]:
+        """Have the engine do something, for operators; ``RequestError`` if it refuses."""
+        return await self._ready_client.act(action, timeout_s=timeout_s)
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish the running ones within ``timeout_s``, and stop the engine."""
         self._ready_client.drain(timeout_s)
@@ -174,6 +188,8 @@ class AsyncLLM:
                 self._client.stop()
                 await self._client.wait_ended(timeout_s=_STOP_TIMEOUT_S)
             await self._client.close()
+        if self._streams is not None:
+            await self._streams.close()
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._service is not None:
@@ -274,7 +290,7 @@ class AsyncLLM:
         def prepare() -> EngineRequest:
             return self.input_processor.process(prompt, params, request_id=request_id, priority=priority)
 
-        if len(prompt_text(prompt) or "") > _LONG_TEXT:
+        if len(prompt_text(prompt) or "") > _LONG_TEXT or params.structured_outputs is not None:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, prepare)
         return prepare()
 

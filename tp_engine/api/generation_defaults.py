@@ -1,8 +1,10 @@
-"""The model's own sampling defaults, from the ``generation_config.json`` beside its weights."""
+"""The model's own sampling defaults, from the ``generation_config.json`` beside its weights or elsewhere."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
@@ -10,22 +12,52 @@ from tp_engine.model_config.source import resolve_model_folder
 from tp_engine.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_LIMIT = "max_new_tokens"
+_FILE = "generation_config.json"
 
 
-def load_generation_defaults(model: str, revision: str | None = None) -> dict[str, Any]:
+def load_generation_defaults(
+    model: str, revision: str | None = None, *, source: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """``SamplingParams`` fields that requests take where they say nothing; empty for a model without the file.
 
-    ``do_sample: false`` is greedy decoding.  Raises ``ConfigError`` for a file that can not be used.
+    ``source`` is auto (the model's folder), vllm (no file) or a folder that has one; ``overrides`` go before it.
+    ``do_sample: false`` is greedy decoding; ``max_new_tokens`` becomes ``max_tokens``, which limits all answers.
+    Raises ``ConfigError`` for a file or overrides that can not be used.
     """
-    path = resolve_model_folder(model, revision) / "generation_config.json"
-    if not path.is_file():
-        return {}
+    path = None if source == "vllm" else _path(model, revision, source)
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-        defaults = {name: written[name] for name in _NAMES if written.get(name) is not None}
-        if written.get("do_sample") is False:
-            defaults["temperature"] = 0.0
+        written = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        defaults = _defaults(written)
         SamplingParams(**defaults)
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path} has no usable sampling defaults: {error}") from error
+    for name in overrides or {}:
+        if name not in (*_NAMES, _LIMIT):
+            known = ", ".join((*_NAMES, _LIMIT))
+            raise ConfigError(f"override_generation_config names {name!r}; it can set {known}")
+    try:
+        defaults |= _defaults(overrides or {})
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ConfigError(f"override_generation_config can not be used: {error}") from error
+    return defaults
+
+
+def _path(model: str, revision: str | None, source: str) -> Path | None:
+    if source == "auto":
+        path = resolve_model_folder(model, revision) / _FILE
+        return path if path.is_file() else None
+    path = Path(source) / _FILE
+    if not path.is_file():
+        raise ConfigError(f"generation_config is {source!r}; it must be auto, vllm, or a folder with a {_FILE}")
+    return path
+
+
+def _defaults(written: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {name: written[name] for name in _NAMES if written.get(name) is not None}
+    if written.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    if written.get(_LIMIT) is not None:
+        defaults["max_tokens"] = written[_LIMIT]
     return defaults

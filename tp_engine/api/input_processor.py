@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from tp_engine.api.chat import render_chat
-from tp_engine.api.tokenizer_loading import load_tokenizer
+from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.tokenizer_loading import load_tokenizer
 from tp_engine.errors import RequestError
+from tp_engine.grammar.check import check_constraint
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
@@ -20,11 +21,20 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 
 class InputProcessor:
-    """Tokenizes and checks.  ``tokenizer`` None serves token ids only.  Safe to call from several threads."""
+    """Tokenizes and checks.  ``tokenizer`` None serves token ids only.  Safe to call from several threads.
+
+    ``chat`` makes the prompts of conversations; who serves chats in a format of his own puts his in its place.
+    """
 
     def __init__(self, model_info: ModelInfo, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
+        self.chat = ChatFormat(tokenizer)
         self._model = model_info
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens."""
+        return self._model.max_model_len
 
     def process(
         self,
@@ -34,17 +44,23 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         arrival_s: float | None = None,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
     ) -> EngineRequest:
         """A request that the engine can serve; raises ``RequestError`` with the reason for one that it can not.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
-        None becomes what the model's context leaves.  ``arrival_s`` (time.monotonic()) is now unless given.
+        None becomes what the model's context leaves.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
+        tokenized with ``add_special_tokens``.  Of a longer prompt the last ``truncate_prompt_tokens`` are kept; -1
+        keeps what leaves room for ``max_tokens``.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {priority!r}; it must be a whole number of 32 bits", param="priority")
-        token_ids = self._token_ids(prompt)
+        token_ids = self._token_ids(prompt, add_special_tokens)
+        if truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._truncation(truncate_prompt_tokens, params) :]
         self._check_length(len(token_ids), params)
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=self._model.max_model_len - len(token_ids))
@@ -55,50 +71,87 @@ class InputProcessor:
             eos_token_ids=self._model.eos_token_ids,
             priority=priority,
             arrival_s=arrival_s,
+            banned_words=self._banned_words(params.bad_words),
         )
 
-    def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+    def chat_token_ids(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **template_options: Any
+    ) -> list[int]:
         """The prompt of a conversation, ready for the assistant's answer.
 
         ``template_options`` go to the chat template (``enable_thinking=False``); ``continue_final_message=True`` lets
-        the model continue the last message instead.
+        the model continue the last message instead.  Templates write the special tokens themselves;
+        ``add_special_tokens`` adds the tokenizer's to them.
         """
-        # The template writes the special tokens itself.
-        return self._encode(render_chat(self.tokenizer, messages, template_options), add_special_tokens=False)
+        text = self.chat.render(messages, template_options).text
+        return self.text_token_ids(text, add_special_tokens=add_special_tokens)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Mapping):
-            prompt = _only_entry(prompt)
-        if isinstance(prompt, str):
-            return self._encode(prompt, add_special_tokens=True)
-        if not isinstance(prompt, (list, tuple)):
-            raise RequestError(
-                f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param="prompt"
-            )
-        self._check_token_ids(prompt)
-        return list(prompt)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def text_token_ids(self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False) -> list[int]:
+        """``text`` as the model reads it; raises ``RequestError``."""
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param="prompt")
         check_text("prompt", text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        self._check_token_ids(token_ids)
+        if token_ids or not may_be_empty:
+            self.check_token_ids(token_ids)
         return token_ids
 
-    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+    def check_token_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
+        """Raise ``RequestError`` unless these are token ids of the model, at least one."""
+        what = f"the {param}" if param == "prompt" else param
         if not token_ids:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+            raise RequestError(f"{what} is empty; give at least one token", param=param)
         if set(map(type, token_ids)) != {int}:  # a bool is no token id either
             wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
-            raise RequestError(f"the prompt contains {wrong!r}; token ids are whole numbers", param="prompt")
+            raise RequestError(f"{what} contains {wrong!r}; token ids are whole numbers", param=param)
         last = self._model.vocab_size - 1
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id <= last:
                 raise RequestError(
-                    f"the prompt contains the token id {token_id}; the model's token ids are 0 to {last}",
-                    param="prompt",
+                    f"{what} contains the token id {token_id}; the model's token ids are 0 to {last}", param=param
                 )
+
+    def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, Mapping):
+            prompt = _only_entry(prompt)
+        if isinstance(prompt, str):
+            return self.text_token_ids(prompt, add_special_tokens=add_special_tokens)
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param="prompt"
+            )
+        self.check_token_ids(prompt)
+        return list(prompt)
+
+    def _truncation(self, asked: int, params: SamplingParams) -> int:
+        """How many of the prompt's last tokens are kept, at least one."""
+        longest = self._model.max_model_len
+        if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == -1 or 1 <= asked <= longest):
+            raise RequestError(
+                f"truncate_prompt_tokens is {asked!r}; it must be -1 (what the context allows) or from 1 to {longest}",
+                param="truncate_prompt_tokens",
+            )
+        return asked if asked > 0 else max(1, longest - (params.max_tokens or 1))
+
+    def _banned_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's token ids at the beginning of a text and, where they are as many, within one, as in vLLM."""
+        if words and self.tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer, which this model does not have", param="bad_words")
+        banned: list[tuple[int, ...]] = []
+        for word in words:
+            check_text("bad_words", word)
+            first, within = (self._word_ids(space + word.lstrip()) for space in ("", " "))
+            banned.append(first)
+            if len(within) == len(first) and within[0] != first[0]:
+                banned.append(within)
+        return tuple(banned)
+
+    def _word_ids(self, text: str) -> tuple[int, ...]:
+        assert self.tokenizer is not None
+        token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        if not token_ids or max(token_ids) >= self._model.vocab_size:
+            raise RequestError(f"bad_words contains {text!r}, which is no text of this model", param="bad_words")
+        return token_ids
 
     def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
         longest = self._model.max_model_len
@@ -129,6 +182,8 @@ class InputProcessor:
             check_text("stop", text)
         if params.cache_salt is not None:
             check_text("cache_salt", params.cache_salt)
+        if params.structured_outputs is not None:
+            check_constraint(params.structured_outputs, self.tokenizer)
 
 
 def prompt_text(prompt: Prompt) -> str | None:

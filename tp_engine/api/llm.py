@@ -5,37 +5,42 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
 from tp_engine import env
-from tp_engine.api.beam_search import BeamSearch, one_token
-from tp_engine.api.beam_search_outputs import beam_search_output
-from tp_engine.api.beam_search_runs import run_searches
+from tp_engine.api.beam.outputs import beam_search_output
+from tp_engine.api.beam.runs import run_searches
+from tp_engine.api.beam.search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_processor import OutputProcessor
-from tp_engine.api.tokenizer_loading import load_tokenizer
+from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.rank_group import check_config, serve_rank, start_engine
+from tp_engine.engine.tokenizer_loading import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.options.toml import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.sched.allocation_monitor import AllocationMonitor
+
+_MONITOR_S = 0.25
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(Closing):
     """A model on one or more ranks, driven by the calling thread.
 
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are the fields of ``EngineConfig``.
     In a plain script the other ranks are started and stopped with this object.  Under torchrun its ranks are adopted:
     the script goes on on rank 0, while on every other rank the constructor serves until rank 0 closes and then ends
     the process with exit code 0.  Use it as a context manager, or call ``close()``.
+
+    ``allocation_monitor`` keeps how the KV pool was used while requests ran, four samples per second.
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
@@ -51,6 +56,7 @@ class LLM:
         self._close = weakref.finalize(self, self.engine.close)
         self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
         self.output_processor = OutputProcessor(tokenizer)
+        self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = 0
 
     def generate(
@@ -127,14 +133,6 @@ class LLM:
         """Stop all ranks and free the device; safe to call twice."""
         self._close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _next_id(self) -> str:
         self._num_requests += 1
         return f"request-{self._num_requests - 1}"
@@ -149,6 +147,7 @@ class LLM:
             try:
                 while self.engine.has_unfinished:
                     deltas = self.engine.step()
+                    self._observe()
                     num_tokens += sum(len(delta.new_token_ids) for delta in deltas)
                     processed = self.output_processor.process(deltas)
                     self.engine.abort(processed.aborts)
@@ -161,6 +160,11 @@ class LLM:
                 self._forget(requests)
                 raise
         return [finished[request.request_id] for request in requests]
+
+    def _observe(self) -> None:
+        now_s = time.monotonic()
+        if self.allocation_monitor.is_due(now_s):
+            self.allocation_monitor.observe(self.engine.stats(), now_s)
 
     def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
         """All or none: a request that can never fit is refused before any other has run."""

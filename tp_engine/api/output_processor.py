@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any | None) -> None:
         self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._states: dict[str, RequestState] = {}
+        self._lock = threading.Lock()  # a request as it stands may be asked for while a step is processed elsewhere
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -51,19 +53,23 @@ class OutputProcessor:
     def so_far(self, request_id: str) -> RequestOutput | None:
         """A copy of what the request has generated until now; None once it has ended."""
         state = self._states.get(request_id)
-        return None if state is None else state.output(time.monotonic())
+        with self._lock:
+            return None if state is None else state.output(time.monotonic())
 
     def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
         """Take deltas in the engine's order; those of unknown and ended requests are ignored."""
         processed, now_s = Processed(), time.monotonic()
         for delta in deltas:
             state = self._states.get(delta.request_id)
-            update = None if state is None else state.apply(delta, now_s)
-            if state is None or update is None:
+            if state is None:
+                continue
+            with self._lock:
+                update = state.apply(delta, now_s)
+            if update is None:
                 continue
             processed.updates.append(update)
             if state.finished:
-                del self._states[delta.request_id]
+                self._states.pop(delta.request_id, None)
                 update.request_output = state.output(now_s)
                 processed.finished.append(update.request_output)
                 if state.runs_in_engine:

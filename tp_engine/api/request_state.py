@@ -80,7 +80,7 @@ class _SequenceState:
             return "", len(delta.new_token_ids)
         return self._text.push(
             delta.new_token_ids,
-            ends_with_stop_token=delta.finish_reason is FinishReason.STOP,
+            ends_with_stop_token=delta.finish_reason is FinishReason.STOP and not delta.ends_with_text,
             is_last=delta.finish_reason is not None,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import FAMILIES, read_architecture, read_windows
 from tp_engine.model_config.rope import RopeConfig, read_rope
-from tp_engine.model_config.source import resolve_model_folder
+from tp_engine.model_config.source import MODEL_FILES, resolve_model_folder
 
 MAX_WORLD_SIZE = 64
 DTYPES = ("float32", "bfloat16", "float16")
@@ -114,12 +114,15 @@ def _check_heads(model: ModelConfig) -> None:
         raise ConfigError(f"config.json: head_dim is {model.head_dim}; rotary embeddings need an even one")
 
 
-def load_model_config(model: str, revision: str | None = None) -> tuple[ModelConfig, Path]:
+def load_model_config(
+    model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES
+) -> tuple[ModelConfig, Path]:
     """Find ``model`` (a folder or a hub name) and parse its config.json and generation_config.json.
 
-    Returns the configuration and the local folder with the model's files.  Raises ``ConfigError``.
+    Returns the configuration and the local folder with the model's files, of which a hub name brings ``files``.  Raises
+    ``ConfigError``.
     """
-    folder = resolve_model_folder(model, revision)
+    folder = resolve_model_folder(model, revision, files)
     config = ModelConfig.from_dict(_read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
     if generation.is_file():

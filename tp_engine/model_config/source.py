@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ OTHER_FORMATS = ["consolidated*", "original/*"]
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-def resolve_model_folder(model: str, revision: str | None = None) -> Path:
-    """The local folder of ``model``; a hub name is downloaded, or found in the hub's cache.  Raises ``ConfigError``."""
+def resolve_model_folder(model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES) -> Path:
+    """The local folder of ``model``; a hub name's ``files`` are downloaded, or found in the hub's cache.
+
+    Raises ``ConfigError``.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG_FILE).is_file():
@@ -26,10 +30,10 @@ def resolve_model_folder(model: str, revision: str | None = None) -> Path:
         raise ConfigError(f"model is {model!r}, a file; give the folder that holds {CONFIG_FILE} and the weights")
     if not _HUB_NAME.match(model) or model.startswith("."):
         raise ConfigError(f"model is {model!r}; there is no such folder, and it can not be a hub name ('owner/name')")
-    return _download(model, revision)
+    return _download(model, revision, files)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -39,7 +43,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
     try:
         folder = Path(
-            hub.snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FORMATS)
+            hub.snapshot_download(name, revision=revision, allow_patterns=[*files], ignore_patterns=OTHER_FORMATS)
         )
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""

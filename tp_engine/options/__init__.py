@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
-from tp_engine.options.cli import make_parser
+from tp_engine.options.cli import MODEL_TAG, make_parser
 from tp_engine.options.toml import dump_table, load_tables
 
 Config = TypeVar("Config")
@@ -47,6 +47,9 @@ def parse_options(
     flags = vars(make_parser(prog, description, tables).parse_args(argv))
     given = load_tables(flags.pop("config"), tables) if "config" in flags else {name: {} for name in tables}
     print_config = flags.pop("print_config", False)
+    tag = flags.pop(MODEL_TAG, None)
+    if tag is not None and flags.setdefault("model", tag) != tag:
+        raise ConfigError(f"the model is given twice, as {tag!r} and as --model {flags['model']!r}; give it once")
     for name, kind in tables.items():
         names = [spec.name for spec in dataclasses.fields(kind) if spec.name in flags]
         given[name] |= {key: tuple(flags[key]) if isinstance(flags[key], list) else flags[key] for key in names}
@@ -54,18 +57,14 @@ def parse_options(
 
 
 def adopt_world_size(engine: dict[str, Any], world_size: int | None) -> None:
-    """Let ``tensor_parallel_size`` follow torchrun's ``world_size`` (None without torchrun); refuse a contradiction.
+    """Let ``tensor_parallel_size`` follow torchrun's ``world_size``; refuse a contradiction.
 
-    Every rank of the job belongs to the model, so the two numbers can only be equal.
+    Every rank of the job belongs to the model, so the two numbers can only be equal.  Without torchrun (None) rank 0
+    starts the others itself.
     """
-    asked = engine.get("tensor_parallel_size")
     if world_size is None:
-        if isinstance(asked, int) and asked > 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {asked} but this is one process; start one per rank:\n"
-                f"  torchrun --nproc-per-node {asked} launch/serve.py ... (or launch/batch.py), with the same options"
-            )
         return
+    asked = engine.get("tensor_parallel_size")
     if asked is not None and asked != world_size:
         raise ConfigError(
             f"tensor_parallel_size is {asked} but torchrun started {world_size} ranks; leave the option out, or start "

@@ -9,7 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from tp_engine.errors import ConfigError
-from tp_engine.units import parse_bytes
+from tp_engine.log import get_logger
+from tp_engine.options.foreign import REDUNDANT_FLAGS, REFUSED_FLAGS
+from tp_engine.units import parse_bytes, parse_count
+
+logger = get_logger(__name__)
+
+MODEL_TAG = "model_tag"
 
 
 class OptionsParser(argparse.ArgumentParser):
@@ -20,6 +26,11 @@ class OptionsParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             flag = word.partition("=")[0]
+            if word in REDUNDANT_FLAGS:
+                logger.info("%s says what is always so here", word)
+                continue
+            if flag in REFUSED_FLAGS:
+                self.error(f"{flag} is not an option here: {REFUSED_FLAGS[flag]}")
             if flag.startswith("-"):
                 self.error(f"unknown option {flag}{did_you_mean(flag, self._option_string_actions)}")
             self.error(f"unexpected argument {word!r}; options are written --name value")
@@ -41,6 +52,8 @@ def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) ->
     parser = OptionsParser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     files = ", ".join(f"[{name}]" for name in tables)
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with any of the tables {files}")
+    if any(spec.metadata.get("positional") for kind in tables.values() for spec in dataclasses.fields(kind)):
+        parser.add_argument(MODEL_TAG, metavar="MODEL", nargs="?", help="the model, as with --model")
     parser.add_argument("--print-config", action="store_true", help="print the effective configuration and exit")
     for name, kind in tables.items():
         group = parser.add_argument_group(name)
@@ -51,6 +64,9 @@ def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) ->
 
 def _add_flag(group: argparse._ArgumentGroup, spec: dataclasses.Field[Any]) -> None:
     names = (*spec.metadata.get("flags", ()), "--" + spec.name.replace("_", "-"))
+    if negatives := spec.metadata.get("negative_flags"):
+        text = f"as --no-{spec.name.replace('_', '-')}"
+        group.add_argument(*negatives, dest=spec.name, action="store_false", default=argparse.SUPPRESS, help=text)
     settings: dict[str, Any] = {"dest": spec.name, "help": _help(spec)}
     if spec.type == "bool":
         settings["action"] = argparse.BooleanOptionalAction
@@ -62,9 +78,11 @@ def _add_flag(group: argparse._ArgumentGroup, spec: dataclasses.Field[Any]) -> N
 def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
     base = str(spec.type).partition(" | ")[0]
     if spec.metadata.get("choices"):
-        return {"choices": spec.metadata["choices"]}
+        return {"choices": spec.metadata["choices"], "type": int if base == "int" else str}
     if spec.metadata.get("size"):
         return {"type": _size, "metavar": "SIZE"}
+    if spec.metadata.get("count"):
+        return {"type": _count, "metavar": "N"}
     if base.startswith("tuple"):
         return {"nargs": "+", "metavar": "NAME"}
     return {
@@ -76,6 +94,13 @@ def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

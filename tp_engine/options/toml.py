@@ -11,7 +11,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.options.cli import did_you_mean
-from tp_engine.units import parse_bytes
+from tp_engine.units import parse_bytes, parse_count
 
 
 def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[str, Any]]:
@@ -49,6 +49,8 @@ def _convert(spec: dataclasses.Field[Any], value: Any) -> Any:
     """TOML has no tuples, and sizes may be written as text; everything else is checked by the dataclass itself."""
     if spec.metadata.get("size") and isinstance(value, str):
         return parse_bytes(value)
+    if spec.metadata.get("count") and isinstance(value, str):
+        return parse_count(value)
     if str(spec.type).startswith("tuple"):
         return tuple(value) if isinstance(value, list) else (value,)
     return value
@@ -59,7 +61,7 @@ def dump_table(name: str, config: Any) -> str:
     lines = [f"[{name}]"]
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
-        if value is None:
+        if value is None or (spec.metadata.get("secret") and not value):
             lines.append(f"# {spec.name} is not set")
         elif spec.metadata.get("secret"):
             lines.append(f"# {spec.name} is set and not shown")

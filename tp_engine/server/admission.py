@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from tp_engine.api.openai_errors import HttpError
+from tp_engine.api.openai.errors import HttpError
 
 RETRY_AFTER_S = 1
 
@@ -24,6 +24,11 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts inside now."""
+        return self._num_prompts
+
     def check_open(self) -> None:
         """``HttpError`` 503 once new requests are refused for good."""
         if self._draining:
@@ -39,9 +44,8 @@ class Admission:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._idle.is_set()
 
-    @contextlib.contextmanager
-    def hold(self, num_prompts: int) -> Iterator[None]:
-        """Be inside with ``num_prompts``; raises ``HttpError``."""
+    def check_room(self, num_prompts: int = 1) -> None:
+        """``HttpError`` unless ``num_prompts`` could be inside now."""
         self.check_open()
         if self._num_prompts + num_prompts > self.max_num_prompts:
             raise HttpError(
@@ -51,6 +55,11 @@ class Admission:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    @contextlib.contextmanager
+    def hold(self, num_prompts: int) -> Iterator[None]:
+        """Be inside with ``num_prompts``; raises ``HttpError``."""
+        self.check_room(num_prompts)
         self._num_prompts += num_prompts
         self._idle.clear()
         try:

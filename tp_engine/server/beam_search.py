@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.beam_search import BeamSearch
-from tp_engine.api.beam_search_outputs import request_output
-from tp_engine.api.beam_search_runs import gather_or_cancel
-from tp_engine.api.openai_protocol import ChatBody, CompletionBody
-from tp_engine.api.openai_requests import prepare_searches
-from tp_engine.api.openai_responses import JsonObject
+from tp_engine.api.beam.outputs import request_output
+from tp_engine.api.beam.runs import gather_or_cancel
+from tp_engine.api.beam.search import BeamSearch
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.requests import prepare_searches
+from tp_engine.api.openai.responses import JsonObject
 from tp_engine.outputs import RequestOutput
 from tp_engine.server.state import ServerState
 
@@ -30,9 +30,9 @@ async def beam_search_answer(state: ServerState, body: ChatBody | CompletionBody
 
 async def _search(state: ServerState, llm: AsyncLLM, search: BeamSearch, n: int) -> RequestOutput:
     """One search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
-    clock = state.metrics.clock(len(search.request.prompt_token_ids))
-    await llm.run_search(search)
-    output = request_output(search, llm.decoder, n=n)
-    for sequence in output.outputs:
-        clock.tick(sequence.index, len(sequence.token_ids), sequence.finish_reason)
+    with state.observation(search.request, num_sequences=n) as seen:
+        await llm.run_search(search)
+        output = request_output(search, llm.decoder, n=n)
+        for sequence in output.outputs:
+            seen.tick(sequence.index, len(sequence.token_ids), sequence.finish_reason)
     return output

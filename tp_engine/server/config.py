@@ -3,47 +3,133 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from tp_engine import env
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.sampling_options import SamplingDefaultOptions
 from tp_engine.config import check_type, option
 from tp_engine.errors import ConfigError
 from tp_engine.units import MIB
 
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """How the engine is offered over HTTP.  ``port`` 0 takes a free one, named in the line printed when ready."""
+class ServerConfig(ChatOptions, SamplingDefaultOptions):
+    """How the engine is offered over HTTP.  ``port`` 0 takes a free one, named in the line printed when ready.
+
+    Lists may be given as one JSON list too, as vLLM's users write them.
+    """
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
+    uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
+    ssl_keyfile: str | None = option(None, "the private key's file, for HTTPS")
+    ssl_certfile: str | None = option(None, "the certificate's file, for HTTPS")
+    ssl_ca_certs: str | None = option(None, "file of the authorities whose client certificates are accepted")
+    ssl_cert_reqs: int = option(0, "client certificates: 0 none, 1 optional, 2 required", choices=(0, 1, 2))
+    root_path: str = option("", "path prefix that a reverse proxy strips, such as /llm")
+    allowed_origins: tuple[str, ...] = option((), "origins whose web pages may send requests; * means all")
+    allowed_methods: tuple[str, ...] = option(("*",), "methods that those pages may use")
+    allowed_headers: tuple[str, ...] = option(("*",), "headers that those pages may send")
+    allow_credentials: bool = option(False, "let those pages send cookies and the like")
     served_model_name: tuple[str, ...] = option(
         (), "names under which clients may ask for the model (default: --model, or its folder's name)"
     )
-    api_key: str | None = option(
-        None, "key that every /v1 request must bring (default: TP_ENGINE_API_KEY)", secret=True
+    api_key: tuple[str, ...] = option(
+        (), "keys, one of which every request but health checks must bring (default: TP_ENGINE_API_KEY)", secret=True
     )
-    root_path: str = option("", "path prefix that a reverse proxy strips, such as /llm")
-    max_num_queued_reqs: int = option(1024, "requests that may wait beyond those running; more are answered with 429")
+    max_num_queued_reqs: int = option(
+        1024,
+        "requests that may wait beyond those running; more are answered with 429",
+        flags=("--max-queued-requests",),
+    )
     max_body_bytes: int = option(16 * MIB, "largest request body", size=True)
-    shutdown_timeout_s: float = option(20.0, "time that running requests get to finish after the first signal")
+    body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive")
+    shutdown_timeout_s: float = option(
+        20.0, "time that running requests get to finish after the first signal", flags=("--shutdown-timeout",)
+    )
+    enable_log_requests: bool = option(
+        False,
+        "a line in the log for every request",
+        flags=("--log-requests",),
+        negative_flags=("--disable-log-requests",),
+    )
+    disable_log_stats: bool = option(False, "no line in the log every ten seconds on throughput, queue and KV cache")
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector that gets a span per prompt, such as http://localhost:4317 (extra: otel)"
+    )
+    uvicorn_log_level: str = option(
+        "info", "level of the HTTP library's own log", choices=LOG_LEVELS, flags=("--log-level",)
+    )
+    disable_fastapi_docs: bool = option(False, "do not offer /openapi.json, /docs and /redoc")
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            check_type(spec.name, getattr(self, spec.name), str(spec.type))
-        if any(not isinstance(name, str) or not name for name in self.served_model_name):
-            raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must be names, none of them empty")
+            value = getattr(self, spec.name)
+            if str(spec.type) == "tuple[str, ...]":
+                object.__setattr__(self, spec.name, _names(spec.name, value))
+            check_type(spec.name, value, str(spec.type))
+            if value is not None and spec.metadata.get("choices") and value not in spec.metadata["choices"]:
+                known = ", ".join(map(str, spec.metadata["choices"]))
+                raise ConfigError(f"{spec.name} is {value!r}; choose one of {known}")
+        self.check_chat_options()
+        self._check_ranges()
+        self._check_listening()
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL, such as http://localhost:4317"
+            )
+        _ = self.sampling_overrides
+
+    def _check_ranges(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be from 0 (any free port) to 65535")
         if self.max_num_queued_reqs < 0:
             raise ConfigError(f"max_num_queued_reqs is {self.max_num_queued_reqs}; it must be at least 0")
-        if self.max_body_bytes <= 0:
-            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be positive")
+        for name in ("max_body_bytes", "body_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
         if not 0.0 < self.shutdown_timeout_s <= 25.0:
             raise ConfigError(
                 f"shutdown_timeout_s is {self.shutdown_timeout_s}; it must be above 0 and at most 25: torchrun kills "
                 "the ranks 30 s after it signalled them"
             )
-        if self.api_key == "":
-            raise ConfigError("api_key is empty; give a key, or leave the option out")
+
+    def _check_listening(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path is {self.root_path!r}; it must begin with / and not end with it")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("HTTPS needs both ssl_keyfile and ssl_certfile; give both, or neither")
+        if (self.ssl_ca_certs or self.ssl_cert_reqs) and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs and ssl_cert_reqs are of HTTPS; give ssl_keyfile and ssl_certfile too")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            value = getattr(self, name)
+            if value and not Path(value).is_file():
+                raise ConfigError(f"{name} is {value!r}; there is no such file")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials needs allowed_origins by name; browsers take no cookies from *")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of ``api_key``, or else the environment's; empty for a server that is open."""
+        default = env.default_api_key()
+        return self.api_key or (() if default is None else (default,))
+
+
+def _names(option_name: str, value: Any) -> tuple[str, ...]:
+    """Several texts, from a list, one text, or one text that is a JSON list."""
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, (tuple, list)) and len(names) == 1 and str(names[0]).startswith("["):
+        try:
+            names = json.loads(names[0])
+        except ValueError as error:
+            raise ConfigError(f"{option_name} begins like a JSON list and is none: {error}") from error
+    if not isinstance(names, (tuple, list)) or any(not isinstance(name, str) or not name for name in names):
+        shown = "not shown" if option_name == "api_key" else repr(value)
+        raise ConfigError(f"{option_name} is {shown}; it must be texts, none of them empty")
+    return tuple(names)

@@ -38,10 +38,11 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     startup_timeout_s: float
     pulse: EnginePulse | None = None
+    log_format: str = "text"
 
     def server_config(self) -> ServerConfig:
         """The configuration that ``start_frontend`` was given."""
-        return ServerConfig(**self.server | {"served_model_name": tuple(self.server["served_model_name"])})
+        return ServerConfig(**self.server)
 
 
 class FrontendProcess:
@@ -60,6 +61,7 @@ class FrontendProcess:
         address: str,
         startup_timeout_s: float,
         pulse: EnginePulse | None = None,
+        log_format: str = "text",
     ) -> FrontendProcess:
         """Start the frontend on a listening socket, of which the caller may then close its own handle."""
         settings = FrontendSettings(
@@ -70,6 +72,7 @@ class FrontendProcess:
             parent_pid=os.getpid(),
             startup_timeout_s=startup_timeout_s,
             pulse=pulse,
+            log_format=log_format,
         )
         # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
         process = subprocess.Popen(

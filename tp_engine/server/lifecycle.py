@@ -14,17 +14,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from tp_engine import env
-from tp_engine.api.openai_requests import default_model_name
+from tp_engine.api.generation_defaults import load_generation_defaults
+from tp_engine.api.openai.requests import default_model_name
 from tp_engine.config import EngineConfig
 from tp_engine.dist.error_file import record_error
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.processes import die_with_parent
+from tp_engine.engine.processes import die_with_launcher
 from tp_engine.engine.rank_group import serve_rank, start_engine
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
@@ -32,9 +32,10 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
-from tp_engine.server.listener import open_listener
+from tp_engine.server.listener import close_listener, open_listener
 from tp_engine.server.rank0_presence import announce_rank0, rank0_lives
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
+from tp_engine.server.tracing import check_tracing
 
 logger = get_logger(__name__)
 
@@ -57,8 +58,8 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
         return _run(engine, frontend, address, signals, server_config.shutdown_timeout_s)
 
 
-def run_interruptible(job: Callable[[Callable[[], bool]], bool]) -> int:
-    """Run a job of all ranks that looks between two steps whether it was told to stop; it returns whether it got done.
+def run_interruptible(job: Callable[[Callable[[], bool]], int]) -> int:
+    """Run a job of all ranks that looks between two steps whether it was told to stop; it returns the exit code.
 
     On ranks other than 0 ``job`` serves rank 0 and ends the process.
     """
@@ -66,12 +67,12 @@ def run_interruptible(job: Callable[[Callable[[], bool]], bool]) -> int:
         return follow(lambda: job(lambda: False), _INTERRUPT_S)
     with _recorded(), StopSignals() as signals, _rank0():
         signals.on_stop(lambda: end_process_after(_INTERRUPT_S, 1), lambda: end_process_after(0.0, 1))
-        return 0 if job(lambda: signals.received) else 1
+        return job(lambda: signals.received)
 
 
 def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
     """Ranks other than 0: torchrun signals all ranks at once, and only rank 0 decides when it is over."""
-    die_with_parent(os.getppid())
+    die_with_launcher()
     with StopSignals() as signals:
         signals.on_stop(lambda: _outlive_rank0_briefly(shutdown_timeout_s), lambda: None)
         try:
@@ -89,7 +90,18 @@ def _start(
     config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack
 ) -> tuple[Engine, FrontendProcess, str]:
     """Bind, start the frontend, load; ``stack`` ends what was started."""
+    defaults = load_generation_defaults(  # the frontend does too, later: what is wrong with them is said now
+        config.model,
+        config.revision,
+        source=server_config.generation_config,
+        overrides=server_config.sampling_overrides,
+    )
+    if "max_tokens" in defaults:
+        logger.info("answers end after %d tokens: the generation config has max_new_tokens", defaults["max_tokens"])
+    if server_config.otlp_traces_endpoint is not None:
+        check_tracing()
     with open_listener(server_config) as listener:
+        stack.callback(close_listener, server_config)
         address, pulse = new_address(), Pulse.create()
         stack.callback(remove_address, address)
         stack.callback(pulse.stop_sharing)
@@ -100,6 +112,7 @@ def _start(
             address=address,
             startup_timeout_s=config.startup_timeout_s,
             pulse=EnginePulse(address=pulse.address, hard_limit_s=config.hang_hard_limit_s),
+            log_format=config.log_format,
         )
         stack.callback(frontend.end)
     engine = start_engine(config, ends_process=True, pulse=pulse)
@@ -157,7 +170,7 @@ def _rank0() -> Iterator[None]:
     if env.launched_rank() is None:
         yield
         return
-    die_with_parent(os.getppid())
+    die_with_launcher()
     with announce_rank0():
         yield
 

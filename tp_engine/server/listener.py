@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import socket
+import ssl
+import stat
 
 from tp_engine.errors import ConfigError
 from tp_engine.server.config import ServerConfig
 
-_BACKLOG = 2048
+BACKLOG = 2048
+_PROBE_S = 1.0
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
-    """Bind and listen; ``OSError`` for a taken port, ``ConfigError`` for an address that is not this host's."""
+    """Bind and listen; ``OSError`` for a taken port or path, ``ConfigError`` for what can not be listened on."""
+    _check_certificate(config)
+    return _listen_on_host(config) if config.uds is None else _listen_on_path(config.uds)
+
+
+def close_listener(config: ServerConfig) -> None:
+    """The socket is not used any more: its file, if it has one, goes."""
+    if config.uds is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(config.uds)
+
+
+def listener_url(listener: socket.socket, root_path: str = "", *, scheme: str = "http") -> str:
+    """``http://host:port`` under which a client on this machine reaches the socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}://localhost{root_path}"
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{scheme}://{host}:{port}{root_path}"
+
+
+def _listen_on_host(config: ServerConfig) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -23,18 +49,56 @@ def open_listener(config: ServerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise _bind_error(config, error) from error
     return listener
 
 
-def listener_url(listener: socket.socket, root_path: str = "") -> str:
-    """``http://host:port`` under which a client on this machine reaches the socket."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}{root_path}"
+def _listen_on_path(path: str) -> socket.socket:
+    """A file that a killed server left behind is replaced; a socket that somebody listens on, and other files, stay."""
+    if os.path.lexists(path):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"uds is {path!r}, which is a file of another kind; choose another path")
+        if _is_listened_on(path):
+            raise OSError(f"{path} is in use by another program; stop it, or choose another path with --uds")
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"can not listen on uds {path!r}: {error.strerror or error}") from error
+    return listener
+
+
+def _is_listened_on(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: b"")
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} can not be used: {error}; "
+            "both must be PEM files without a password, of one pair"
+        ) from error
 
 
 def _bind_error(config: ServerConfig, error: OSError) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -18,14 +19,19 @@ from tp_engine.engine.processes import die_with_parent
 from tp_engine.errors import EngineDeadError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
+from tp_engine.server import event_loop
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings
-from tp_engine.server.listener import listener_url
+from tp_engine.server.listener import BACKLOG, listener_url
 from tp_engine.server.state import ServerState
 
 logger = get_logger(__name__)
 
+# Handles of the one listening socket.  In a turn of the loop, libuv accepts one connection per handle, asyncio as many
+# as ``backlog`` says: a burst must neither fill a turn nor keep a health check waiting in the kernel's queue.
+_NUM_ACCEPTORS = 16
+_ACCEPTS_PER_HANDLE = 2
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 2
 _PULSE_S = 0.5
@@ -34,6 +40,12 @@ _LAST_ANSWERS_S = 3.0
 
 class FrontendServer(uvicorn.Server):
     """uvicorn without its signal handlers: ``Frontend`` decides when the server ends."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; the kernel's queue of new connections is longer than what the loop accepts in one turn."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,18 +71,20 @@ class Frontend:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_asked.set)
         server = FrontendServer(_uvicorn_config(self._state))
-        serving = loop.create_task(server.serve(sockets=[self._listener]))
+        acceptors = [self._listener, *(self._listener.dup() for _ in range(_NUM_ACCEPTORS - 1))]
+        serving = loop.create_task(server.serve(sockets=acceptors))
         attending = loop.create_task(self._attend_engine())
         stopping = loop.create_task(self._stop_asked.wait())
+        watching = loop.create_task(self._state.watch.run())
         await asyncio.wait({serving, attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         engine_ended = attending.done()
         self._state.admission.start_draining()
         await self._state.admission.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
         server.should_exit = True
         await serving
-        for task in (attending, stopping):
+        for task in (attending, stopping, watching):
             task.cancel()
-        await asyncio.gather(attending, stopping, return_exceptions=True)
+        await asyncio.gather(attending, stopping, watching, return_exceptions=True)
         await self._state.close()
         return 0 if self._stop_asked.is_set() else 1
 
@@ -82,7 +96,15 @@ class Frontend:
             logger.error("%s", error)
             return
         model = llm.model_info
-        self._state.sampling_defaults = await asyncio.to_thread(load_generation_defaults, model.model, model.revision)
+        self._state.sampling_defaults = await asyncio.to_thread(
+            load_generation_defaults,
+            model.model,
+            model.revision,
+            source=self._config.generation_config,
+            overrides=self._config.sampling_overrides,
+        )
+        gc.collect()
+        gc.freeze()  # the libraries' objects: full collections, which stop everything, need not look at them
         self._state.attach(llm)
         self._announce()
         await self._await_end(llm)
@@ -97,25 +119,34 @@ class Frontend:
                 llm.give_up(reason)
 
     def _announce(self) -> None:
-        url = listener_url(self._listener, self._config.root_path)
+        config = self._config
+        url = listener_url(self._listener, config.root_path, scheme="https" if config.ssl_certfile else "http")
+        socket_file = "" if config.uds is None else f"--unix-socket {config.uds} "
         names = ", ".join(self._state.model_names)
-        key = "" if self._config.api_key is None else "-H 'Authorization: Bearer YOUR_KEY' "
+        key = "" if not config.api_keys else "-H 'Authorization: Bearer YOUR_KEY' "
         print(
             f"serving {names} at {url}, try:\n"
-            f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
+            f"  curl {socket_file}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
             """-d '{"messages":[{"role":"user","content":"12+34="}]}'""",
             flush=True,
         )
 
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    config = state.config
     return uvicorn.Config(
         create_app(state),
         lifespan="off",
         log_config=None,
+        log_level=config.uvicorn_log_level,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
         access_log=False,
         server_header=False,
         ws="none",
+        backlog=_ACCEPTS_PER_HANDLE,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_S,
     )
@@ -130,8 +161,8 @@ def main() -> int:
     """Read the settings and serve; the process ends with the one that started it."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontendSettings)
     die_with_parent(settings.parent_pid, grace_s=_LAST_ANSWERS_S)
-    configure_logging("http")
-    return asyncio.run(_serve(settings))
+    configure_logging("http", settings.log_format, others=("uvicorn", "asyncio", "opentelemetry"))
+    return event_loop.run(_serve(settings))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tp_engine.api.openai_errors import HttpError, describe_error
+from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -40,6 +40,8 @@ def error_reply(error: BaseException) -> Response:
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if status in (408, 413):  # the rest of the body would be taken for the next request
+        headers["Connection"] = "close"
     if isinstance(error, HttpError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     return json_reply(body, status, headers)
@@ -77,7 +79,7 @@ class EventStream(Response):
     """Server-sent events from a generator.
 
     The status line waits for the first event, so whatever is refused before it is a proper error answer; a later
-    failure is an error event.  Leaving closes the generator before the connection's task ends.
+    failure is an error event, and the stream's end.  Leaving closes the generator before the connection's task ends.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack) -> None:
@@ -103,7 +105,7 @@ class EventStream(Response):
                 await error_reply(error)(scope, receive, send)
                 return
             logger.error("a stream failed: %s", error)
-            await send(_part(event(describe_error(error)[1])))
+            await send(_part(event(describe_error(error)[1]) + DONE_EVENT))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

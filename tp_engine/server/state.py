@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.openai_errors import HttpError
+from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.request import EngineRequest
 from tp_engine.server.admission import RETRY_AFTER_S, Admission
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.engine_watch import EngineWatch
 from tp_engine.server.metrics import ServerMetrics
+from tp_engine.server.observation import Observation
+from tp_engine.server.running import RunningRequests
+from tp_engine.server.tracing import RequestTracer
 
 
 class ServerState:
@@ -28,7 +35,12 @@ class ServerState:
         self.model_names = model_names
         self.created = int(time.time())
         self.admission = Admission()
+        self.running = RunningRequests()
         self.metrics = ServerMetrics(model_names[0])
+        self.watch = EngineWatch(lambda: self.llm, self.metrics.requests, logs=not config.disable_log_stats)
+        self.tracer: RequestTracer | None = None
+        if config.otlp_traces_endpoint is not None:
+            self.tracer = RequestTracer.to_endpoint(config.otlp_traces_endpoint, model_names[0])
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self.sampling_defaults: Mapping[str, Any] = {}
         self.pulse: Pulse | None = None
@@ -37,6 +49,8 @@ class ServerState:
     def attach(self, llm: AsyncLLM) -> None:
         """The engine is ready."""
         self.admission.max_num_prompts = llm.model_info.max_num_seqs + self.config.max_num_queued_reqs
+        self.metrics.attach(llm.model_info)
+        llm.input_processor.chat = ChatFormat(llm.tokenizer, self.config)
         self._llm = llm
 
     @property
@@ -50,6 +64,16 @@ class ServerState:
         if not self._llm.is_ready:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
         return self._llm
+
+    def observation(self, request: EngineRequest, *, num_sequences: int | None = None) -> Observation:
+        """Watches one prompt; it has as many sequences as it asks for, unless said."""
+        return Observation(
+            self.metrics.requests,
+            request,
+            num_sequences=request.params.n if num_sequences is None else num_sequences,
+            logs=self.config.enable_log_requests,
+            tracer=self.tracer,
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -66,6 +90,11 @@ class ServerState:
         """``HttpError`` 503 unless a request that comes now would be served."""
         self.admission.check_open()
         _ = self.llm
+
+    def check_room(self) -> None:
+        """``HttpError`` where not even one prompt could be taken: its body need not be read, and held in memory."""
+        _ = self.llm
+        self.admission.check_room()
 
     def _check_pulse(self) -> None:
         trouble = None if self.pulse is None else self.pulse.trouble()
@@ -87,3 +116,5 @@ class ServerState:
         self.tokenizing.shutdown(wait=False, cancel_futures=True)
         if self._llm is not None:
             await self._llm.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 
-from tp_engine.api.openai_protocol import GenerationBody
-from tp_engine.api.openai_requests import PreparedAnswer
-from tp_engine.api.openai_responses import JsonObject, Usage
+from tp_engine.api.openai.chat.parser import ChatParser
+from tp_engine.api.openai.protocol import GenerationBody
+from tp_engine.api.openai.requests import PreparedAnswer
+from tp_engine.api.openai.responses import JsonObject
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import CompletionOutput
+from tp_engine.server.chunk_template import ChunkTemplate
 from tp_engine.server.replies import DONE_EVENT, event
 
 Updates = AsyncGenerator[tuple[int, SequenceUpdate], None]
+Batches = AsyncGenerator[tuple[int, list[SequenceUpdate]], None]
 
 
 class ChunkWriter:
-    """Turns the updates of one answer into its chunks; keeps what chunks need to know of earlier ones."""
+    """Turns the updates of one answer into its chunks; keeps what chunks need to know of earlier ones.
+
+    ``usage`` counts what has been written so far.
+    """
 
     def __init__(self, body: GenerationBody, prepared: PreparedAnswer) -> None:
         self._body = body
@@ -24,36 +31,91 @@ class ChunkWriter:
         self._shape = prepared.shape
         self._text_offsets: dict[tuple[int, int], int] = {}
         self._cached_tokens = [0] * len(prepared.requests)
-        self._usage = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in prepared.requests))
+        self._parsers: dict[tuple[int, int], ChatParser] = {}
+        self.usage = self._shape.new_usage()
+        self.usage.prompt_tokens = sum(len(request.prompt_token_ids) for request in prepared.requests)
+        # Where a chunk may hold no more than text: whatever gives chunks more must be named here.
+        self._is_plain = not (
+            body.continuous_usage or body.return_token_ids or self._shape.num_top_logprobs is not None
+        )
+        self._templates: dict[tuple[int, int], ChunkTemplate] = {}
+        self._found_templates: dict[tuple[int, int, type[ChatEvent], int], ChunkTemplate] = {}
 
-    async def events(self, updates: Updates) -> AsyncGenerator[bytes, None]:
-        """All events of the stream; ``updates`` are pairs of prompt number and update, closed at the end."""
-        async with contextlib.aclosing(updates):
-            async for number, update in updates:
-                for choice in self._choices(number, update):
-                    usage = self._usage if self._body.continuous_usage else None
-                    yield event(self._shape.envelope([choice], usage, chunk=True))
+    async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
+        """All events of the stream, those of one batch together; ``batches`` are pairs of prompt number and updates.
+
+        ``batches`` is closed at the end.
+        """
+        async with contextlib.aclosing(batches):
+            async for number, updates in batches:
+                data = b"".join([self._events(number, update) for update in updates])
+                if data:
+                    yield data
         if self._body.include_usage:
-            yield event(self._shape.envelope([], self._usage, chunk=True))
+            yield event(self._shape.envelope([], self.usage, chunk=True))
         yield DONE_EVENT
 
-    def _choices(self, number: int, update: SequenceUpdate) -> list[JsonObject]:
+    def _events(self, number: int, update: SequenceUpdate) -> bytes:
+        """The events of one update; nothing for one whose text is held back."""
+        if self._is_plain and update.finish_reason is None and (number, update.index) in self._text_offsets:
+            self._count(number, update)
+            return self._plain_events(number, update)
+        usage = self.usage if self._body.continuous_usage else None
+        envelopes = [self._shape.envelope([choice], usage, chunk=True) for choice in self.choices(number, update)]
+        return b"".join(map(event, envelopes))
+
+    def _plain_events(self, number: int, update: SequenceUpdate) -> bytes:
+        """As ``choices``, encoded, for an update that is neither the first nor the last of its sequence."""
+        place = (number, update.index)
+        parser = self._parsers.get(place)
+        if parser is not None:
+            found = self._parse(parser, _part(update.index, update))
+            return b"".join([self._found_event(number, update.index, one) for one in found])
+        self._text_offsets[place] += len(update.text)
+        template = self._templates.get(place)
+        if template is None:
+            template = self._templates[place] = ChunkTemplate(self._shape, number, update.index)
+        return template.event(update.text) if update.text else b""
+
+    def choices(self, number: int, update: SequenceUpdate) -> list[JsonObject]:
         """The chunks of one update: none while its text is held back, two for the first of a sequence."""
         self._count(number, update)
         place = (number, update.index)
-        choices = [] if place in self._text_offsets else self._opening(number, update.index)
-        part = CompletionOutput(
-            index=update.index,
-            text=update.text,
-            token_ids=update.token_ids,
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-            logprobs=update.logprobs,
-        )
-        if part.text or part.finish_reason or part.logprobs or self._body.return_token_ids:
+        is_first = place not in self._text_offsets
+        choices = self._opening(number, update.index) if is_first else []
+        part = _part(update.index, update)
+        if self._shape.parsing is not None:
+            if is_first:
+                self._parsers[place] = self._shape.parsing.new_parser()
+            choices += self._shape.event_choices(number, part, self._parse(self._parsers[place], part))
+        elif part.text or part.finish_reason or part.logprobs or self._body.return_token_ids:
             choices.append(self._shape.chunk_choice(number, part, self._text_offsets[place]))
+        if is_first and self._body.return_token_ids:
+            choices[0]["prompt_token_ids"] = self._prepared.requests[number].prompt_token_ids
         self._text_offsets[place] += len(part.text)
         return choices
+
+    def _parse(self, parser: ChatParser, part: CompletionOutput) -> list[ChatEvent]:
+        """What is settled now of a text in which reasoning or calls are looked for; its end gets its reason."""
+        num_before = parser.num_reasoning_tokens
+        events = parser.feed(part.text, part.token_ids)
+        if part.finish_reason is not None:
+            events += parser.finish(part.finish_reason)
+            part.finish_reason = parser.finish_reason(part.finish_reason)
+        if self.usage.reasoning_tokens is not None:
+            self.usage.reasoning_tokens += parser.num_reasoning_tokens - num_before
+        return events
+
+    def _found_event(self, number: int, index: int, found: ChatEvent) -> bytes:
+        """The event of something found in a text; from a template, but for the beginning of a call."""
+        if isinstance(found, CallStarted):
+            choices = self._shape.event_choices(number, _part(index), [found])
+            return event(self._shape.envelope(choices, None, chunk=True))
+        key = (number, index, type(found), found.index if isinstance(found, CallArguments) else 0)
+        template = self._found_templates.get(key)
+        if template is None:
+            template = self._found_templates[key] = ChunkTemplate(self._shape, number, index, found)
+        return template.event(found.text)
 
     def _opening(self, number: int, index: int) -> list[JsonObject]:
         echo = self._prepared.echoes[number] if self._prepared.echoes else ""
@@ -62,6 +124,21 @@ class ChunkWriter:
         return [] if first is None else [first]
 
     def _count(self, number: int, update: SequenceUpdate) -> None:
-        self._cached_tokens[number] = update.num_cached_tokens
-        self._usage.cached_tokens = sum(self._cached_tokens)
-        self._usage.completion_tokens += len(update.token_ids)
+        if update.num_cached_tokens != self._cached_tokens[number]:
+            self._cached_tokens[number] = update.num_cached_tokens
+            self.usage.cached_tokens = sum(self._cached_tokens)
+        self.usage.completion_tokens += len(update.token_ids)
+
+
+def _part(index: int, update: SequenceUpdate | None = None) -> CompletionOutput:
+    """What is new of a sequence; nothing without an update."""
+    if update is None:
+        return CompletionOutput(index=index, text="", token_ids=[])
+    return CompletionOutput(
+        index=index,
+        text=update.text,
+        token_ids=update.token_ids,
+        finish_reason=update.finish_reason,
+        stop_reason=update.stop_reason,
+        logprobs=update.logprobs,
+    )

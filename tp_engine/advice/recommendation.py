@@ -1,0 +1,114 @@
+"""The recommendation: what it says, how it reads, and the command that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from tp_engine.kv_size import kv_cache_lines
+from tp_engine.units import format_gib
+
+_OPTIONS = (
+    "model",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """Options for one model, device and workload, with the arithmetic behind them.
+
+    Bytes are one rank's.  ``fits`` False: ``problems`` say why not, ``remedies`` what to change, and there is no
+    ``command``.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at
+    once; ``max_num_seqs`` follows from it.  ``reasons`` explain each choice.
+    """
+
+    model: str
+    device: str
+    workload: str
+    tensor_parallel_size: int
+    dtype: str
+    kv_cache_dtype: str
+    gpu_memory_utilization: float
+    total_bytes: int
+    requested_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    overhead_bytes: int
+    kv_cache_bytes: int
+    block_size: int
+    block_bytes: int
+    bytes_per_token: int
+    num_blocks: int
+    num_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    expected_concurrency: float
+    fits: bool
+    reasons: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``EngineConfig`` (``LLM``'s keywords); empty where nothing fits."""
+        if not self.fits:
+            return {}
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        return given if self.kv_cache_dtype == self.dtype else given | {"kv_cache_dtype": self.kv_cache_dtype}
+
+    @property
+    def command(self) -> str | None:
+        """The server's command line; None where nothing fits."""
+        if not self.fits:
+            return None
+        flags = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()]
+        return " ".join(("tp-engine serve", *flags))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {**dataclasses.asdict(self), "options": self.options, "command": self.command}
+
+    def explain(self) -> str:
+        """The whole as text for people."""
+        ranks = f", {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
+        lines = [f"{self.model} for {self.workload} on {self.device}{ranks}", "", *self._memory(), ""]
+        if self.fits:
+            lines += ["It fits.", *self._capacity(), "", *_bullets(self.reasons), "", f"  {self.command}"]
+        else:
+            lines += ["It does not fit:", *_bullets(self.problems)]
+            lines += ["What helps:", *_bullets(self.remedies)] if self.remedies else []
+        return "\n".join(lines)
+
+    def _memory(self) -> list[str]:
+        rows = {
+            "memory of a device": self.total_bytes,
+            f"of it used ({self.gpu_memory_utilization:g})": self.requested_bytes,
+            "weights": self.weight_bytes,
+            "largest step (estimate)": self.activation_bytes,
+            "runtime (estimate)": self.overhead_bytes,
+            "left for the KV cache": self.kv_cache_bytes,
+        }
+        return [f"  {name:<28}{format_gib(value):>12}" for name, value in rows.items()]
+
+    def _capacity(self) -> list[str]:
+        blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each"
+        lines = kv_cache_lines(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            bytes_per_token=self.bytes_per_token,
+            max_model_len=self.max_model_len,
+        )
+        expected = f"Expected concurrency for this workload: {self.expected_concurrency:.1f} requests"
+        return [f"  {line}" for line in (blocks, *lines, expected)]
+
+
+def _bullets(lines: tuple[str, ...]) -> list[str]:
+    return [f"  * {line}" for line in lines]

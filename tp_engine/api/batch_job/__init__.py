@@ -1,0 +1,1 @@
+"""OpenAI batch files: lines in, requests; results, lines out."""

@@ -1,0 +1,132 @@
+"""The batch job's own options."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.sampling_options import SamplingDefaultOptions
+from tp_engine.config import check_type, option
+from tp_engine.errors import ConfigError
+from tp_engine.units import MIB
+
+STANDARD_STREAM = "-"
+OUTPUT_ORDERS = ("finished", "input")
+
+_SHARD = re.compile(r"(\d{1,9})/(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Every ``count``-th line, from line ``index`` on; both count from 1, so that ``1/1`` is all of them."""
+
+    index: int = 1
+    count: int = 1
+
+    def takes(self, number: int) -> bool:
+        """Whether line ``number``, counted from 1, is this shard's."""
+        return number % self.count == self.index % self.count
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(ChatOptions, SamplingDefaultOptions):
+    """Which requests to run, where their results go, and what counts as success."""
+
+    input_file: str = option(
+        "", "OpenAI batch file, one request per line; may be gzipped; - reads standard input", flags=("-i",)
+    )
+    output_file: str = option(
+        "", "results, one per line; an existing file is gone on with; - writes standard output", flags=("-o",)
+    )
+    error_file: str | None = option(None, "results that are errors (default: among the others in the output file)")
+    output_order: str = option(
+        "finished", "order of the results: as they finish, or that of the input", choices=OUTPUT_ORDERS
+    )
+    shard: str = option("1/1", "I/N: only lines I, I+N, I+2N, ... of the input, for N jobs that share it")
+    resume: bool = option(True, "go on with existing results; --no-resume refuses an output file that has any")
+    validate_only: bool = option(False, "check every line with the model's tokenizer and limits, and run nothing")
+    strict: bool = option(False, "run nothing at all if any line is bad, instead of writing an error for it")
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may give as their model (default: --model, or its folder's name)"
+    )
+    max_in_flight: int | None = option(None, "prompts in the engine at a time (default: twice max_num_seqs)")
+    max_body_bytes: int = option(16 * MIB, "longest line; longer ones are errors", size=True)
+    summary_file: str | None = option(None, "JSON file with counts, tokens and times of the job")
+    errors_exit_code: int | None = option(
+        None, "exit code of a job that is done but has lines with errors (default: 3, under torchrun 0)"
+    )
+    progress_bar: bool = option(True, "show the progress on a terminal, or else in the log")
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        self.check_chat_options()
+        if self.output_order not in OUTPUT_ORDERS:
+            raise ConfigError(f"output_order is {self.output_order!r}; it must be one of {', '.join(OUTPUT_ORDERS)}")
+        if any(not isinstance(name, str) or not name for name in self.served_model_name):
+            raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must be names, none of them empty")
+        for name, least in (("max_in_flight", 1), ("max_body_bytes", 1), ("errors_exit_code", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        _ = self.line_shard, self.sampling_overrides
+        self._check_input()
+        self._check_outputs()
+
+    @property
+    def line_shard(self) -> Shard:
+        """``shard``, read."""
+        match = _SHARD.fullmatch(self.shard)
+        shard = Shard(index=int(match[1]), count=int(match[2])) if match else Shard(index=0, count=0)
+        if not 1 <= shard.index <= shard.count:
+            raise ConfigError(f"shard is {self.shard!r}; it must be I/N with I from 1 to N, such as 1/4 to 4/4")
+        return shard
+
+    @property
+    def result_paths(self) -> tuple[Path | None, Path | None]:
+        """Where results and errors go; None for standard output, and for errors that are among the results."""
+        output = None if self.output_file == STANDARD_STREAM else Path(self.output_file)
+        return output, None if self.error_file is None else Path(self.error_file)
+
+    def _check_input(self) -> None:
+        if not self.input_file or not (self.output_file or self.validate_only):
+            raise ConfigError("give the requests with --input-file (-i) and the results with --output-file (-o)")
+        for name in ("input_file", "output_file"):
+            if getattr(self, name).startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; addresses are not supported, use curl and - (standard input "
+                    "and output)"
+                )
+        source = Path(self.input_file)
+        if self.input_file != STANDARD_STREAM and (source.is_dir() or not source.exists()):
+            raise ConfigError(f"input_file is {self.input_file!r}; there is no such file")
+
+    def _check_outputs(self) -> None:
+        taken = [("input_file", self.input_file)]
+        for name in ("output_file", "error_file", "summary_file"):
+            value = getattr(self, name)
+            if not value or (value == STANDARD_STREAM and name == "output_file"):
+                continue
+            path = Path(value)
+            if not path.parent.is_dir():
+                raise ConfigError(f"{name} is {value!r}; there is no folder {str(path.parent)!r}")
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{name} is {value!r}, which is no regular file; - writes to standard output")
+            for other_name, other in taken:
+                if other != STANDARD_STREAM and _is_same_file(path, Path(other)):
+                    raise ConfigError(f"{name} is {value!r}; it must be a file other than {other_name}")
+            if path.suffix == ".gz":
+                raise ConfigError(f"{name} is {value!r}; results are plain lines, compress them afterwards")
+            taken.append((name, value))
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()

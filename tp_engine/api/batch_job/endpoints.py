@@ -1,0 +1,120 @@
+"""What each ``url`` of a batch line means: which body, how it is checked, and which prompts answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_engine.api.batch_job.lines import BatchRequest
+from tp_engine.api.batch_job.prompts import BatchPrompt, PlainPrompt, SearchedPrompt
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
+from tp_engine.api.openai.requests import prepare, prepare_searches
+from tp_engine.api.openai.responses import JsonObject
+from tp_engine.api.openai.responses_api.chat_body import chat_body, renamed
+from tp_engine.api.openai.responses_api.prepare import prepare_response
+from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
+from tp_engine.engine.detokenizer import TokenDecoder
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import RequestError
+from tp_engine.outputs import RequestOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineContext:
+    """What lines are prepared with; ``defaults`` are the model's own sampling parameters."""
+
+    processor: InputProcessor
+    model: ModelInfo
+    decoder: TokenDecoder | None
+    defaults: Mapping[str, Any]
+    model_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedLine:
+    """The prompts of one line, and how their outputs become the body of its answer."""
+
+    prompts: list[BatchPrompt]
+    answer: Callable[[Sequence[RequestOutput]], JsonObject]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    kind: type[GenerationBody]
+    check: Callable[[Any], object]
+    prepare: Callable[[Any, str, LineContext], PreparedLine]
+
+
+def check_request(request: BatchRequest, model_names: Sequence[str]) -> None:
+    """All that can be checked without the model's tokenizer and limits; raises ``RequestError``."""
+    endpoint = ENDPOINTS[request.url]
+    body = _parse(endpoint, request, model_names)
+    endpoint.check(body)
+
+
+def prepare_request(request: BatchRequest, context: LineContext) -> PreparedLine:
+    """Ready for the engine; raises ``RequestError``."""
+    endpoint = ENDPOINTS[request.url]
+    body = _parse(endpoint, request, context.model_names)
+    return endpoint.prepare(body, body.model or context.model_names[0], context)
+
+
+def _parse(endpoint: _Endpoint, request: BatchRequest, model_names: Sequence[str]) -> Any:
+    body = parse_body(endpoint.kind, request.raw_body)
+    if body.stream:
+        raise RequestError("stream is true; a batch has no streams, leave it out", param="stream")
+    if body.model is not None and body.model not in model_names:
+        raise RequestError(
+            f"the model {body.model[:200]!r} does not exist; this job has {', '.join(model_names)} "
+            "(--served-model-name gives it other names)",
+            param="model",
+            code="model_not_found",
+        )
+    return body
+
+
+def _check_generation(body: ChatBody | CompletionBody) -> None:
+    if isinstance(body, CompletionBody):
+        completion_prompts(body)
+    if body.use_beam_search:
+        beam_search_params(body, context_tokens=1)
+    elif isinstance(body, CompletionBody):
+        completion_params(body)
+    else:
+        chat_params(body)
+
+
+def _check_response(body: ResponsesBody) -> None:
+    chat = chat_body(body)
+    try:
+        chat_params(chat)
+    except RequestError as error:
+        raise renamed(error) from error
+
+
+def _prepare_generation(body: ChatBody | CompletionBody, model: str, context: LineContext) -> PreparedLine:
+    if body.use_beam_search:
+        searched = prepare_searches(body, context.processor, context.model, model)
+        n = body.n or 1
+        prompts: list[BatchPrompt] = [SearchedPrompt(search, context.decoder, n) for search in searched.searches]
+        return PreparedLine(prompts=prompts, answer=lambda outputs: searched.shape.answer(outputs, searched.echoes))
+    prepared = prepare(body, context.processor, model, context.defaults)
+    return PreparedLine(
+        prompts=[PlainPrompt(request) for request in prepared.requests],
+        answer=lambda outputs: prepared.shape.answer(outputs, prepared.echoes),
+    )
+
+
+def _prepare_response(body: ResponsesBody, model: str, context: LineContext) -> PreparedLine:
+    prepared = prepare_response(body, context.processor, model, context.defaults)
+    return PreparedLine(prompts=[PlainPrompt(request) for request in prepared.requests], answer=prepared.answer)
+
+
+ENDPOINTS: Mapping[str, _Endpoint] = {
+    "/v1/chat/completions": _Endpoint(ChatBody, _check_generation, _prepare_generation),
+    "/v1/completions": _Endpoint(CompletionBody, _check_generation, _prepare_generation),
+    "/v1/responses": _Endpoint(ResponsesBody, _check_response, _prepare_response),
+}

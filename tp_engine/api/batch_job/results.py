@@ -1,0 +1,156 @@
+"""The results of a job: written one whole line at a time, and read again by the job that goes on.
+
+The result files are a job's only memory.  A process that is killed leaves whole lines and at most one torn line at the
+end; a re-run cuts the torn line off and skips what the whole lines tell of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tp_engine.api.batch_job.earlier_results import EarlierResults
+from tp_engine.api.batch_job.lines import ResultLine
+from tp_engine.closing import Closing
+from tp_engine.errors import ConfigError
+
+_SYNC_PERIOD_S = 5.0
+_LINE_START = b'{"id":'
+
+
+class ResultFile:
+    """One file of results, opened to go on after its last whole line, and locked against a second job."""
+
+    def __init__(self, path: Path, earlier: EarlierResults) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._is_synced = True
+        try:
+            self._lock()
+            self._resume(earlier)
+            _sync_folder(path.parent)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, data: bytes) -> None:
+        """Append one line with one call, so that a kill tears at most the last."""
+        self._is_synced = False
+        with self._explained():
+            written = os.write(self._descriptor, data)
+            while written < len(data):  # a nearly full disk, or a signal
+                written += os.write(self._descriptor, data[written:])
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        if not self._is_synced:
+            with self._explained():
+                os.fdatasync(self._descriptor)
+            self._is_synced = True
+
+    def close(self) -> None:
+        """Make sure that the results are on the disk."""
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"{error.strerror}; what is written so far is kept, and the same command goes on from there"
+            raise OSError(error.errno, message, str(self._path)) from error
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{str(self._path)!r} is being written by another job; wait for it, or give another file"
+            ) from None
+
+    def _resume(self, earlier: EarlierResults) -> None:
+        """Read what is there and cut off a torn last line; a file of something else is left as it is."""
+        whole_bytes = 0
+        with self._path.open("rb") as stream:
+            for number, text in enumerate(stream, start=1):
+                if not text.endswith(b"\n"):
+                    self._check_torn(number, text)
+                    break
+                earlier.add(self._path, number, text)
+                whole_bytes += len(text)
+        os.ftruncate(self._descriptor, whole_bytes)
+
+    def _check_torn(self, number: int, text: bytes) -> None:
+        """A torn line begins like a result; after a power failure it may be zeros."""
+        if text[: len(_LINE_START)] != _LINE_START[: len(text)] and text.strip(b"\0"):
+            raise ConfigError(f"{str(self._path)!r} has a line {number} that is no batch result; give another file")
+
+
+class StandardOutput:
+    """Results for the program behind a pipe; there is nothing to go on with."""
+
+    def write(self, data: bytes) -> None:
+        """Write one line and pass it on at once."""
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def sync(self) -> None:
+        """There is no disk behind a pipe."""
+
+    def close(self) -> None:
+        """Standard output is not ours to close."""
+
+
+class Results(Closing):
+    """Where a job's lines go: all to one file, or errors to a second one.  ``earlier`` is what was there before.
+
+    ``output`` None is standard output.  ``resume`` false refuses files that have results.
+    """
+
+    def __init__(self, output: Path | None, errors: Path | None = None, *, resume: bool = True) -> None:
+        self.earlier = EarlierResults()
+        with contextlib.ExitStack() as opened:
+            files = [ResultFile(path, self.earlier) for path in (output, errors) if path is not None]
+            for file in files:
+                opened.callback(file.close)
+            if len(self.earlier) and not resume:
+                raise ConfigError(
+                    f"{str(output or errors)!r} has {len(self.earlier)} results, and --no-resume is given; remove it, "
+                    "or give another file"
+                )
+            self._answers = StandardOutput() if output is None else files[0]
+            self._errors = self._answers if errors is None else files[-1]
+            self._opened = opened.pop_all()
+        self._synced_s = time.monotonic()
+
+    def write(self, line: ResultLine) -> None:
+        """Write one result; whole lines survive whatever happens to this process."""
+        (self._answers if line.error is None else self._errors).write(line.encode())
+
+    def sync_if_due(self) -> None:
+        """Call it often: what is written is on the disk, power failure or not, within a few seconds."""
+        if (now_s := time.monotonic()) - self._synced_s > _SYNC_PERIOD_S:
+            self._synced_s = now_s
+            self._answers.sync()
+            self._errors.sync()
+
+    def close(self) -> None:
+        """Make sure that all is on the disk."""
+        self._opened.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is on the disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

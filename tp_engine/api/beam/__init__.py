@@ -1,0 +1,1 @@
+"""Beam search, on top of requests of one token."""

@@ -1,0 +1,167 @@
+"""Beam search of one prompt: which beams live on.  It asks for requests of one token and never sees the engine.
+
+::
+
+    round     one request per live beam, its prompt being the user's and the beam's own tokens
+      |         -> per beam the likeliest next tokens with their log-probabilities: the candidates
+      |         -> candidates that end with an EOS are complete
+      +------ the W likeliest others live on
+    end       after max_tokens rounds, or as soon as no live beam can overtake W complete ones
+
+The prefix cache makes this cheap: beams share all full blocks with each other and with the rounds before, and begin
+with a copy of their parent's partly filled one, so a round computes one token per beam.  Without the cache every round
+computes everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.outputs import Logprob, RequestOutput
+from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beam:
+    """What one beam has generated; ``logprobs`` has one position per token; ``finish_reason`` None while it lives."""
+
+    token_ids: list[int]
+    cum_logprob: float
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A beam and the token that may extend it."""
+
+    cum_logprob: float
+    parent: Beam
+    token_id: int
+    position: dict[int, Logprob]
+
+    def beam(self, finish_reason: FinishReason | None = None) -> Beam:
+        return Beam(
+            token_ids=[*self.parent.token_ids, self.token_id],
+            cum_logprob=self.cum_logprob,
+            logprobs=[*self.parent.logprobs, self.position],
+            finish_reason=finish_reason,
+        )
+
+
+def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
+    """What the prompt of a search is checked with; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+class BeamSearch:
+    """The search of one prompt.  While not ``done``: run ``next_requests``, and ``advance`` with their outputs.
+
+    ``request`` is the user's prompt, checked with the sampling of ``one_token``.  ``num_cached_tokens`` are the prompt
+    tokens that were in the prefix cache when the search began.
+    """
+
+    def __init__(self, request: EngineRequest, params: BeamSearchParams, model: ModelInfo) -> None:
+        self.request = request
+        self.params = params
+        self.done = False
+        self.num_cached_tokens = 0
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._eos_token_ids = frozenset(() if params.ignore_eos else request.eos_token_ids)
+        # So many that W of them are no EOS.  The limit on logprobs is meant for what users read, not for this.
+        num_candidates = params.beam_width + max(params.beam_width, len(self._eos_token_ids))
+        num_logprobs = max(num_candidates, request.params.logprobs or 0)
+        self._sampling = dataclasses.replace(request.params, logprobs=num_logprobs)
+        longest = min(model.max_model_len, model.num_blocks * model.block_size + 1)
+        self._max_rounds = max(1, min(params.max_tokens, longest - self._num_prompt_tokens))
+        self._num_rounds = 0
+        self._live = [Beam(token_ids=[], cum_logprob=0.0, logprobs=[])]
+        self._complete: list[Beam] = []
+        self._end = FinishReason.LENGTH
+
+    @property
+    def num_live(self) -> int:
+        """Beams that go on, each a request of the next round."""
+        return len(self._live)
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that the next round needs at most, if nothing but the prompt is shared."""
+        own = -(-self._num_rounds // block_size) + 1
+        return -(-self._num_prompt_tokens // block_size) + self.num_live * own
+
+    def next_requests(self) -> list[EngineRequest]:
+        """One request of one token per live beam; once begun, a search goes before what waits at its priority."""
+        priority = self.request.priority - (1 if self._num_rounds else 0)
+        return [
+            dataclasses.replace(
+                self.request,
+                request_id=f"{self.request.request_id}-{self._num_rounds}-{number}",
+                prompt_token_ids=self.request.prompt_token_ids + beam.token_ids,
+                params=self._sampling,
+                priority=priority,
+                will_continue=self._num_rounds + 1 < self._max_rounds,
+            )
+            for number, beam in enumerate(self._live)
+        ]
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """Choose the next beams; ``outputs`` in the order of the requests.  One that was aborted ends the search."""
+        if self._num_rounds == 0:
+            self.num_cached_tokens = outputs[0].num_cached_tokens
+        samples = [output.outputs[0] for output in outputs]
+        if not all(sample.logprobs for sample in samples):
+            self._end, self.done = FinishReason.ABORT, True
+            return
+        self._num_rounds += 1
+        candidates = list(self._candidates([sample.logprobs[0] for sample in samples if sample.logprobs]))
+        self._keep_complete(candidates)
+        others = (one for one in candidates if one.token_id not in self._eos_token_ids)
+        chosen = heapq.nlargest(self.params.beam_width, others, key=lambda one: one.cum_logprob)
+        self._live = [one.beam() for one in chosen]
+        self.done = self._num_rounds == self._max_rounds or not self._live or self._is_decided()
+
+    def best(self) -> list[Beam]:
+        """The ``beam_width`` best, complete or not, best first, each with a finish reason."""
+        cut = [dataclasses.replace(beam, finish_reason=self._end) for beam in self._live]
+        return sorted(self._complete + cut, key=self._score, reverse=True)[: self.params.beam_width]
+
+    def _candidates(self, positions: Sequence[dict[int, Logprob]]) -> Iterator[_Candidate]:
+        for beam, position in zip(self._live, positions, strict=True):
+            for token_id, entry in position.items():
+                yield _Candidate(beam.cum_logprob + entry.logprob, beam, token_id, position)
+
+    def _keep_complete(self, candidates: Sequence[_Candidate]) -> None:
+        ended = [one.beam(FinishReason.STOP) for one in candidates if one.token_id in self._eos_token_ids]
+        if ended:
+            best_first = sorted(self._complete + ended, key=self._score, reverse=True)
+            self._complete = best_first[: self.params.beam_width]
+
+    def _is_decided(self) -> bool:
+        """Whether no live beam can overtake the complete ones: its log-probabilities can only add up to less.
+
+        The best it may still get is today's sum over the length, of all it may end with, that flatters it most.
+        """
+        if len(self._complete) < self.params.beam_width:
+            return False
+        lengths = (self._num_prompt_tokens + rounds for rounds in (self._num_rounds, self._max_rounds))
+        best = max(self._normalised(self._live[0].cum_logprob, length) for length in lengths)
+        return best <= self._score(self._complete[-1])
+
+    def _score(self, beam: Beam) -> float:
+        ends_with_eos = beam.finish_reason is FinishReason.STOP
+        return self._normalised(beam.cum_logprob, self._num_prompt_tokens + len(beam.token_ids) - ends_with_eos)
+
+    def _normalised(self, cum_logprob: float, num_tokens: int) -> float:
+        return cum_logprob / math.pow(num_tokens, self.params.length_penalty)

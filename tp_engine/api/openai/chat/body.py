@@ -1,0 +1,106 @@
+"""From a chat body to its prompt, and to what is looked for in the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.parser import ChatParsing
+from tp_engine.api.openai.chat.prompt import ChatPrompt
+from tp_engine.api.openai.protocol import ChatBody
+from tp_engine.api.openai.reasoning import OPEN as OPEN_REASONING
+from tp_engine.api.openai.reasoning import ReasoningTokens, begins_inside
+from tp_engine.api.openai.tools import hermes, llama3_json
+from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.errors import RequestError
+from tp_engine.sampling_params import SamplingParams
+
+# Fields of a body that the template gets under the same name.
+_TEMPLATE_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "reasoning_effort",
+)
+# What only the body itself may say.
+_NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS[:3])
+_TOOL_MARKS = {"hermes": hermes.OPEN, "llama3_json": llama3_json.PYTHON_TAG}
+
+
+def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
+    """The prompt of a chat as text; raises ``RequestError``."""
+    if len(body.messages) > processor.max_model_len:  # a template would take long to find that out
+        raise RequestError(
+            f"there are {len(body.messages)} messages; the model's context has {processor.max_model_len} tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.chat_template is not None or "chat_template" in options:  # a template is a program; strangers bring none
+        param = "chat_template" if body.chat_template is not None else "chat_template_kwargs"
+        raise RequestError("chat_template is not taken from requests; serve with --chat-template", param=param)
+    if wrong := sorted(options.keys() & set(_NOT_IN_KWARGS)):
+        raise RequestError(
+            f"chat_template_kwargs has {wrong[0]}; give it as a field of the body", param="chat_template_kwargs"
+        )
+    options |= {name: value for name in _TEMPLATE_FIELDS if (value := getattr(body, name)) is not None}
+    if body.reasoning_effort == "none":
+        options.setdefault("enable_thinking", False)
+    tools = ToolRequest.of(body)
+    if tools is not None:
+        options["tools"] = [dict(tool) for tool in tools.tools]
+    return processor.chat.render(body.messages, options)
+
+
+def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) -> ChatParsing | None:
+    """What to look for in the answer's text; None for a plain answer.  Raises ``RequestError``."""
+    options, tools = processor.chat.options, ToolRequest.of(body)
+    if tools is not None and tools.choice == "auto" and not options.enable_auto_tool_choice:
+        raise RequestError(
+            "tools with tool_choice auto need a server started with --enable-auto-tool-choice and --tool-call-parser; "
+            "name a function in tool_choice, or leave tools out",
+            param="tools",
+        )
+    inside = _begins_inside(body, prompt, options)
+    if tools is None and inside is None:
+        return None
+    return ChatParsing(
+        tools=tools,
+        tool_format=options.tool_call_parser,
+        inside=inside,
+        include_reasoning=body.include_reasoning is not False,
+        reasoning_tokens=None if inside is None else ReasoningTokens.of(processor.tokenizer),
+    )
+
+
+def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor: InputProcessor) -> SamplingParams:
+    """``params`` for a text that will be parsed: its marks are shown, and a constraint begins behind its reasoning."""
+    if parsing is None:
+        return params
+    if _are_special(parsing, processor):
+        params = replace(params, skip_special_tokens=False)
+    if params.structured_outputs is not None and parsing.inside is not None:
+        constraint = replace(params.structured_outputs, reasoning="open" if parsing.inside else "optional")
+        params = replace(params, structured_outputs=constraint)
+    return params
+
+
+def _are_special(parsing: ChatParsing, processor: InputProcessor) -> bool:
+    """Whether the marks that are looked for are special tokens, which texts leave out unless told otherwise."""
+    marks = [] if parsing.inside is None else [OPEN_REASONING]
+    if parsing.tools is not None and parsing.tools.choice == "auto" and parsing.tool_format is not None:
+        marks.append(_TOOL_MARKS[parsing.tool_format])
+    return any(mark in processor.tokenizer.all_special_tokens for mark in marks) if processor.tokenizer else False
+
+
+def _begins_inside(body: ChatBody, prompt: ChatPrompt, options: ChatOptions) -> bool | None:
+    """None where no reasoning is looked for."""
+    if options.reasoning_parser is None:
+        return None
+    template_options = body.chat_template_kwargs or {}
+    disabled = body.reasoning_effort == "none" or any(
+        template_options.get(name) is False for name in ("enable_thinking", "thinking")
+    )
+    return begins_inside(options.reasoning_parser, prompt.text, continued=prompt.continued, thinking_disabled=disabled)

@@ -1,0 +1,161 @@
+"""From the generated text of a chat to reasoning, content and tool calls: the two parsers, one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tp_engine.api.openai.reasoning import ReasoningParser, ReasoningTokens
+from tp_engine.api.openai.tools.events import (
+    CallArguments,
+    CallStarted,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    ToolParser,
+)
+from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
+from tp_engine.api.openai.tools.hermes import HermesToolParser
+from tp_engine.api.openai.tools.llama3_json import Llama3JsonToolParser
+from tp_engine.api.openai.tools.request import ToolRequest
+
+# Parsers look at what is pending again and again: a long text is given to them in pieces.
+_PIECE = 4096
+_CUT_OFF = ("length", "abort")
+
+
+@dataclass(slots=True)
+class ParsedMessage:
+    """One whole answer.  ``calls`` are triples of id, name and arguments (JSON text)."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_reasoning_tokens: int = 0
+
+    def add(self, events: Sequence[ChatEvent]) -> None:
+        """Join further events."""
+        for event in events:
+            match event:
+                case ReasoningText(text):
+                    self.reasoning += text
+                case ContentText(text):
+                    self.content += text
+                case CallStarted(_, call_id, name):
+                    self.calls.append((call_id, name, ""))
+                case CallArguments(index, text):
+                    call_id, name, before = self.calls[index]
+                    self.calls[index] = (call_id, name, before + text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatParsing:
+    """What to look for in the texts of one answer: fixed by the request, shared by its sequences.
+
+    ``tools`` None finds no calls; ``tool_format`` is the model's own (``--tool-call-parser``), for a free choice.
+    ``inside`` None looks for no reasoning, otherwise it says whether a text begins with it (``begins_inside``).
+    """
+
+    tools: ToolRequest | None = None
+    tool_format: str | None = None
+    inside: bool | None = None
+    include_reasoning: bool = True
+    reasoning_tokens: ReasoningTokens | None = None
+
+    def new_parser(self) -> ChatParser:
+        """A parser for one sequence."""
+        return ChatParser(self)
+
+    def parse(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ParsedMessage:
+        """A whole text at once; joined, the events of a stream are the same."""
+        parser, message = self.new_parser(), ParsedMessage()
+        for start in range(0, len(text), _PIECE):
+            message.add(parser.feed(text[start : start + _PIECE]))
+        message.add(parser.finish(finish_reason))
+        message.finish_reason = parser.finish_reason(finish_reason)
+        if parser.has_reasoning and self.reasoning_tokens is not None:
+            message.num_reasoning_tokens = self.reasoning_tokens.count(token_ids)
+        return message
+
+    def tool_parser(self) -> ToolParser | None:
+        """The parser for the calls of one sequence, if any are looked for."""
+        if self.tools is None:
+            return None
+        if self.tools.choice == "required":
+            return CallListParser()
+        if self.tools.name is not None:
+            return NamedCallParser(self.tools.name)
+        return Llama3JsonToolParser(self.tools.names) if self.tool_format == "llama3_json" else HermesToolParser()
+
+
+class ChatParser:
+    """Turns the text of one sequence into events; joined, they are the same for every split of the text.
+
+    Feed it all text, then ``finish`` it once; ``finish_reason`` is to be asked afterwards.
+    """
+
+    def __init__(self, parsing: ChatParsing) -> None:
+        self._parsing = parsing
+        self._reasoning = None if parsing.inside is None else ReasoningParser(inside=parsing.inside)
+        self._tools = parsing.tool_parser()
+        self._max_calls = None if parsing.tools is None or parsing.tools.several else 1
+        self._num_calls = 0
+        self._num_reasoning_tokens = 0
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the text began with reasoning, as far as is known."""
+        return self._reasoning is not None and self._reasoning.has_reasoning
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning among those that ``feed`` was told of."""
+        return self._num_reasoning_tokens if self.has_reasoning else 0
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ChatEvent]:
+        """The next piece of text, and the tokens that it came with; returns what is settled now."""
+        if self._reasoning is None:
+            return self._answer(text)
+        self._count(token_ids)
+        return self._divided(*self._reasoning.feed(text))
+
+    def finish(self, finish_reason: str | None) -> list[ChatEvent]:
+        """The text has ended for this reason; what was held back."""
+        cut_off = finish_reason in _CUT_OFF
+        events = [] if self._reasoning is None else self._divided(*self._reasoning.finish(cut_off=cut_off))
+        return events if self._tools is None else events + self._allowed(self._tools.finish(cut_off=cut_off))
+
+    def finish_reason(self, finish_reason: str | None) -> str | None:
+        """``tool_calls`` for an answer that stopped with calls that the model chose to make."""
+        chose = self._num_calls > 0 and self._parsing.tools is not None and self._parsing.tools.name is None
+        return "tool_calls" if chose and finish_reason == "stop" else finish_reason
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        assert self._reasoning is not None
+        counter = self._parsing.reasoning_tokens
+        if counter is not None and not self._reasoning.in_answer:
+            self._num_reasoning_tokens += counter.count_piece(token_ids)
+
+    def _divided(self, reasoning: str, answer: str) -> list[ChatEvent]:
+        events: list[ChatEvent] = []
+        if reasoning and self._parsing.include_reasoning:
+            events.append(ReasoningText(reasoning))
+        return events + self._answer(answer)
+
+    def _answer(self, text: str) -> list[ChatEvent]:
+        if not text:
+            return []
+        return [ContentText(text)] if self._tools is None else self._allowed(self._tools.feed(text))
+
+    def _allowed(self, events: list[ChatEvent]) -> list[ChatEvent]:
+        """Without the calls that the request did not want."""
+        if self._max_calls is not None:
+            events = [one for one in events if _call_index(one) < self._max_calls]
+        self._num_calls += sum(isinstance(one, CallStarted) for one in events)
+        return events
+
+
+def _call_index(event: ChatEvent) -> int:
+    """Which call an event belongs to; -1 for none."""
+    return event.index if isinstance(event, (CallStarted, CallArguments)) else -1

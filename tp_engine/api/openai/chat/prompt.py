@@ -1,0 +1,173 @@
+"""From chat messages to a prompt, through the chat template that comes with the tokenizer or from the operator."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_engine.api.openai.chat.messages import normal_messages, with_argument_texts
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
+from tp_engine.errors import ConfigError, RequestError
+
+# Decided here, not by whoever writes the messages.
+_RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return_dict", "tokenizer_kwargs"})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered chat.
+
+    ``role`` is who speaks next; ``last_text`` is what this role has said in the last message, if it was its.
+    ``continued`` is the text that the model goes on with; None for a new message.
+    """
+
+    text: str
+    role: str = "assistant"
+    last_text: str = ""
+    continued: str | None = None
+
+
+class ChatFormat:
+    """How one model's chats become prompts: its template, and how that wants contents.
+
+    ``tokenizer`` None and a tokenizer without a template refuse every chat.  Safe to call from several threads.
+    """
+
+    def __init__(self, tokenizer: Any | None, options: ChatOptions | None = None) -> None:
+        self.options = options or ChatOptions()
+        self._tokenizer = tokenizer
+        self._served_text = self.options.template_text
+        self._templates: dict[str, ChatTemplate] = {}
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+    ) -> ChatPrompt:
+        """The prompt up to where the assistant answers.  Raises ``RequestError``.
+
+        ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` among
+        ``template_options`` mean what they do to transformers; the others are the template's own.
+        """
+        given = dict(template_options or {})
+        if reserved := sorted(_RESERVED_OPTIONS & given.keys()):
+            raise RequestError(f"{reserved[0]} is not an option of a chat template", param=reserved[0])
+        begins, continues = _begins_or_continues(given)
+        template = self._template(given.pop("chat_template", None), with_tools=bool(given.get("tools")))
+        as_parts = self._takes_parts(template)
+        conversation = normal_messages(messages, as_parts=as_parts, knows_developer=template.mentions("developer"))
+        variables = {
+            **self._special_tokens(),
+            "tools": None,
+            "documents": None,
+            **given,
+            "messages": conversation,
+            "add_generation_prompt": begins,
+        }
+        last_role, last_text = conversation[-1]["role"], _text(conversation[-1]["content"])
+        role = "assistant" if begins else last_role
+        text = _render_either_way(template, variables, continues=continues)
+        return ChatPrompt(
+            text,
+            role=role,
+            last_text=last_text if role == last_role else "",
+            continued=last_text if continues else None,
+        )
+
+    def _template(self, given: str | None, *, with_tools: bool) -> ChatTemplate:
+        text = given or self._served_text or _own_template(self._tokenizer, with_tools=with_tools)
+        if self._tokenizer is None or not text:
+            raise RequestError(
+                "the model has no chat template; send a prompt instead of messages, or serve it with --chat-template",
+                param="messages",
+                code="no_chat_template",
+            )
+        if given is not None:
+            return _compiled(text)
+        if text not in self._templates:
+            self._templates[text] = _compiled(text)
+        return self._templates[text]
+
+    def _takes_parts(self, template: ChatTemplate) -> bool:
+        wanted = self.options.chat_template_content_format
+        return template.takes_parts if wanted == "auto" else wanted == "openai"
+
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(getattr(self._tokenizer, "special_tokens_map", {}))
+
+
+def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the prompt opens a new message, and whether it leaves the last one open; taken out of ``given``."""
+    continues, begins = bool(given.pop("continue_final_message", False)), given.pop("add_generation_prompt", None)
+    if continues and begins:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true; the model either continues the last "
+            "message or begins one: leave one of them out",
+            param="continue_final_message",
+        )
+    return not continues if begins is None else bool(begins), continues
+
+
+def _own_template(tokenizer: Any | None, *, with_tools: bool) -> str | None:
+    """The tokenizer's template; of several by name, the one for tools or the default one."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        return (template.get("tool_use") if with_tools else None) or template.get("default")
+    return template
+
+
+def _compiled(text: str) -> ChatTemplate:
+    try:
+        return ChatTemplate(text)
+    except ConfigError as error:
+        raise RequestError(str(error), param="messages") from error
+
+
+def _render_either_way(template: ChatTemplate, variables: Mapping[str, Any], *, continues: bool) -> str:
+    """With the arguments of calls as objects, or as JSON text where the template refuses these."""
+    render = _render_continued if continues else _render
+    try:
+        return render(template, variables)
+    except RequestError:
+        with contextlib.suppress(RequestError, RecursionError):
+            messages = with_argument_texts(variables["messages"])
+            if messages is not None:
+                return render(template, {**variables, "messages": messages})
+        raise
+
+
+def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
+    try:
+        return template.render(variables)
+    except TemplateRefusal as error:
+        raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """A normal content as one text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
+    """The prompt up to the end of the last message's text, which a mark behind that text finds.
+
+    The space at the mark's end tells whether the template strips contents.
+    """
+    mark = f"END-{uuid.uuid4().hex} "
+    *others, last = variables["messages"]
+    content = last["content"]
+    if isinstance(content, list):
+        if not content:
+            raise RequestError("continue_final_message: the last message has no content", param="messages")
+        marked = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    else:
+        marked = content + mark
+    messages = [*others, {**last, "content": marked}]
+    before, found, after = _render(template, {**variables, "messages": messages}).rpartition(mark.rstrip())
+    if not found:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message's content", param="messages"
+        )
+    return before if after.startswith(" ") else before.rstrip()

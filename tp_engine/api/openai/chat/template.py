@@ -1,0 +1,144 @@
+"""Chat templates: Jinja programs that come with a model or from the operator, run in a sandbox with bounds.
+
+What a template may use (filters, ``raise_exception``, ``strftime_now``, ``generation`` blocks, loop controls) is what
+transformers' ``apply_chat_template`` offers; its result is the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from tp_engine.errors import ConfigError
+
+MAX_RENDER_S = 10.0
+MAX_PROMPT_CHARACTERS = 64 << 20
+
+
+class TemplateRefusal(Exception):  # noqa: N818 - the template's own decision, or a bound
+    """What went wrong while a template ran, in words for whoever wrote the messages."""
+
+
+class ChatTemplate:
+    """A compiled template.  Raises ``ConfigError`` for what is no template.
+
+    ``takes_parts``: it loops over the parts of a message's content, and so expects lists.
+    """
+
+    def __init__(self, text: str) -> None:
+        environment = _environment()
+        try:
+            tree = environment.parse(text)
+            self._template = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+        self._text = text
+        self.takes_parts = _loops_over_content(tree)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text; ``TemplateRefusal`` for whatever it raises, and where it takes too long or writes too much."""
+        deadline_s = time.monotonic() + MAX_RENDER_S
+        pieces, num_characters = [], 0
+        try:
+            for piece in self._template.generate(**variables):
+                pieces.append(piece)
+                num_characters += len(piece)
+                if num_characters > MAX_PROMPT_CHARACTERS:
+                    raise TemplateRefusal(f"the prompt is longer than {MAX_PROMPT_CHARACTERS} characters")
+                if time.monotonic() > deadline_s:
+                    raise TemplateRefusal(f"the template takes longer than {MAX_RENDER_S:g} s")
+        except TemplateRefusal:
+            raise
+        except Exception as error:  # a template is a program, and raises whatever it likes
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
+        return "".join(pieces)
+
+    def mentions(self, word: str) -> bool:
+        """Whether the template's source has the word."""
+        return word in self._text
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether it loops over the parts of a message's content, itself or in a variable."""
+    contents = {
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
+    }
+    return any(
+        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in contents)
+        for loop in tree.find_all(nodes.For)
+    )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """``message.content`` or ``message['content']``, also of ``messages[0]`` and the like."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's words for training; here it only shows what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _SafeNamespace(Namespace):
+    """A namespace whose attributes can not be the interpreter's own."""
+
+    def __init__(*arguments: Any, **attributes: Any) -> None:
+        given = dict(*arguments[1:], **attributes)
+        for name in given:
+            _check_attribute(name)
+        Namespace.__init__(arguments[0], given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace can not have the attribute {name!r}")
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "namespace": _SafeNamespace,
+        "dict": lambda *arguments, **entries: dict(*arguments, **entries),
+    }
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as models have seen it in training: Jinja's own filter would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,49 @@
+"""OpenAI-shaped errors: ``{"error": {"message", "type", "param", "code"}}``, over HTTP and in batch lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tp_engine.engine.messages import CODE_UNAVAILABLE
+from tp_engine.errors import EngineDeadError, RequestError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_STATUS_OF_CODE = {"model_not_found": 404, CODE_UNAVAILABLE: 503}
+
+
+class HttpError(Exception):
+    """An answer other than 200 that is not the fault of a request's content; ``retry_after_s`` becomes a header."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an answer with ``status``."""
+    return {"error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}}
+
+
+def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body for anything raised while a request is served; unforeseen errors show no inside."""
+    if isinstance(error, RequestError):
+        status = _STATUS_OF_CODE.get(error.code or "", 400)
+        return status, error_body(status, str(error), param=error.param, code=error.code)
+    if isinstance(error, HttpError):
+        return error.status, error_body(error.status, str(error), code=error.code)
+    if isinstance(error, TimeoutError):
+        return 503, error_body(503, str(error) or "the engine did not answer in time", code="engine_busy")
+    if isinstance(error, EngineDeadError):
+        return 500, error_body(500, str(error), code="engine_dead")
+    return 500, error_body(500, "internal error; the server's log has the details", code="internal_error")

@@ -1,0 +1,93 @@
+"""Log-probabilities in the three shapes that clients of the OpenAI API know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tp_engine.outputs import Logprob
+
+# JSON has no minus infinity; the OpenAI API writes this for a token that can not be sampled.
+IMPOSSIBLE = -9999.0
+
+Position = Mapping[int, Logprob]
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[Position | None],
+    text_offset: int = 0,
+    *,
+    as_ids: bool = False,
+    first_text: str = "",
+) -> dict[str, list[Any]]:
+    """The shape of ``/v1/completions``; ``text_offset`` is the number of characters before the first token.
+
+    An echoed prompt's first token has no log-probability, only a text.
+    """
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        text = first_text if position is None else token_text(token_id, position[token_id])
+        tokens.append(_id_text(token_id) if as_ids else text)
+        chosen.append(None if position is None else _finite(position[token_id]))
+        tops.append(None if position is None else _top(position, as_ids))
+        offsets.append(text_offset)
+        text_offset += len(text)
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Position], num_top: int, *, as_ids: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """The shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        tops = _likeliest_first(position)[:num_top]
+        alternatives = [_chat_entry(other, entry, as_ids) for other, entry in tops]
+        content.append(_chat_entry(token_id, position[token_id], as_ids) | {"top_logprobs": alternatives})
+    return {"content": content}
+
+
+def prompt_logprobs_json(positions: Sequence[Position | None]) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: per prompt token a mapping from token id; null for the first."""
+    return [None if position is None else _by_token_id(position) for position in positions]
+
+
+def token_text(token_id: int, entry: Logprob) -> str:
+    """The token as text; one that was not decoded is named by its id."""
+    return _id_text(token_id) if entry.decoded_token is None else entry.decoded_token
+
+
+def _top(position: Position, as_ids: bool) -> dict[str, float]:
+    """By text; of tokens with the same text, such as pieces of one character, the likeliest is told."""
+    found: dict[str, float] = {}
+    for token_id, entry in _likeliest_first(position):
+        found.setdefault(_id_text(token_id) if as_ids else token_text(token_id, entry), _finite(entry))
+    return found
+
+
+def _by_token_id(position: Position) -> dict[str, Any]:
+    return {
+        str(token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token_id, entry in position.items()
+    }
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _chat_entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
+    text = token_text(token_id, entry)
+    return {"token": _id_text(token_id) if as_ids else text, "logprob": _finite(entry), "bytes": list(text.encode())}
+
+
+def _likeliest_first(position: Position) -> list[tuple[int, Logprob]]:
+    return sorted(position.items(), key=lambda item: -item[1].logprob)
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, IMPOSSIBLE)

@@ -1,0 +1,163 @@
+"""Bodies of the OpenAI completion and chat requests, with the extra sampling fields that vLLM's users know.
+
+A field that is null or absent takes the default of ``SamplingParams``; the server and the batch job read bodies through
+``parse_body`` alone, so both accept and refuse the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tp_engine.errors import RequestError
+from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_REMEMBERED_FIELDS = 256
+REQUEST_ID = r"^[!-~]+$"  # it comes back in a header: visible ASCII
+MAX_REQUEST_ID = 128
+_warned_fields: set[str] = set()
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text; ``include_usage`` adds a last chunk with the token counts."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """Fields that both endpoints share.  Ranges are checked by ``SamplingParams``, types here."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID, pattern=REQUEST_ID)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries usage."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``.  ``logprobs`` is the number of alternatives per token."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``.  ``max_completion_tokens`` is the newer name of ``max_tokens``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    echo: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], raw: bytes | str) -> Body:
+    """JSON text -> checked body; raises ``RequestError`` that names the field."""
+    try:
+        body = kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise request_error(error) from None
+    _warn_of_unknown_fields(body)
+    return body
+
+
+def request_error(error: ValidationError) -> RequestError:
+    """The first complaint, in one line; for a union of types, all that it could have been."""
+    complaints = error.errors(include_url=False, include_context=False)
+    first = complaints[0]
+    if first["type"] == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['msg']}")
+    location = first["loc"]
+    if not location:
+        return RequestError(f"the body must be a JSON object: {first['msg']}")
+    name = str(location[0])
+    if first["type"] == "missing":
+        return RequestError(f"{name} is missing; it is required", param=name)
+    messages = dict.fromkeys(item["msg"] for item in complaints if item["loc"][:1] == location[:1])
+    return RequestError(f"{name} is {_shown(first['input'])}: {'; or '.join(messages)}", param=name)
+
+
+def _shown(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _warn_of_unknown_fields(body: BaseModel) -> None:
+    """One line in the log per unknown field name and process; the field itself is ignored."""
+    for name in (body.model_extra or {}).keys() - _warned_fields:
+        if len(_warned_fields) < MAX_REMEMBERED_FIELDS:
+            _warned_fields.add(name)
+            logger.warning("ignoring the unknown request field %s", _shown(name))

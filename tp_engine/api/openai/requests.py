@@ -1,0 +1,179 @@
+"""From an OpenAI body to engine requests: template, tokenize, check.  The server and the batch job share this way."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_engine.api.beam.search import BeamSearch, one_token
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat.body import chat_parsing, chat_prompt, parsed_params
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.responses import AnswerShape
+from tp_engine.api.openai.sampling import (
+    beam_search_params,
+    chat_params,
+    completion_params,
+    completion_prompts,
+    max_output_tokens,
+    num_top_logprobs,
+)
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import RequestError
+from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSearches:
+    """One beam search per prompt; otherwise as ``PreparedAnswer``."""
+
+    shape: AnswerShape
+    searches: list[BeamSearch]
+    echoes: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedAnswer:
+    """One engine request per prompt, and the shape of the answer; ``echoes`` are prompts to repeat, if asked for."""
+
+    shape: AnswerShape
+    requests: list[EngineRequest]
+    echoes: list[str] | None = None
+
+
+def default_model_name(model: str) -> str:
+    """The name under which clients ask for ``model`` unless another was given: the folder's own, or the hub name."""
+    folder = Path(model)
+    return folder.name if folder.is_dir() else model
+
+
+def num_prompts(body: ChatBody | CompletionBody) -> int:
+    """How many engine requests ``prepare`` will make of ``body``."""
+    return 1 if isinstance(body, ChatBody) else len(completion_prompts(body))
+
+
+def prepare(
+    body: ChatBody | CompletionBody,
+    processor: InputProcessor,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> PreparedAnswer:
+    """Check everything that can be checked without the engine; raises ``RequestError``.
+
+    ``defaults`` are the model's own sampling parameters, for what the request leaves open.
+    """
+    arrival_s = time.monotonic()
+    _check_stream(body)
+    params = chat_params(body, defaults) if isinstance(body, ChatBody) else completion_params(body, defaults)
+    shape, prompts, echoes = _inputs(body, processor, model)
+    params = parsed_params(params, shape.parsing, processor)
+    requests = [
+        _engine_request(body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s)
+        for number, prompt in enumerate(prompts)
+    ]
+    if shape.echoes_logprobs:
+        shape = replace(shape, first_texts=_first_texts(requests, processor))
+    return PreparedAnswer(shape=shape, requests=requests, echoes=echoes)
+
+
+def prepare_searches(
+    body: ChatBody | CompletionBody, processor: InputProcessor, engine: ModelInfo, model: str
+) -> PreparedSearches:
+    """As ``prepare``, for a body with ``use_beam_search``; the model's own sampling parameters have no say in it."""
+    arrival_s = time.monotonic()
+    _check_stream(body)
+    params = beam_search_params(body, engine.max_model_len)
+    shape, prompts, echoes = _inputs(body, processor, model)
+    fields = {"logprobs": num_top_logprobs(body), "cache_salt": body.cache_salt}
+    if body.skip_special_tokens is not None:
+        fields["skip_special_tokens"] = body.skip_special_tokens
+    searches = []
+    for number, prompt in enumerate(prompts):
+        one = one_token(params, **fields)
+        request = _engine_request(
+            body, processor, prompt, one, request_id=_engine_id(shape, number), arrival_s=arrival_s
+        )
+        searches.append(BeamSearch(request, params, engine))
+    return PreparedSearches(shape=shape, searches=searches, echoes=echoes)
+
+
+def _first_texts(requests: Sequence[EngineRequest], processor: InputProcessor) -> tuple[str, ...]:
+    assert processor.tokenizer is not None, "an echo needs one"
+    return tuple(processor.tokenizer.decode(request.prompt_token_ids[:1]) for request in requests)
+
+
+def _check_stream(body: ChatBody | CompletionBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs do not come in streams; leave stream out", param="prompt_logprobs")
+
+
+def _engine_id(shape: AnswerShape, number: int) -> str:
+    """Clients choose their request ids, and may repeat them; the engine's are unique."""
+    return f"{shape.response_id}-{number}-{uuid.uuid4().hex[:12]}"
+
+
+def _engine_request(
+    body: ChatBody | CompletionBody,
+    processor: InputProcessor,
+    prompt: Any,
+    params: SamplingParams,
+    *,
+    request_id: str,
+    arrival_s: float,
+) -> EngineRequest:
+    """One checked request; refuses a ``max_tokens`` that the context can not hold, which ``LLM`` would cut."""
+    request = processor.process(
+        prompt,
+        params,
+        request_id=request_id,
+        priority=body.priority or 0,
+        arrival_s=arrival_s,
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+    asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
+    if asked is not None and num_prompt + asked > longest:
+        raise RequestError(
+            f"This model's maximum context length is {longest} tokens. However, you requested {num_prompt + asked} "
+            f"tokens ({num_prompt} in the prompt, {asked} in the completion). Please reduce the length of the prompt "
+            f"or max_tokens.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return request
+
+
+def _inputs(
+    body: ChatBody | CompletionBody, processor: InputProcessor, model: str
+) -> tuple[AnswerShape, list[Any], list[str] | None]:
+    """The answer's shape, the prompts, and the texts to repeat before the answers."""
+    shape = AnswerShape.of(body, model)
+    if not isinstance(body, ChatBody):
+        prompts = list(completion_prompts(body))
+        return shape, prompts, _echoes(body, prompts, processor)
+    prompt = chat_prompt(body, processor)
+    shape = dataclasses.replace(shape, role=prompt.role, parsing=chat_parsing(body, prompt, processor))
+    token_ids = processor.text_token_ids(prompt.text, add_special_tokens=bool(body.add_special_tokens))
+    return shape, [{"prompt_token_ids": token_ids}], [prompt.last_text] if body.echo else None
+
+
+def chat_token_ids(body: ChatBody, processor: InputProcessor) -> list[int]:
+    """The prompt of a chat; raises ``RequestError``."""
+    text = chat_prompt(body, processor).text
+    return processor.text_token_ids(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _echoes(body: CompletionBody, prompts: Sequence[Any], processor: InputProcessor) -> list[str] | None:
+    if not body.echo:
+        return None
+    if processor.tokenizer is None:
+        raise RequestError("echo needs a tokenizer, which this model does not have", param="echo")
+    return [prompt if isinstance(prompt, str) else processor.tokenizer.decode(prompt) for prompt in prompts]

@@ -1,0 +1,205 @@
+"""From generated sequences to OpenAI response bodies: whole answers, stream chunks and batch lines alike."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from tp_engine.api.openai.chat.answer import delta_json, message_json
+from tp_engine.api.openai.chat.parser import ChatParsing
+from tp_engine.api.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs_json
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.tools.events import ChatEvent
+from tp_engine.outputs import CompletionOutput, RequestOutput
+
+JsonObject: TypeAlias = dict[str, Any]
+
+_OBJECTS = {
+    ("completion", False): "text_completion",
+    ("completion", True): "text_completion",
+    ("chat", False): "chat.completion",
+    ("chat", True): "chat.completion.chunk",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Token counts of one answer, over all its prompts and sequences."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None where nobody looks for reasoning
+
+    def as_json(self) -> JsonObject:
+        """OpenAI's ``usage``."""
+        counts: JsonObject = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if self.reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerShape:
+    """What one answer looks like: fixed by the request, shared by all its choices and chunks.
+
+    ``num_top_logprobs`` is None where no logprobs were asked for; ``num_per_prompt`` is the request's ``n``.
+    ``parsing`` says what is looked for in a chat's texts, and ``role`` who speaks in it.
+    ``echoes_logprobs``: a completion's log-probabilities begin with those of the echoed prompts, whose first tokens are
+    ``first_texts``.  ``only_echo``: nothing else is shown, and the token that the engine generates all the same is left
+    out.
+    ``tokens_as_ids``: log-probabilities name tokens ``token_id:17``, because texts of tokens are not unique.
+    """
+
+    kind: Literal["completion", "chat"]
+    response_id: str
+    model: str
+    created: int
+    num_per_prompt: int
+    num_top_logprobs: int | None
+    return_token_ids: bool
+    tokens_as_ids: bool = False
+    echoes_logprobs: bool = False
+    first_texts: tuple[str, ...] = ()
+    only_echo: bool = False
+    shows_prompt_logprobs: bool = True
+    role: str = "assistant"
+    parsing: ChatParsing | None = None
+
+    @classmethod
+    def of(cls, body: CompletionBody | ChatBody, model: str) -> AnswerShape:
+        """The shape that ``body`` asks for, with its id or a fresh one, and the current time."""
+        is_chat = isinstance(body, ChatBody)
+        echo = isinstance(body, CompletionBody) and bool(body.echo)
+        num_top = (body.top_logprobs or 0 if body.logprobs else None) if isinstance(body, ChatBody) else body.logprobs
+        return cls(
+            kind="chat" if is_chat else "completion",
+            response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
+            model=model,
+            created=int(time.time()),
+            num_per_prompt=body.n or 1,
+            num_top_logprobs=num_top,
+            return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            echoes_logprobs=echo and num_top is not None,
+            only_echo=echo and body.max_tokens == 0,
+            shows_prompt_logprobs=body.prompt_logprobs is not None,
+        )
+
+    def envelope(self, choices: list[JsonObject], usage: Usage | None, *, chunk: bool) -> JsonObject:
+        """A body around ``choices``; a chunk without usage has no such field."""
+        body: JsonObject = {
+            "id": self.response_id,
+            "object": _OBJECTS[self.kind, chunk],
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if usage is not None:
+            body["usage"] = usage.as_json()
+        return body
+
+    def new_usage(self) -> Usage:
+        """Counts of nothing yet."""
+        return Usage(reasoning_tokens=0 if self.parsing is not None and self.parsing.inside is not None else None)
+
+    def answer(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> JsonObject:
+        """The whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the answers."""
+        choices = []
+        usage = self.new_usage()
+        for number, output in enumerate(outputs):
+            usage.prompt_tokens += len(output.prompt_token_ids)
+            usage.cached_tokens += output.num_cached_tokens
+            sequences = [_emptied(sequence) for sequence in output.outputs] if self.only_echo else output.outputs
+            usage.completion_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+            echo = echoes[number] if echoes else ""
+            choices += [self._whole_choice(number, output, sequence, echo, usage) for sequence in sequences]
+        body = self.envelope(choices, usage, chunk=False)
+        if self.kind == "chat" and self.return_token_ids:  # where vLLM has them; a chat has one prompt
+            body["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return body
+
+    def chunk_choice(self, number: int, part: CompletionOutput, text_offset: int = 0) -> JsonObject:
+        """What one update adds to a sequence of prompt ``number``; ``part`` holds the new text and tokens only."""
+        content = {"delta": {"content": part.text}} if self.kind == "chat" else {"text": part.text}
+        return self._choice(number, part, content, text_offset)
+
+    def event_choices(self, number: int, part: CompletionOutput, events: Sequence[ChatEvent]) -> list[JsonObject]:
+        """As ``chunk_choice`` where texts are parsed: a chunk per event, tokens and end of ``part`` with the last."""
+        shows_tokens = self.return_token_ids or (self.num_top_logprobs is not None and part.logprobs)
+        deltas = [delta_json(event) for event in events]
+        if not deltas and (part.finish_reason or shows_tokens):
+            deltas = [{}]
+        bare = CompletionOutput(index=part.index, text="", token_ids=[])
+        parts = [bare] * (len(deltas) - 1) + [part]
+        return [self._choice(number, one, {"delta": delta}, 0) for one, delta in zip(parts, deltas, strict=False)]
+
+    def first_choice(self, number: int, index: int, echo: str = "") -> JsonObject | None:
+        """What precedes a sequence's first update: the role in a chat, the prompt in an echoed completion."""
+        empty = CompletionOutput(index=index, text="", token_ids=[])
+        if self.kind == "chat":
+            return self._choice(number, empty, {"delta": {"role": self.role, "content": echo}}, 0)
+        return self._choice(number, empty, {"text": echo}, 0) if echo else None
+
+    def _whole_choice(
+        self, number: int, output: RequestOutput, sequence: CompletionOutput, echo: str, usage: Usage
+    ) -> JsonObject:
+        if self.kind == "chat" and self.parsing is not None:
+            parsed = self.parsing.parse(sequence.text, sequence.token_ids, sequence.finish_reason)
+            content: JsonObject = {"message": message_json(self.parsing, parsed, self.role, echo)}
+            sequence = replace(sequence, finish_reason=parsed.finish_reason)
+            if usage.reasoning_tokens is not None:
+                usage.reasoning_tokens += parsed.num_reasoning_tokens
+        elif self.kind == "chat":
+            content = {"message": {"role": self.role, "content": echo + sequence.text}}
+        else:
+            content = {"text": echo + sequence.text}
+        choice = self._choice(number, sequence, content, len(echo))
+        if self.echoes_logprobs and output.prompt_logprobs is not None:
+            choice["logprobs"] = self._echoed_logprobs(number, output, sequence)
+        if output.prompt_logprobs is not None and self.shows_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+        if self.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
+
+    def _echoed_logprobs(self, number: int, output: RequestOutput, sequence: CompletionOutput) -> JsonObject:
+        assert output.prompt_logprobs is not None
+        return completion_logprobs(
+            [*output.prompt_token_ids, *sequence.token_ids],
+            [*output.prompt_logprobs, *(sequence.logprobs or ())],
+            as_ids=self.tokens_as_ids,
+            first_text=self.first_texts[number],
+        )
+
+    def _choice(self, number: int, part: CompletionOutput, content: JsonObject, text_offset: int) -> JsonObject:
+        choice = {
+            "index": number * self.num_per_prompt + part.index,
+            **content,
+            "logprobs": self._logprobs(part, text_offset),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if self.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
+
+    def _logprobs(self, part: CompletionOutput, text_offset: int) -> JsonObject | None:
+        if self.num_top_logprobs is None or not part.logprobs:
+            return None
+        if self.kind == "chat":
+            return chat_logprobs(part.token_ids, part.logprobs, self.num_top_logprobs, as_ids=self.tokens_as_ids)
+        return completion_logprobs(part.token_ids, part.logprobs, text_offset, as_ids=self.tokens_as_ids)
+
+
+def _emptied(sequence: CompletionOutput) -> CompletionOutput:
+    """As if it had ended before its first token."""
+    return CompletionOutput(index=sequence.index, text="", token_ids=[], finish_reason="length")

@@ -1,0 +1,120 @@
+"""From the choices of a chat, whole or in chunks, to the items and events of a response.
+
+::
+
+    created, in_progress
+    per item:   output_item.added, content_part.added, deltas ..., done, content_part.done, output_item.done
+    completed | incomplete | failed
+
+One item is open at a time: reasoning, then text, then calls, in the order in which the chat brings them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tp_engine.api.openai.responses import JsonObject
+from tp_engine.api.openai.responses_api.output_items import FunctionCallItem, MessageItem, OutputItem, ReasoningItem
+from tp_engine.api.openai.responses_api.shape import ResponseShape
+
+_LAST_EVENT = {"completed": "response.completed", "failed": "response.failed"}
+
+
+def whole_response(shape: ResponseShape, chat: Mapping[str, Any]) -> JsonObject:
+    """The response that the whole chat answer ``chat`` becomes."""
+    writer = ResponseWriter(shape)
+    choice = chat["choices"][0]
+    writer.take(choice | {"delta": choice["message"]})
+    return writer.finish(chat["usage"])[-1]["response"]  # type: ignore[no-any-return]
+
+
+class ResponseWriter:
+    """Turns the choices of one chat into the events of one response, each with its ``sequence_number``."""
+
+    def __init__(self, shape: ResponseShape) -> None:
+        self._shape = shape
+        self._items: list[JsonObject] = []  # those that are done
+        self._open: OutputItem | None = None
+        self._call_index: int | None = None  # which of the chat's tool calls is open
+        self._logprobs: list[Mapping[str, Any]] = []  # of tokens whose text has not come yet
+        self._finish_reason: str | None = None
+        self._num_events = 0
+
+    def begin(self) -> list[JsonObject]:
+        """What comes before the first item."""
+        names = ("response.created", "response.in_progress")
+        return self._numbered({"type": name, "response": self._shape.running()} for name in names)
+
+    def take(self, choice: Mapping[str, Any]) -> list[JsonObject]:
+        """What a choice of a chunk adds; its ``delta`` may hold reasoning, content and tool calls."""
+        delta = choice["delta"]
+        self._logprobs += (choice.get("logprobs") or {}).get("content") or []
+        events: list[JsonObject] = []
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            events += self._grow(ReasoningItem, thought)
+        if content := delta.get("content"):
+            events += self._grow(MessageItem, content, self._logprobs)
+            self._logprobs = []
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            events += self._call(number, call)
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        return self._numbered(events)
+
+    def finish(self, usage: Mapping[str, Any]) -> list[JsonObject]:
+        """The end, with the chat's ``usage``; an answer without anything gets an empty message."""
+        events = [] if self._items or self._open else self._switch(MessageItem())
+        if isinstance(self._open, MessageItem):
+            self._open.add("", self._logprobs)
+        events += self._close("incomplete" if self._finish_reason in ("length", "abort") else "completed")
+        response = self._shape.finished(self._items, self._finish_reason, usage)
+        name = _LAST_EVENT.get(response["status"], "response.incomplete")
+        return self._numbered([*events, {"type": name, "response": response}])
+
+    def fail(self, message: str) -> list[JsonObject]:
+        """The end when something broke after ``begin``."""
+        if self._open is not None:
+            self._items.append(self._open.json("incomplete"))
+        response = self._shape.failed(self._items, message)
+        return self._numbered([{"type": "response.failed", "response": response}])
+
+    def _grow(
+        self, kind: type[ReasoningItem | MessageItem], text: str, logprobs: Sequence[Mapping[str, Any]] = ()
+    ) -> list[JsonObject]:
+        events = [] if isinstance(self._open, kind) else self._switch(kind())
+        assert self._open is not None
+        return events + self._placed(self._open.add(text, logprobs))
+
+    def _call(self, number: int, call: Mapping[str, Any]) -> list[JsonObject]:
+        """A piece of a tool call; one with a new index is a new call."""
+        function, index = call.get("function") or {}, call.get("index", number)
+        events: list[JsonObject] = []
+        if not isinstance(self._open, FunctionCallItem) or index != self._call_index:
+            call_id = call.get("id") or f"call_{uuid.uuid4().hex}"
+            events = self._switch(FunctionCallItem(call_id, function.get("name") or ""))
+            self._call_index = index
+        assert self._open is not None
+        return events + self._placed(self._open.add(function.get("arguments") or ""))
+
+    def _switch(self, item: OutputItem) -> list[JsonObject]:
+        events = self._close("completed")
+        self._open = item
+        return events + self._placed(item.opened())
+
+    def _close(self, status: str) -> list[JsonObject]:
+        if self._open is None:
+            return []
+        item = self._open.json(status)
+        events = self._placed([*self._open.closed(), {"type": "response.output_item.done", "item": item}])
+        self._items.append(item)
+        self._open = None
+        return events
+
+    def _placed(self, events: Iterable[JsonObject]) -> list[JsonObject]:
+        return [one | {"output_index": len(self._items)} for one in events]
+
+    def _numbered(self, events: Iterable[JsonObject]) -> list[JsonObject]:
+        numbered = [one | {"sequence_number": number} for number, one in enumerate(events, start=self._num_events)]
+        self._num_events += len(numbered)
+        return numbered

@@ -1,0 +1,110 @@
+"""The body of ``POST /v1/responses``.
+
+Nothing is stored between requests, so what refers to something stored is refused by name.  ``store`` itself is
+accepted, because clients send ``true`` without being asked, and answered with ``false``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tp_engine.api.openai.protocol import GenerationBody
+from tp_engine.errors import RequestError
+
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+
+_NOT_STORED = "this server stores no conversations; send all items as input"
+# Fields that ask for something this server does not have, and what to do instead.
+_REFUSED = {
+    "previous_response_id": _NOT_STORED,
+    "conversation": _NOT_STORED,
+    "background": "this server answers at once; leave background out, and use stream for long answers",
+    "prompt": "this server stores no prompt templates; send the text as input and instructions",
+    "use_beam_search": "beam search is served at /v1/chat/completions",
+    "prompt_logprobs": "prompt_logprobs are served at /v1/completions",
+}
+
+
+class Reasoning(BaseModel):
+    """How much a model thinks before it answers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(BaseModel):
+    """The form of the answer; ``format`` is text, json_object or json_schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """``POST /v1/responses``, with the sampling fields of the other endpoints as extras."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text comes with log-probabilities."""
+        return INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+def check_responses_body(body: ResponsesBody) -> None:
+    """Raise ``RequestError`` for what is understood but not served here."""
+    for name, remedy in _REFUSED.items():
+        if getattr(body, name) not in (None, False):
+            raise RequestError(f"{name} is not supported: {remedy}", param=name)
+    if body.n not in (None, 1):
+        raise RequestError(f"n is {body.n}; a response has one answer, use /v1/chat/completions for more", param="n")
+    if body.truncation not in (None, "disabled"):
+        raise RequestError(
+            f"truncation is {body.truncation[:40]!r}; only 'disabled' is supported: shorten the input",
+            param="truncation",
+        )
+    _check_metadata(body.metadata or {})
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise RequestError(
+            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed", param="metadata"
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise RequestError(
+                f"metadata has the pair {key[:MAX_METADATA_KEY]!r}; a key may have {MAX_METADATA_KEY} characters and "
+                f"a value {MAX_METADATA_VALUE}",
+                param="metadata",
+            )

@@ -1,0 +1,156 @@
+"""From an OpenAI request body to prompts and ``SamplingParams``; what can not be honoured is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from tp_engine.api.openai.structured import json_schema_constraint, structured_outputs_of
+from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.errors import RequestError
+from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+
+SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
+_CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
+# What would change the log-probabilities or the end of a beam.  What only steers a draw (top_p, seed) changes nothing.
+_NOT_IN_BEAM_SEARCH = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "presence_penalty",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+)
+
+
+def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """Sampling of a completion; ``defaults`` (the model's own) fill what the request leaves open."""
+    _refuse_suffix(body)
+    echoes_logprobs = body.echo and body.logprobs is not None
+    if echoes_logprobs and body.stream:
+        raise RequestError("echo with logprobs does not come in streams; leave stream out", param="echo")
+    if body.max_tokens == 0 and (body.stream or not body.echo):
+        raise RequestError("max_tokens is 0; it must be at least 1, but for echo without a stream", param="max_tokens")
+    if body.best_of not in (None, body.n or 1):
+        raise RequestError(f"best_of is {body.best_of}; only best_of equal to n is supported", param="best_of")
+    given = _given(body)
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+    if echoes_logprobs and body.prompt_logprobs is None:
+        given["prompt_logprobs"] = body.logprobs
+    # An engine generates at least one token; an answer that shall be the prompt alone leaves it out.
+    asked = SamplingParams().max_tokens if body.max_tokens is None else body.max_tokens or 1
+    return SamplingParams(**_limited(given, asked, defaults or {}))
+
+
+def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """Sampling of a chat; without ``max_tokens`` the answer may fill the remaining context."""
+    tools = ToolRequest.of(body)
+    given = _given(body)
+    if tools is not None and (schema := tools.schema()) is not None:
+        if "structured_outputs" in given:
+            raise RequestError("tool_choice forces the output's form, and so does another field", param="tool_choice")
+        given["structured_outputs"] = json_schema_constraint(schema)
+    if (num_logprobs := num_top_logprobs(body)) is not None:
+        given["logprobs"] = num_logprobs
+    return SamplingParams(**_limited(given, max_output_tokens(body), defaults or {}))
+
+
+def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> BeamSearchParams:
+    """The search of a body with ``use_beam_search``; a chat without a limit may use ``context_tokens``.
+
+    Its width is ``best_of``, or else ``n``; the ``n`` best are the answer.
+    """
+    _refuse_in_beam_search(body)
+    width = n = 1 if body.n is None else body.n
+    if isinstance(body, ChatBody):
+        tools = ToolRequest.of(body)
+        if tools is not None and tools.choice != "auto":
+            raise RequestError("tool_choice is not supported with use_beam_search; leave it out", param="tool_choice")
+        limit = max_output_tokens(body)
+    else:
+        _refuse_suffix(body)
+        if body.echo and body.logprobs is not None:
+            raise RequestError("echo with logprobs is not supported with use_beam_search", param="echo")
+        width = n if body.best_of is None else body.best_of
+        limit = SamplingParams().max_tokens if body.max_tokens is None else body.max_tokens
+    if not 1 <= n <= width:
+        raise RequestError(f"n is {n}; it must be from 1 to the number of beams, {width}", param="n")
+    names = ("ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output")
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    return BeamSearchParams(beam_width=width, max_tokens=context_tokens if limit is None else limit, **given)
+
+
+def max_output_tokens(body: CompletionBody | ChatBody) -> int | None:
+    """The longest answer that the body asks for in so many words."""
+    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    return body.max_tokens if newer is None else newer
+
+
+def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """Alternatives per generated token; None where no log-probabilities were asked for."""
+    if not isinstance(body, ChatBody):
+        return body.logprobs
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts of a completion, one element per prompt, each text or token ids."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt is an empty list; give text, token ids, or a list of either", param="prompt")
+    if isinstance(prompt[0], int):
+        return [[int(token_id) for token_id in prompt]]
+    return list(prompt)
+
+
+def _given(body: GenerationBody) -> dict[str, Any]:
+    """The sampling fields that the request set, under the names of ``SamplingParams``."""
+    names = (SAMPLING_NAMES - _CONVERTED) & type(body).model_fields.keys()
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+    if (structured := structured_outputs_of(body)) is not None:
+        given["structured_outputs"] = structured
+    return given
+
+
+def _limited(given: dict[str, Any], asked: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields; a default of ``max_tokens`` is a limit also for those who ask for more."""
+    limits = [limit for limit in (asked, defaults.get("max_tokens")) if limit is not None]
+    return {**defaults, **given, "max_tokens": min(limits, default=None)}
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise RequestError(f"logit_bias has the key {text[:40]!r}; keys must be token ids", param="logit_bias")
+    return int(text)
+
+
+def _refuse_in_beam_search(body: GenerationBody) -> None:
+    if body.stream:
+        raise RequestError("a beam search knows its answer only at the end; leave stream out", param="stream")
+    neutral = SamplingParams()
+    for name in _NOT_IN_BEAM_SEARCH:
+        value = getattr(body, name)
+        if value is not None and value not in ([], {}, "", getattr(neutral, name)):
+            raise RequestError(f"{name} is not supported with use_beam_search; leave it out", param=name)
+    if structured_outputs_of(body) is not None:
+        raise RequestError(
+            "structured output is not supported with use_beam_search; leave one of them out", param="use_beam_search"
+        )
+
+
+def _refuse_suffix(body: CompletionBody) -> None:
+    if body.suffix:
+        raise RequestError("suffix is not supported; put the text into the prompt", param="suffix")

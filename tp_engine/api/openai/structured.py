@@ -1,0 +1,104 @@
+"""The fields of an OpenAI body that say what the output must look like, in all their spellings.
+
+| field | becomes |
+| --- | --- |
+| response_format {"type": "json_schema", "json_schema": {"schema": S}} | json=S |
+| response_format {"type": "json_object"} | json_object=True |
+| structured_outputs {json, regex, choice, grammar, json_object and options} | the same |
+| guided_json, guided_regex, guided_choice, guided_grammar, guided_whitespace_pattern | json, regex, choice, ... |
+
+``json_schema_constraint`` is for whoever needs the output to follow a schema of his own, such as a tool's arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tp_engine.api.openai.protocol import GenerationBody
+from tp_engine.errors import RequestError
+from tp_engine.grammar.check import check_grammar
+from tp_engine.structured_outputs import StructuredOutputsParams
+
+# Reasoning is known from the prompt.
+_NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"reasoning"}
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+
+
+def json_schema_constraint(schema: str | Mapping[str, Any]) -> StructuredOutputsParams:
+    """What ``SamplingParams.structured_outputs`` must be for an output that follows a JSON ``schema``.
+
+    ``dataclasses.replace(params, structured_outputs=json_schema_constraint(schema))`` constrains a request.  Raises
+    ``RequestError`` for what is no schema.
+    """
+    return StructuredOutputsParams(json=schema)
+
+
+def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:
+    """The constraint that a body asks for; None for free text.  ``RequestError`` if it asks for two."""
+    found = {
+        "response_format": _of_response_format(body.response_format),
+        "structured_outputs": _of_structured_outputs(body.structured_outputs),
+        "guided_*": _of_guided(body),
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} are set; give only one of them", param=next(iter(given)))
+    return next(iter(given.values()), None)
+
+
+def _of_response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    if wanted is None:
+        return None
+    match wanted.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return _named("response_format", json_object=True)
+        case "json_schema":
+            description = wanted.get("json_schema")
+            schema = description.get("schema") if isinstance(description, Mapping) else None
+            if schema is None:
+                raise RequestError(
+                    "response_format has no json_schema.schema; give the JSON schema there", param="response_format"
+                )
+            return _named("response_format", json=schema)
+        case other:
+            raise RequestError(
+                f"response_format has the type {other!r}; it must be text, json_object or json_schema",
+                param="response_format",
+            )
+
+
+def _of_structured_outputs(wanted: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    given = {name: value for name, value in (wanted or {}).items() if value is not None}
+    if unknown := sorted(given.keys() - _NAMES):
+        raise RequestError(
+            f"structured_outputs has the field {unknown[0]!r}; it may have {', '.join(sorted(_NAMES))}",
+            param="structured_outputs",
+        )
+    return _named("structured_outputs", **given) if given else None
+
+
+def _of_guided(body: GenerationBody) -> StructuredOutputsParams | None:
+    given = {name: value for name in _GUIDED if (value := getattr(body, name)) is not None}
+    if not given:
+        return None
+    return _named(next(iter(given)), **{_GUIDED[name]: value for name, value in given.items()})
+
+
+def _named(field: str, **given: Any) -> StructuredOutputsParams:
+    """The constraint, if it can be compiled; what is wrong with it is wrong with ``field`` of the body."""
+    try:
+        constraint = StructuredOutputsParams(**given)
+        check_grammar(constraint)
+        return constraint
+    except RequestError as error:
+        raise RequestError(f"{field}: {error}", param=field) from None

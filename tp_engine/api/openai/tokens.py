@@ -1,0 +1,75 @@
+"""Bodies of ``/tokenize`` and ``/detokenize``, as vLLM has them, and their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.protocol import ChatBody
+from tp_engine.api.openai.requests import chat_token_ids
+from tp_engine.errors import RequestError
+
+# Of a chat, what decides its prompt.
+_CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+)
+
+
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """``POST /detokenize``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
+    """The answer: the token ids that a generation request with the same fields would begin with."""
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt" if body.prompt is None else "messages")
+    if body.prompt is not None:
+        add = body.add_special_tokens is not False
+        token_ids = processor.text_token_ids(body.prompt, add_special_tokens=add, may_be_empty=True)
+    else:
+        given = {name: value for name in _CHAT_FIELDS if (value := getattr(body, name)) is not None}
+        token_ids = chat_token_ids(ChatBody.model_validate(given), processor)
+    texts = processor.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None  # type: ignore[union-attr]
+    return {
+        "count": len(token_ids),
+        "max_model_len": processor.max_model_len,
+        "tokens": token_ids,
+        "token_strs": texts,
+    }
+
+
+def detokenize(body: DetokenizeBody, processor: InputProcessor) -> dict[str, Any]:
+    """The answer: the text of ``tokens``, special tokens included."""
+    if processor.tokenizer is None:
+        raise RequestError("the model has no tokenizer", param="tokens")
+    if body.tokens:
+        processor.check_token_ids(body.tokens, param="tokens")
+    return {"prompt": processor.tokenizer.decode(body.tokens)}

@@ -1,0 +1,221 @@
+"""One tool call's JSON object, read piece by piece: ``{"name": "f", "arguments": {...}}``.
+
+::
+
+    BETWEEN --"--> KEY --"--> COLON --:--> VALUE --+-- name ----------------> STRING --"--+
+       ^ |                                         +-- arguments, text -----> STRING --"--+
+       | }--> done                                 +-- arguments, else -----> RAW --------+
+       |                                           +-- any other key -------> RAW --------+
+       +----------------------------------------------------------------------------------+
+
+The arguments are given out as they come, in the model's own spelling, once the name is known.  They are not checked to
+be JSON: only strings and brackets are followed, to find their end.  Raw control characters inside of their strings,
+which models write and JSON forbids, are escaped.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+
+from tp_engine.api.openai.tools.events import EventSink
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_STRICT_KEYS = ("name", "type", *_ARGUMENT_KEYS)
+_MAX_STRICT_CHARS = 1024
+_SPACE = " \t\r\n"
+# Runs of characters that change nothing but the length.
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_BETWEEN_STRINGS = re.compile(r'[^"{}\[\]<]+')
+
+
+class _State(enum.Enum):
+    BETWEEN = enum.auto()
+    KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    STRING = enum.auto()
+    RAW = enum.auto()
+
+
+class CallReader:
+    """Reads what follows the opening brace.  ``done``: the closing one was read.  ``broken``: this is no call.
+
+    With ``strict_names`` text that merely looks like a call is told from one: its first keys must be those of a call,
+    the name must come first and be one of these.  ``started`` tells whether the call has been announced to the sink.
+    """
+
+    def __init__(self, sink: EventSink, strict_names: frozenset[str] | None = None) -> None:
+        self.done = False
+        self.broken = False
+        self._sink = sink
+        self._strict_names = strict_names
+        self._state = _State.BETWEEN
+        self._num_chars = 0
+        self._string = ""  # a key, a name, or arguments written as a string: raw, without quotes
+        self._escaped = False
+        self._in_string = False
+        self._depth = 0
+        self._key = ""
+        self._name: str | None = None
+        self._index: int | None = None
+        self._waiting = ""  # arguments that came before the name
+        self._saw_arguments = False  # their key and the first character of their value
+        self._has_arguments = False  # and some of them have been given out, or wait
+
+    @property
+    def started(self) -> bool:
+        """Whether the call's name has been given out."""
+        return self._index is not None
+
+    def push(self, text: str, position: int) -> int:
+        """Take what begins at ``position`` of ``text``: a character, or a run of plain ones inside of arguments.
+
+        Returns the number of characters; 0 for one that broke the object.
+        """
+        if self._state is _State.RAW and not self._escaped and (self._in_string or self._depth):
+            run = (_IN_STRING if self._in_string else _BETWEEN_STRINGS).match(text, position)
+            if run is not None:
+                self._give_raw(run.group())
+                return len(run.group())
+        self._push(text[position])
+        return 0 if self.broken else 1
+
+    def _push(self, char: str) -> None:
+        self._num_chars += 1
+        if self._strict_names is not None and not self.started and self._num_chars > _MAX_STRICT_CHARS:
+            self.broken = True
+            return
+        match self._state:
+            case _State.BETWEEN:
+                self._between(char)
+            case _State.KEY | _State.STRING:
+                self._in_text(char)
+            case _State.COLON:
+                if char == ":":
+                    self._state = _State.VALUE
+                elif char not in _SPACE:
+                    self.broken = True
+            case _State.VALUE:
+                self._begin_value(char)
+            case _State.RAW:
+                self._raw(char)
+
+    def _between(self, char: str) -> None:
+        if char == '"':
+            self._state, self._string = _State.KEY, ""
+        elif char == "}":
+            self._end()
+        elif char != "," and char not in _SPACE:
+            self.broken = True
+
+    def _end(self) -> None:
+        if self._name is None or (self._strict_names is not None and not self._saw_arguments):
+            self.broken = True
+            return
+        self._announce()
+        if not self._has_arguments:
+            self._give("{}")
+        self.done = True
+
+    def _in_text(self, char: str) -> None:
+        """Inside of a key or of a string value that is read as a whole."""
+        if char != '"' or self._escaped:
+            self._escaped = char == "\\" and not self._escaped
+            self._string += char
+            return
+        try:
+            text = _unescaped(self._string)
+        except ValueError:
+            self.broken = True
+            return
+        if self._state is _State.KEY:
+            self._key, self._state = text, _State.COLON
+            self.broken = self._strict_names is not None and not self.started and not self._is_strict_key()
+            return
+        self._state = _State.BETWEEN
+        if self._key == "name":
+            self._take_name(text)
+        elif text.strip():
+            self._give(text)
+
+    def _is_strict_key(self) -> bool:
+        return self._key in _STRICT_KEYS and (self._key not in _ARGUMENT_KEYS or self._name is not None)
+
+    def _take_name(self, name: str) -> None:
+        if not name or (self._strict_names is not None and name not in self._strict_names):
+            self.broken = True
+        elif self._name is None:
+            self._name = name
+            if self._strict_names is None:
+                self._announce()
+
+    def _begin_value(self, char: str) -> None:
+        if char in _SPACE:
+            return
+        is_arguments = self._key in _ARGUMENT_KEYS and not self._saw_arguments
+        self._saw_arguments |= is_arguments
+        if char == '"' and (self._key == "name" or is_arguments):
+            self._state, self._string = _State.STRING, ""
+            return
+        if char in ",}" or self._key == "name":
+            self.broken = True
+            return
+        self._state, self._depth, self._in_string = _State.RAW, 0, False
+        # null stands for no arguments
+        self._key = "" if not is_arguments or char == "n" else self._key
+        self._raw(char)
+
+    def _raw(self, char: str) -> None:
+        """Inside of a value whose end is found by its brackets."""
+        if self._in_string:
+            self._give_raw(json.dumps(char)[1:-1] if char < " " else char)
+            if self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == '"':
+                self._in_string = False
+        elif char in "}]" or (char == "," and self._depth == 0):
+            self._close(char)
+        elif char == "<":  # never outside of a string in JSON: closing markup, with a bracket missing
+            self.broken = True
+        else:
+            self._depth += char in "{["
+            self._in_string = char == '"'
+            self._give_raw(char)
+        if self._depth == 0 and not self._in_string and char in '}]"':
+            self._state = _State.BETWEEN if self._state is _State.RAW else self._state
+
+    def _close(self, char: str) -> None:
+        if self._depth == 0:  # a number or word ends with the object, or with a comma
+            self._state = _State.BETWEEN
+            self._between(char)
+            return
+        self._depth -= 1
+        self._give_raw(char)
+
+    def _give_raw(self, text: str) -> None:
+        if self._key in _ARGUMENT_KEYS and (self._depth or text not in _SPACE):
+            self._give(text)
+
+    def _give(self, text: str) -> None:
+        self._has_arguments = True
+        if self._name is None:
+            self._waiting += text
+            return
+        self._announce()
+        assert self._index is not None
+        self._sink.arguments(self._index, text)
+
+    def _announce(self) -> None:
+        if self._index is None:
+            assert self._name is not None
+            self._index = self._sink.start_call(self._name)
+            self._sink.arguments(self._index, self._waiting)
+            self._waiting = ""
+
+
+def _unescaped(raw: str) -> str:
+    """What a JSON string means; half a surrogate pair, which no encoding can write, becomes U+FFFD."""
+    text = str(json.loads(f'"{raw}"', strict=False))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

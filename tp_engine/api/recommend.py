@@ -1,0 +1,69 @@
+"""``tp_engine.recommend``: what fits, and which options to use, before anything is loaded."""
+
+from __future__ import annotations
+
+from tp_engine.advice.advise import Question, advise
+from tp_engine.advice.hardware import Hardware, find_gpu
+from tp_engine.advice.recommendation import Recommendation
+from tp_engine.advice.workload import Workload, find_workload
+from tp_engine.config import DEMO_MODEL
+from tp_engine.model_config import ModelConfig, load_model_config
+from tp_engine.units import parse_bytes
+from tp_engine.worker.host_memory import host_memory
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+
+
+def recommend(
+    model: str | ModelConfig = str(DEMO_MODEL),
+    *,
+    workload: str | Workload = "chat",
+    tensor_parallel_size: int | None = None,
+    gpu: str | None = None,
+    device_memory: int | str | None = None,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    gpu_memory_utilization: float | None = None,
+    max_model_len: int | None = None,
+    block_size: int | None = None,
+    revision: str | None = None,
+) -> Recommendation:
+    """Block size, blocks, sequences and concurrency for ``model``: a folder, a hub name, or its parsed configuration.
+
+    The device is ``gpu`` (a name such as ``h100``), or one with ``device_memory`` (bytes, or ``"24GiB"``), or else this
+    machine's.  ``workload`` is chat, code, long-doc, or a ``Workload`` of one's own.  Without ``tensor_parallel_size``
+    the smallest number of ranks that fits is taken.  Raises ``ConfigError`` for what can not be answered; what does not
+    fit is an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell the rest.
+    """
+    config = model if isinstance(model, ModelConfig) else load_model_config(model, revision, files=CONFIG_FILES)[0]
+    return advise(
+        Question(
+            name=config.architecture if isinstance(model, ModelConfig) else model,
+            model=config,
+            hardware=_hardware(gpu, device_memory),
+            workload=find_workload(workload) if isinstance(workload, str) else workload,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+    )
+
+
+def _hardware(gpu: str | None, device_memory: int | str | None) -> Hardware:
+    if device_memory is not None:
+        return Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
+    return find_gpu(gpu) if gpu is not None else this_machine()
+
+
+def this_machine() -> Hardware:
+    """The GPU with the least memory, or this host's memory where there is none."""
+    import torch
+
+    memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    if memory:
+        index = memory.index(min(memory))
+        return Hardware(name=torch.cuda.get_device_name(index), memory=memory[index])
+    return Hardware(name="this machine's CPU", memory=host_memory().total, is_gpu=False)

@@ -1,0 +1,1 @@
+"""The ``tp-engine`` command, and the jobs that launch/ starts under torchrun."""

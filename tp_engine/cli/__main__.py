@@ -1,0 +1,10 @@
+"""``python -m tp_engine.cli``: the ``tp-engine`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from tp_engine.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What ``tp-engine doctor`` looks at."""

@@ -1,0 +1,88 @@
+"""Python and the packages."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+
+from tp_engine.cli.diagnosis.finding import Finding, Status
+
+MIN_PYTHON = (3, 11)
+PROJECT = "tp-engine"
+# What each brings; none is needed.
+OPTIONAL = {
+    "triton": "kernels on GPUs",
+    "flash-attn": "attention on GPUs",
+    "flashinfer-python": "attention on GPUs",
+    "llguidance": "structured output (extra: structured)",
+    "uvloop": "a faster event loop (extra: fast)",
+    "httptools": "a faster HTTP parser (extra: fast)",
+    "opentelemetry-sdk": "traces (extra: otel)",
+}
+# For a package that is used without being installed, from its source.
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xxhash", "msgspec", "pyzmq", "fastapi",
+          "uvicorn", "pydantic", "prometheus-client", "jinja2", "tqdm")  # fmt: skip
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:>=([0-9.]+))?")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Versions, and what is missing or too old."""
+    version = platform.python_version()
+    good = sys.version_info[:2] >= MIN_PYTHON
+    yield Finding(
+        topic="python",
+        status=Status.OK if good else Status.MISSING,
+        detail=f"{version} at {sys.executable}",
+        remedy=None if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
+    )
+    yield _needed(needed_packages())
+    found = {name: present for name in OPTIONAL if (present := installed(name)) is not None}
+    absent = [f"{name} ({use})" for name, use in OPTIONAL.items() if name not in found]
+    yield Finding(topic="optional packages", status=Status.OK, detail=_listed(found) or "none")
+    if absent:
+        yield Finding(topic="not installed", status=Status.OK, detail=", ".join(absent))
+
+
+def needed_packages() -> dict[str, str]:
+    """Name -> least version, from this package's own metadata."""
+    try:
+        lines = [line for line in metadata.requires(PROJECT) or () if "extra ==" not in line]
+    except metadata.PackageNotFoundError:
+        lines = list(NEEDED)
+    found = [match for line in lines if (match := _REQUIREMENT.match(line))]
+    return {match[1]: match[2] or "0" for match in found}
+
+
+def installed(name: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _needed(packages: Mapping[str, str]) -> Finding:
+    versions = {name: installed(name) for name in packages}
+    wrong = [name for name, version in versions.items() if version is None or _less(version, packages[name])]
+    if not wrong:
+        shown = {name: version for name, version in versions.items() if version is not None}
+        return Finding(topic="packages", status=Status.OK, detail=_listed(shown))
+    asked = " ".join(f"'{name}>={packages[name]}'" for name in wrong)
+    told = ", ".join(f"{name} {versions[name] or 'is not installed'}" for name in wrong)
+    return Finding(topic="packages", status=Status.MISSING, detail=told, remedy=f"pip install {asked}")
+
+
+def _less(version: str, least: str) -> bool:
+    return _numbers(version) < _numbers(least)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``2.13.0+cpu`` -> (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

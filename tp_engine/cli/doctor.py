@@ -1,0 +1,70 @@
+"""``tp-engine doctor``: what this machine has, what is missing, and what would be chosen on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tp_engine
+from tp_engine.cli.diagnosis.finding import Finding, Status, as_text
+from tp_engine.cli.diagnosis.packages import check_packages
+from tp_engine.config import DEMO_MODEL, EngineConfig, check_type, option
+from tp_engine.options import parse_options
+
+SOMETHING_MISSING = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """For which model to look."""
+
+    model: str | None = option(None, "model to choose for (default: the demo model of a source checkout)")
+    tensor_parallel_size: int = option(1, "number of ranks to choose for", flags=("-tp", "--tp-size"))
+    json: bool = option(False, "print JSON")
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings; 1 if something needed is missing."""
+    options = parse_options("tp-engine doctor", "What this machine has.", {"doctor": DoctorConfig}, argv)
+    config = options.build("doctor", DoctorConfig)
+    if options.print_config:
+        print(options.effective_toml(), end="")
+        return 0
+    findings = list(examine(config))
+    missing = [one for one in findings if one.status is Status.MISSING]
+    if config.json:
+        content = {"version": tp_engine.__version__, "findings": [dataclasses.asdict(one) for one in findings]}
+        print(json.dumps(content | {"ok": not missing}, indent=2))
+    else:
+        print(f"tp-engine {tp_engine.__version__}")
+        print(as_text(findings))
+        print("something needed is missing" if missing else "nothing needed is missing")
+    return SOMETHING_MISSING if missing else 0
+
+
+def examine(config: DoctorConfig) -> Iterator[Finding]:
+    """All findings, packages first: without them nothing else can be looked at."""
+    packages = list(check_packages())
+    yield from packages
+    if any(one.status is Status.MISSING for one in packages):
+        return
+    from tp_engine.cli.diagnosis.devices import check_choice, check_devices, check_kernels, has_gpu
+    from tp_engine.cli.diagnosis.host import check_host
+
+    yield from check_devices()
+    yield from check_host(on_cpu=not has_gpu())
+    yield from check_kernels(on_cpu=not has_gpu())
+    if config.model is None and not DEMO_MODEL.is_dir():
+        detail = "none was named, and the demo model is not part of the installed package"
+        yield Finding(
+            topic="model", status=Status.NOTE, detail=detail, remedy="--model NAME tells what would be chosen"
+        )
+        return
+    model = config.model or str(DEMO_MODEL)
+    yield from check_choice(EngineConfig(model=model, tensor_parallel_size=config.tensor_parallel_size))

@@ -1,0 +1,87 @@
+"""``tp-engine COMMAND``: finds the command and runs it; each command imports what it needs and no more."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tp_engine
+from tp_engine.errors import ConfigError, EngineDeadError, RequestError
+from tp_engine.options.cli import did_you_mean
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """Where a command is (``module:function``, called with its arguments) and what it does in one line."""
+
+    place: str
+    summary: str
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        """The command's function."""
+        module, _, function = self.place.partition(":")
+        run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+        return run
+
+
+COMMANDS = {
+    "serve": Command("tp_engine.cli.jobs:serve_command", "serve a model over HTTP, as OpenAI's API"),
+    "run-batch": Command("tp_engine.cli.jobs:batch_command", "run a file of OpenAI batch requests"),
+    "chat": Command("tp_engine.cli.chat:main", "talk to a model in the terminal"),
+    "complete": Command("tp_engine.cli.complete:main", "continue a text"),
+    "bench": Command("tp_engine.cli.bench:main", "measure: serve, offline, latency, throughput"),
+    "recommend": Command("tp_engine.cli.recommend:main", "what fits on a device, and which options to use"),
+    "doctor": Command("tp_engine.cli.doctor:main", "what this machine has, and what would be chosen on it"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else EXIT_USAGE
+    name, *rest = arguments
+    if name in ("--version", "-V"):
+        print(f"tp-engine {tp_engine.__version__}")
+        return 0
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        return _refuse(f"unknown {kind} {name}{did_you_mean(name, [*COMMANDS, '--version', '--help'])}", "tp-engine")
+    return _run(COMMANDS[name], rest, f"tp-engine {name}")
+
+
+def usage() -> str:
+    """All commands."""
+    lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: tp-engine COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "tp-engine COMMAND --help tells its options; tp-engine --version the version.",
+        )
+    )
+
+
+def _run(command: Command, arguments: Sequence[str], name: str) -> int:
+    try:
+        return command.load()(arguments)
+    except (ConfigError, RequestError) as error:
+        return _refuse(str(error), name)
+    except (OSError, RuntimeError, EngineDeadError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _refuse(message: str, name: str) -> int:
+    print(f"{name}: error: {message}", file=sys.stderr, flush=True)
+    return EXIT_USAGE

@@ -1,0 +1,91 @@
+"""``tp-engine recommend``: what fits on a device, and the command that serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tp_engine.advice.hardware import GPU_GIB
+from tp_engine.advice.workload import WORKLOADS, Workload, find_workload
+from tp_engine.api.recommend import recommend
+from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, check_type, option
+from tp_engine.errors import ConfigError
+from tp_engine.options import parse_options
+
+DOES_NOT_FIT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendConfig:
+    """The question.  Only the model's config.json is read."""
+
+    model: str = option(str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)")
+    revision: str | None = option(None, "hub revision of the model")
+    workload: str = option("chat", "what users send", choices=tuple(WORKLOADS))
+    input_len: int | None = option(None, "mean tokens of a prompt (default: the workload's)")
+    output_len: int | None = option(None, "mean tokens of an answer (default: the workload's)")
+    shared_prefix_len: int | None = option(None, "tokens that all prompts begin with (default: the workload's)")
+    tensor_parallel_size: int | None = option(
+        None, "number of ranks (default: the smallest that fits)", flags=("-tp", "--tp-size")
+    )
+    gpu: str | None = option(None, f"device by name (default: this machine's): {', '.join(GPU_GIB)}")
+    device_memory: int | None = option(None, "memory of the device, such as 24GiB, instead of a name", size=True)
+    dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    kv_cache_dtype: str = option("auto", "type of the KV cache; auto takes dtype", choices=KV_CACHE_DTYPES)
+    gpu_memory_utilization: float | None = option(
+        None, "share of the device's memory that may be used (default: 0.9 on GPUs, 0.3 on CPUs)"
+    )
+    max_model_len: int | None = option(None, "longest prompt plus output (default: the workload's longest)")
+    block_size: int | None = option(None, "tokens per KV block (default: by the workload's lengths)")
+    json: bool = option(False, "print JSON")
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        for name in ("input_len", "output_len", "tensor_parallel_size", "device_memory", "max_model_len", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.gpu is not None and self.device_memory is not None:
+            raise ConfigError("gpu and device_memory are both given; give one of them")
+        utilization = self.gpu_memory_utilization
+        if utilization is not None and not 0.0 < utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
+
+    def lengths(self) -> Workload:
+        """The named workload with the lengths that were given."""
+        base = find_workload(self.workload)
+        prompt, output = self.input_len or base.prompt, self.output_len or base.output
+        shared = base.shared_prefix if self.shared_prefix_len is None else self.shared_prefix_len
+        longest = max(base.longest, prompt + output)
+        if self.max_model_len is not None:
+            longest = max(prompt + output, self.max_model_len)
+        return dataclasses.replace(
+            base, prompt=prompt, output=output, longest=longest, shared_prefix=min(shared, prompt)
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the recommendation; 1 if it does not fit."""
+    options = parse_options("tp-engine recommend", "What fits on a device.", {"recommend": RecommendConfig}, argv)
+    config = options.build("recommend", RecommendConfig)
+    if options.print_config:
+        print(options.effective_toml(), end="")
+        return 0
+    found = recommend(
+        config.model,
+        workload=config.lengths(),
+        tensor_parallel_size=config.tensor_parallel_size,
+        gpu=config.gpu,
+        device_memory=config.device_memory,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        revision=config.revision,
+    )
+    print(json.dumps(found.as_dict(), indent=2) if config.json else found.explain())
+    return 0 if found.fits else DOES_NOT_FIT

@@ -1,0 +1,157 @@
+"""The frontend's eyes on the engine: a report on request, and a bounded history with one sample per second.
+
+An idle engine is asked nothing: as long as no request is in flight, each second repeats the last sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tp_engine.api.async_llm import AsyncLLM
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.engine.report import EngineReport
+from tp_engine.errors import EngineDeadError
+from tp_engine.log import get_logger
+from tp_engine.sched.allocation_monitor import AllocationMonitor
+from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import ViewLimits
+from tp_engine.server.metrics.requests import RequestFigures
+
+logger = get_logger(__name__)
+
+INTERVAL_S = 1.0
+MAX_SAMPLES = 600
+_REPORT_TIMEOUT_S = 2.0
+_VIEW_LIFE_S = 0.2
+_LOG_EVERY_S = 10.0
+_UNREACHABLE = (HttpError, EngineDeadError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficSample:
+    """One second: ``time_s`` (time.monotonic()) is its end; rates are per second since the sample before."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    prompt_tokens_per_s: float
+    generation_tokens_per_s: float
+    stats: SchedulerStats
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a request was there."""
+        return bool(self.num_running or self.num_waiting or self.prompt_tokens_per_s or self.generation_tokens_per_s)
+
+
+class EngineWatch:
+    """Asks the engine that ``engine`` gives (or raises ``HttpError``), and remembers.  For the event loop's thread.
+
+    ``logs`` asks for a line on the throughput every ten seconds in which something ran.
+    """
+
+    def __init__(self, engine: Callable[[], AsyncLLM], figures: RequestFigures, *, logs: bool) -> None:
+        self._engine = engine
+        self._figures = figures
+        self._logs = logs
+        self.monitor = AllocationMonitor(max_samples=MAX_SAMPLES)
+        self.history: deque[TrafficSample] = deque(maxlen=MAX_SAMPLES)
+        self._seen_tokens = (0, 0)
+        self._seen_s = time.monotonic()
+        self._next_log_s = 0.0
+        self._viewing: asyncio.Task[EngineReport] | None = None
+        self._viewed_s = 0.0
+
+    async def report(self) -> EngineReport:
+        """Ask rank 0.  ``HttpError`` or ``EngineDeadError`` where there is none, ``TimeoutError`` if it hangs."""
+        return await self._ask(None)
+
+    async def view(self) -> EngineReport:
+        """A report with the pool and the running sequences, a fifth of a second old at most.
+
+        However many people look, the engine is asked once for all of them.
+        """
+        if self._viewing is None or time.monotonic() - self._viewed_s > _VIEW_LIFE_S:
+            self._viewed_s = time.monotonic()
+            self._viewing = asyncio.get_running_loop().create_task(self._ask(ViewLimits()))
+            self._viewing.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if all left
+        return await asyncio.shield(self._viewing)
+
+    async def run(self) -> None:
+        """Take a sample every second, for ever."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            if self._is_idle():
+                self._keep(self.history[-1].stats)
+                continue
+            try:
+                await self.report()
+            except _UNREACHABLE:
+                continue
+            self._log()
+
+    def _is_idle(self) -> bool:
+        if not self.history or self._tokens() != self._seen_tokens:
+            return False
+        last = self.history[-1]
+        try:
+            return last.num_running == last.num_waiting == self._engine().num_unfinished == 0
+        except _UNREACHABLE:
+            return False
+
+    async def _ask(self, limits: ViewLimits | None) -> EngineReport:
+        report = await self._engine().report(limits, timeout_s=_REPORT_TIMEOUT_S)
+        self._keep(report.stats)
+        return report
+
+    def _tokens(self) -> tuple[int, int]:
+        return self._figures.num_prompt_tokens, self._figures.num_generation_tokens
+
+    def _keep(self, stats: SchedulerStats) -> None:
+        """A sample, unless the last one is less than a second old."""
+        now_s = time.monotonic()
+        seconds = now_s - self._seen_s
+        if self.history and seconds < 0.9 * INTERVAL_S:
+            return
+        tokens = self._tokens()
+        prompt_rate, generation_rate = (
+            (now - before) / max(seconds, 1e-3) for now, before in zip(tokens, self._seen_tokens, strict=True)
+        )
+        self._seen_tokens, self._seen_s = tokens, now_s
+        self.monitor.observe(stats, now_s)
+        self.history.append(
+            TrafficSample(
+                time_s=now_s,
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                prompt_tokens_per_s=prompt_rate,
+                generation_tokens_per_s=generation_rate,
+                stats=stats,
+            )
+        )
+
+    def _log(self) -> None:
+        now_s = time.monotonic()
+        if not self._logs or now_s < self._next_log_s:
+            return
+        recent = [sample for sample in self.history if sample.time_s > now_s - _LOG_EVERY_S]
+        if not any(sample.is_active for sample in recent):
+            return
+        self._next_log_s = now_s + _LOG_EVERY_S
+        stats = self.history[-1].stats
+        hit_rate = stats.num_prefix_hit_tokens / max(1, stats.num_prefix_query_tokens)
+        assert self.monitor.latest is not None
+        logger.info(
+            "prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d, waiting: %d, "
+            "KV cache usage: %.1f%%, prefix cache hit rate: %.1f%%",
+            sum(sample.prompt_tokens_per_s for sample in recent) / len(recent),
+            sum(sample.generation_tokens_per_s for sample in recent) / len(recent),
+            stats.num_running,
+            stats.num_waiting,
+            self.monitor.latest.usage * 100,
+            hit_rate * 100,
+        )

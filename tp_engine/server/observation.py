@@ -1,0 +1,121 @@
+"""One prompt on its way through the server, as operators see it: metrics, a line in the log, a span."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.log import get_logger
+from tp_engine.outputs import RequestMetrics, RequestOutput
+from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.server.metrics.requests import AnswerClock, RequestFigures
+from tp_engine.server.request_context import trace_carrier
+from tp_engine.server.tracing import RequestTracer
+
+logger = get_logger(__name__)
+
+
+class Observation:
+    """From acceptance to the last token, or to the client's going: a context manager.
+
+    ``num_sequences`` sequences are awaited.  ``logs`` asks for a line at the end; ``tracer`` gets a span.
+    """
+
+    def __init__(
+        self,
+        figures: RequestFigures,
+        request: EngineRequest,
+        *,
+        num_sequences: int,
+        logs: bool,
+        tracer: RequestTracer | None,
+    ) -> None:
+        self._figures = figures
+        self._request = request
+        self._logs = logs
+        self._tracer = tracer
+        self._clock = AnswerClock(figures, len(request.prompt_token_ids))
+        self._num_tokens = [0] * num_sequences
+        self._reasons: list[str] = []
+        self._output: RequestOutput | None = None
+
+    def note(self, update: SequenceUpdate) -> None:
+        """The engine's next words."""
+        self.tick(update.index, len(update.token_ids), update.finish_reason)
+        if update.request_output is not None:
+            self._output = update.request_output
+
+    def tick(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
+        """Sequence ``index`` got ``num_tokens`` more, and perhaps ended."""
+        self._clock.tick(index, num_tokens, finish_reason)
+        self._num_tokens[index] += num_tokens
+        if finish_reason is not None:
+            self._reasons.append(finish_reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, RequestError):
+            return
+        missing = len(self._num_tokens) - len(self._reasons)
+        if missing:
+            reason = FinishReason.ERROR if isinstance(error, EngineDeadError) else FinishReason.ABORT
+            self._clock.leave(missing, reason)
+            self._reasons += [reason.value] * missing
+        else:
+            self._figures.observe_request(len(self._request.prompt_token_ids), self._request.params, self._times)
+        if self._logs:
+            self._log()
+        if self._tracer is not None:
+            self._tracer.record(
+                self._request,
+                trace_carrier(),
+                num_output_tokens=self._num_tokens,
+                num_cached_tokens=self._num_cached,
+                reasons=self._reasons,
+                times=self._times,
+            )
+
+    @property
+    def _times(self) -> RequestMetrics | None:
+        return None if self._output is None else self._output.metrics
+
+    @property
+    def _num_cached(self) -> int:
+        return 0 if self._output is None else self._output.num_cached_tokens
+
+    def _log(self) -> None:
+        request, times = self._request, self._times
+        fields = {
+            "engine_request_id": request.request_id,
+            "finish_reasons": self._reasons,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "cached_tokens": self._num_cached,
+            "output_tokens": sum(self._num_tokens),
+            "queue_s": None if times is None else round(times.queue_s, 6),
+            "time_to_first_token_s": None if times is None else round(times.ttft_s, 6),
+            "e2e_s": round(time.monotonic() - request.arrival_s, 6),
+        }
+        logger.info(
+            "%s finished: %s, %d prompt tokens (%d cached), %d generated, queued %s s, first token after %s s, "
+            "%.3f s in all",
+            request.request_id,
+            "+".join(self._reasons),
+            fields["prompt_tokens"],
+            fields["cached_tokens"],
+            fields["output_tokens"],
+            _seconds(None if times is None else times.queue_s),
+            _seconds(None if times is None else times.ttft_s),
+            fields["e2e_s"],
+            extra={"fields": fields},
+        )
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f}"

@@ -1,0 +1,35 @@
+// Times of one answer, as this browser sees them.
+
+import { count, rate, seconds } from "./format.js";
+
+// Tokens that arrive within less tell how the network bundles them, not how fast they were made.
+const SHORTEST_S = 0.05;
+
+export class Stopwatch {
+    constructor() {
+        this.beganAt = performance.now();
+        this.firstAt = this.lastAt = null;
+        this.firstTokens = this.tokens = 0;
+        this.ending = "";
+    }
+
+    /** Text has come; `usage` is the server's count so far. */
+    see(usage) {
+        this.lastAt = performance.now();
+        this.tokens = usage?.completion_tokens ?? this.tokens + 1;
+        if (this.firstAt === null) {
+            this.firstAt = this.lastAt;
+            this.firstTokens = this.tokens;
+        }
+    }
+
+    /** Time to the first token, tokens, tokens per second after the first (if that took a while), why it ended. */
+    line() {
+        if (this.firstAt === null) return this.ending;
+        const parts = [`first token ${seconds((this.firstAt - this.beganAt) / 1e3)}`];
+        parts.push(this.tokens === 1 ? "1 token" : `${count(this.tokens)} tokens`);
+        const [tokens, time] = [this.tokens - this.firstTokens, (this.lastAt - this.firstAt) / 1e3];
+        if (time >= SHORTEST_S) parts.push(`${rate(tokens / time)} tokens/s`);
+        return [...parts, this.ending].filter(Boolean).join(" · ");
+    }
+}

@@ -1,0 +1,150 @@
+"""OpenTelemetry: one span per prompt, with vLLM's attribute names and those of the GenAI conventions.
+
+The packages are an extra; without ``--otlp-traces-endpoint`` none of them is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tp_engine import env
+from tp_engine.errors import ConfigError
+from tp_engine.outputs import RequestMetrics
+from tp_engine.request import EngineRequest
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+SPAN_NAME = "llm_request"
+_CLOSE_S = 2.0
+_NS = 1_000_000_000
+
+
+def check_tracing() -> None:
+    """``ConfigError`` where the extra is missing, or the protocol that the environment names is unknown."""
+    try:
+        found = importlib.util.find_spec("opentelemetry.sdk") and importlib.util.find_spec("opentelemetry.exporter")
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise ConfigError(
+            "otlp_traces_endpoint is set but OpenTelemetry is not installed; pip install 'tp-engine[otel]', or leave "
+            "the option out"
+        )
+    if (protocol := env.otlp_protocol()) not in ("grpc", "http/protobuf"):
+        raise ConfigError(
+            f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}; it must be grpc (the default) or http/protobuf"
+        )
+
+
+class RequestTracer:
+    """Sends spans in batches from a thread of its own; a collector that is away costs requests nothing."""
+
+    def __init__(self, exporter: SpanExporter, model_name: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({"service.name": env.otel_service_name()})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("tp_engine")
+        self._model_name = model_name
+
+    @classmethod
+    def to_endpoint(cls, endpoint: str, model_name: str) -> RequestTracer:
+        """To an OTLP collector, by gRPC or, as ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` says, ``http/protobuf``."""
+        return cls(_exporter(endpoint), model_name)
+
+    def record(
+        self,
+        request: EngineRequest,
+        carrier: Mapping[str, str],
+        *,
+        num_output_tokens: Sequence[int],
+        num_cached_tokens: int,
+        reasons: Sequence[str],
+        times: RequestMetrics | None,
+    ) -> None:
+        """A request has ended now; ``carrier`` has the caller's ``traceparent``, lists have one entry per sequence.
+
+        ``reasons`` holds those of the sequences that ended.
+        """
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        end_ns = time.time_ns()
+        span = self._tracer.start_span(
+            SPAN_NAME,
+            context=TraceContextTextMapPropagator().extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=end_ns - int((time.monotonic() - request.arrival_s) * _NS),
+            attributes={
+                **_request_attributes(request, self._model_name),
+                **_usage_attributes(request, num_output_tokens, num_cached_tokens),
+                **({} if times is None else _latency_attributes(times)),
+                "gen_ai.response.finish_reasons": list(reasons),
+            },
+        )
+        if "error" in reasons:
+            span.set_status(Status(StatusCode.ERROR, "generation failed"))
+        span.end(end_ns)
+
+    def close(self) -> None:
+        """Send what is left, for two seconds at most."""
+        # Shutting down may wait for the collector; a thread that is a daemon holds nobody up.
+        closing = threading.Thread(target=self._provider.shutdown, name="otel-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    check_tracing()
+    if env.otlp_protocol() == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        exporter: SpanExporter = GrpcExporter(endpoint=endpoint)
+        return exporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint=endpoint)
+
+
+def _request_attributes(request: EngineRequest, model_name: str) -> dict[str, Any]:
+    params = request.params
+    asked = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    return {
+        "gen_ai.operation.name": "text_completion" if request.request_id.startswith("cmpl-") else "chat",
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.model": model_name,
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.n": params.n,
+        **{f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None},
+    }
+
+
+def _usage_attributes(request: EngineRequest, num_output_tokens: Sequence[int], num_cached: int) -> dict[str, Any]:
+    num_prompt, num_output = len(request.prompt_token_ids), sum(num_output_tokens)
+    return {
+        "gen_ai.usage.prompt_tokens": num_prompt,
+        "gen_ai.usage.completion_tokens": num_output,
+        "gen_ai.usage.input_tokens": num_prompt,
+        "gen_ai.usage.output_tokens": num_output,
+        "gen_ai.usage.cache_read.input_tokens": num_cached,
+        "gen_ai.usage.num_sequences": len(num_output_tokens),
+    }
+
+
+def _latency_attributes(times: RequestMetrics) -> dict[str, float]:
+    return {
+        "gen_ai.latency.time_in_queue": times.queue_s,
+        "gen_ai.latency.time_to_first_token": times.ttft_s,
+        "gen_ai.latency.e2e": times.e2e_s,
+        "gen_ai.latency.time_in_model_prefill": times.ttft_s - times.queue_s,
+        "gen_ai.latency.time_in_model_decode": times.e2e_s - times.ttft_s,
+        "gen_ai.latency.time_in_model_inference": times.e2e_s - times.queue_s,
+    }
