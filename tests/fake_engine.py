@@ -18,12 +18,22 @@ import msgspec
 import numpy as np
 
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.report import (
+    PLAN_BYTES,
+    STEP_TIME_S,
+    STEP_TOKENS,
+    WAIT_S,
+    Distribution,
+    EngineReport,
+    RankReport,
+)
 from tp_engine.engine.service import EngineLike, EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
-from tp_engine.plan import TokenLogprobs
+from tp_engine.plan import Control, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 20.0
 Reply = Callable[[EngineRequest], Sequence[int]]
@@ -122,6 +132,59 @@ def in_columns(deltas: Sequence[SequenceDelta]) -> StepOutput:
     )
 
 
+def fake_distribution(bounds: Sequence[float], count: int) -> Distribution:
+    """``count`` values in the first bucket."""
+    return Distribution(counts=[count] + [0] * len(bounds), total=count * bounds[0])
+
+
+def fake_rank(rank: int, num_steps: int) -> RankReport:
+    return RankReport(
+        rank=rank,
+        pid=100 + rank,
+        state="ready",
+        num_steps=num_steps,
+        num_last=num_steps * rank,
+        cpu_s=1.5,
+        heartbeat_age_s=0.25,
+        collective_s=0.125,
+        resident_bytes=1000,
+        memory={"total": 4000, "requested": 3000, "weights": 1000, "kv_cache_available": 1500, "kv_cache": 1000 + rank},
+        plan_wait=fake_distribution(WAIT_S, num_steps),
+        step_time=fake_distribution(STEP_TIME_S, num_steps),
+        collective_wait=fake_distribution(WAIT_S, num_steps),
+        recent_step_s=[0.0005] * min(num_steps, 4),
+    )
+
+
+def fake_view(running: Sequence[_Sequence], num_blocks: int, limits: ViewLimits) -> SchedulerView:
+    """Sequence number i holds block i."""
+    cells = bytearray(num_blocks // 4)
+    for block in range(len(running)):
+        cells[block // 4] |= 2 << 2 * (block % 4)
+    return SchedulerView(
+        grid=PoolGrid(num_blocks=num_blocks, blocks_per_cell=1, num_cells=num_blocks, cells=bytes(cells)),
+        running=[
+            RunningSequence(
+                request_id=one.request.request_id[:24],
+                index=one.index,
+                phase="decode",
+                priority=one.request.priority,
+                num_prompt_tokens=len(one.request.prompt_token_ids),
+                num_output_tokens=one.num_given,
+                num_computed_tokens=len(one.request.prompt_token_ids) + one.num_given,
+                num_cached_tokens=0,
+                num_preemptions=0,
+                arrival_s=one.request.arrival_s,
+                num_blocks=1,
+                num_shared_blocks=0,
+                blocks=[block],
+            )
+            for block, one in enumerate(running[: limits.max_sequences])
+        ],
+        num_omitted=max(0, len(running) - limits.max_sequences),
+    )
+
+
 @dataclass
 class FakeEngine:
     """``max_running`` sequences get a token in each step of ``step_delay_s``; step number ``fail_at_step`` raises."""
@@ -134,6 +197,8 @@ class FakeEngine:
     num_steps: int = 0
     aborted: list[str] = field(default_factory=list)
     added: list[EngineRequest] = field(default_factory=list)
+    trace_folder: str | None = None
+    profiled: list[Control] = field(default_factory=list)
     _sequences: list[_Sequence] = field(default_factory=list)
 
     @property
@@ -188,6 +253,31 @@ class FakeEngine:
             num_preemptions=0,
             num_recomputed_tokens=0,
         )
+
+    def report(self, view: ViewLimits | None = None) -> EngineReport:
+        """Two ranks whose figures are round; the running sequences hold one block each."""
+        running = self._sequences[: self.max_running]
+        return EngineReport(
+            stats=self.stats(),
+            ranks=[fake_rank(0, self.num_steps), fake_rank(1, self.num_steps)],
+            step_tokens=fake_distribution(STEP_TOKENS, self.num_steps),
+            plan_bytes=fake_distribution(PLAN_BYTES, self.num_steps),
+            step_skew=fake_distribution(WAIT_S, self.num_steps),
+            num_missed_steps=0,
+            view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        return not self._sequences
+
+    def profile(self, control: Control) -> list[StepOutput]:
+        if self.trace_folder is None:
+            raise RequestError("there is no folder for traces; start the engine with --profile FOLDER")
+        self.profiled.append(control)
+        return []
+
+    def configuration(self) -> dict[str, Any]:
+        return {"model": self.model_info.model, "profile": self.trace_folder}
 
     def check_health(self) -> None:
         """Always well."""

@@ -98,7 +98,8 @@ class Job:
         try:
             code = self.process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job runs on:\n{self._stacks()}\n{self.tail()}") from None
+            left = self._abort_with_stacks()
+            raise AssertionError(f"the job runs on:\n{left}\n{self.tail()}") from None
         left = self.leftovers(deadline_s - time.monotonic())
         assert not left, f"left behind: {left}\n{self.tail()}"
         self.reader.join(5.0)
@@ -154,12 +155,15 @@ class Job:
             return [script, *ranks][rank] if rank <= len(ranks) else None
         return None
 
-    def _stacks(self) -> str:
+    def _abort_with_stacks(self) -> str:
+        """What lives; it ends with the stacks of all its threads in the output (PYTHONFAULTHANDLER)."""
         lines = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
                 wchan = Path(f"/proc/{process.pid}/wchan").read_text()
                 lines.append(f"  {process.pid} {process.status()} {wchan} {' '.join(process.cmdline())[:150]}")
+                process.send_signal(signal.SIGABRT)
+        time.sleep(1.0)
         return "\n".join(lines)
 
 
@@ -184,7 +188,7 @@ def job(
     process = subprocess.Popen(
         _command(kind, folder, engine, num_ranks, rounds),
         cwd=ROOT,
-        env={**os.environ, **_environment(fault), **(environment or {}), MARKER: marker},
+        env={**os.environ, **_environment(fault), **(environment or {}), MARKER: marker, "PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

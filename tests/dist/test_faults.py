@@ -5,6 +5,7 @@ A few cells of the matrix that ``scripts/test_faults`` runs whole; ``tests/fault
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_an_error_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
     """Oracle: torchrun's own summary, which it makes of the ranks' error files."""
     options = ["--device", "cpu", "--num-gpu-blocks-override", "32", "--max-model-len", "64"]
     requests = tmp_path / "in.jsonl"
-    requests.write_text("")
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1+2="}}
+    requests.write_text(json.dumps(line) + "\n")  # without any, no model is loaded
     job = tmp_path / "job.py"
     job.write_text(
         "import os, runpy\nos.environ['TP_ENGINE_FAULT'] = '1:load:raise'\n"

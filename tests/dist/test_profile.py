@@ -1,27 +1,56 @@
-"""Traces of an engine with several ranks."""
+"""Traces of an engine with several ranks: of steps chosen before, and of those between two orders."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.unit.test_profiling import names_in
-from tp_engine import LLM, SamplingParams
+from tp_engine import AsyncLLM, RequestError, SamplingParams
+from tp_engine.engine.messages import Action
+
+PROMPT = [5, 9, 13, 7]
+
+
+async def tokens_of(llm: AsyncLLM, max_tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    *_, last = [output async for output in llm.generate(PROMPT, params)]
+    return last.outputs[0].token_ids
+
+
+def parts_in(path: Path) -> list[str]:
+    return [name for name in names_in(path) if name in ("prepare", "model", "sample") or name.startswith("step ")]
 
 
 @pytest.mark.timeout(120)
-def test_every_rank_writes_a_trace_of_the_same_steps(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: the names of the chosen steps and of their parts, on both ranks."""
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with LLM(
-        str(checkpoint("qwen3")), tensor_parallel_size=2, device="cpu", num_gpu_blocks_override=16, max_model_len=64,
-        profile=str(tmp_path / "traces"), profile_steps="2:4",
-    ) as llm:  # fmt: skip
-        llm.generate([[5, 9, 13, 7]], params, use_tqdm=False)
-    paths = sorted((tmp_path / "traces").iterdir())
-    assert [path.name for path in paths] == ["rank0_steps2-3.json.gz", "rank1_steps2-3.json.gz"]
-    for path in paths:
-        found = [name for name in names_in(path) if name in ("prepare", "model", "sample") or name.startswith("step ")]
-        assert found == ["step 2", "prepare", "model", "sample", "step 3", "prepare", "model", "sample"]
+def test_every_rank_writes_traces_of_the_same_steps(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the names of the chosen steps and of their parts, on both ranks; the tokens are those without a trace."""
+    folder = tmp_path / "traces"
+
+    async def scenario() -> None:
+        async with AsyncLLM(
+            str(checkpoint("qwen3")), tensor_parallel_size=2, device="cpu", num_gpu_blocks_override=16,
+            max_model_len=64, profile=str(folder), profile_steps="2:4",
+        ) as llm:  # fmt: skip
+            plain = await tokens_of(llm, 40)
+            chosen = sorted(folder.iterdir())
+            assert [path.name for path in chosen] == ["rank0_steps2-3.json.gz", "rank1_steps2-3.json.gz"]
+            parts = ["prepare", "model", "sample"]
+            assert [parts_in(path) for path in chosen] == [["step 2", *parts, "step 3", *parts]] * 2
+            running = asyncio.create_task(tokens_of(llm, 40))
+            assert await llm.act(Action.START_PROFILE) == {"folder": str(folder)}
+            with pytest.raises(RequestError, match="requests are running"):
+                while not running.done():
+                    await llm.act(Action.RESET_PREFIX_CACHE)
+            assert await running == plain
+            await llm.act(Action.STOP_PROFILE)
+            ordered = [parts_in(path) for path in sorted(folder.iterdir()) if path not in chosen]
+            assert len(ordered) == 2 and ordered[0] == ordered[1] and len(ordered[0]) >= 4 * 5
+            assert await llm.act(Action.RESET_PREFIX_CACHE) == {}
+            assert (await llm.act(Action.DESCRIBE))["tensor_parallel_size"] == 2
+            assert await tokens_of(llm, 40) == plain
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,15 +66,18 @@ def wait_until(condition: object, what: str, timeout_s: float = DEADLINE_S) -> N
 
 @contextlib.contextmanager
 def running_server(
-    engine: FakeEngine | None = None, config: ServerConfig | None = None, pulse: EnginePulse | None = None
+    engine: FakeEngine | None = None,
+    config: ServerConfig | None = None,
+    pulse: EnginePulse | None = None,
+    verify: ssl.SSLContext | None = None,
 ) -> Iterator[RunningServer]:
-    """Start it on a free port, wait until it is ready, and end it."""
+    """Start it on a free port, wait until it is ready, and end it; ``verify`` is of HTTPS over a Unix socket."""
     config = config or ServerConfig(port=0)
     engine = engine or new_engine()
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(fake_service(engine))
         listener = stack.enter_context(open_listener(config))
-        url = listener_url(listener)
+        url = listener_url(listener, scheme="https" if config.ssl_certfile else "http")
         process = FrontendProcess.start(
             listener,
             config,
@@ -84,7 +88,10 @@ def running_server(
         )
         listener.close()
         stack.callback(process.end)
-        headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
-        client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S))
+        headers = {"Authorization": f"Bearer {config.api_key[0]}"} if config.api_key else {}
+        transport = httpx.HTTPTransport(uds=config.uds, verify=verify or False) if config.uds else None
+        client = stack.enter_context(
+            httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, transport=transport)
+        )
         wait_until(lambda: client.get("/ready").status_code == 200, "the server to be ready")
         yield RunningServer(url=url, engine=engine, service=service, process=process, client=client)

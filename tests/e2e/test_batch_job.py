@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,25 +14,25 @@ from typing import Any
 import pytest
 
 from tests.dist.launch import torchrun
-from tests.e2e.serving import launch
-from tp_engine.api.batch import run_batch
-from tp_engine.api.batch_config import BatchConfig
-from tp_engine.config import EngineConfig
+from tests.e2e.frontend import wait_until
+from tests.e2e.serving import ROOT, launch
+from tp_engine import run_batch
 
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
 
 
 def write_sums(path: Path, num_lines: int) -> None:
-    """Lines that ask for sums, chat and completions in turn, and one that is no request."""
+    """Lines that ask for sums, at each of the endpoints in turn, and one that is no request."""
     lines = []
     for number in range(num_lines):
         question = f"{number % 10}+{number // 10 % 10}="
         body: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
-        url = "/v1/chat/completions" if number % 2 == 0 else "/v1/completions"
-        if number % 2 == 0:
-            body["messages"] = [{"role": "user", "content": question}]
+        if number % 3 == 0:
+            url, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": question}]
+        elif number % 3 == 1:
+            url, body["prompt"] = "/v1/completions", f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         else:
-            body["prompt"] = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            url, body = "/v1/responses", {"input": question, "max_output_tokens": 8, "temperature": 0}
         lines.append(json.dumps({"custom_id": f"sum-{number}", "method": "POST", "url": url, "body": body}))
     path.write_text("\n".join([*lines, '{"custom_id": "bad"}']) + "\n", encoding="utf-8")
 
@@ -41,27 +43,58 @@ def check_sums(path: Path, num_lines: int) -> None:
     assert len(results) == len(path.read_text().splitlines()) == num_lines + 1
     assert results["bad"]["error"] is not None
     for number in range(num_lines):
-        choice = results[f"sum-{number}"]["response"]["body"]["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        answer = results[f"sum-{number}"]["response"]["body"]
+        if "output" in answer:
+            text = answer["output"][0]["content"][0]["text"]
+        else:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
         assert text == str(number % 10 + number // 10 % 10), (number, text)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks; the job ends with exit code 0."""
+    """Two ranks; lines with errors are no failed job; once all is done, no rank loads a model."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 20)
-    job = torchrun(2, ["launch/batch.py", "-i", str(source), "-o", str(target), *SMALL])
-    assert job.returncode == 0, job.stdout[-5000:]
-    check_sums(target, 20)
+    for _ in range(2):
+        job = torchrun(2, ["launch/batch.py", "-i", str(source), "-o", str(target), *SMALL])
+        assert job.returncode == 0, job.stdout[-5000:]
+        check_sums(target, 20)
+    assert "21 of 21 lines have a result" in job.stdout and "loading weights" not in job.stdout
 
 
 def test_from_python(tmp_path: Path) -> None:
     """``run_batch`` in this process."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 20)
-    config = EngineConfig(device="cpu", num_gpu_blocks_override=256, max_num_seqs=4)
-    assert run_batch(config, BatchConfig(input_file=str(source), output_file=str(target)))
+    summary = run_batch(source, target, device="cpu", num_gpu_blocks_override=256, max_num_seqs=4)
+    assert (summary.num_succeeded, summary.num_failed) == (20, 1)
     check_sums(target, 20)
+
+
+def test_pipes_and_signals(tmp_path: Path) -> None:
+    """A script between two pipes writes results alone; SIGTERM ends one with exit code 1, and the next goes on."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_sums(source, 200)
+    command = [sys.executable, "-m", "tests.e2e.batch_fake", "--device", "cpu", "--output-order", "input"]
+    environment = {**os.environ, "TEST_STEP_DELAY_S": "0.02"}
+    first = subprocess.Popen([*command, "-i", str(source), "-o", str(target)], cwd=ROOT, env=environment)
+    try:
+        wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 3, "results")
+        first.terminate()
+        assert first.wait(20) == 1
+    finally:
+        first.kill()
+    num_results = target.read_bytes().count(b"\n")
+    assert 3 <= num_results < 201 and target.read_bytes().endswith(b"\n")
+    with source.open("rb") as lines:
+        second = subprocess.run(
+            [*command, "-i", "-", "-o", "-"], stdin=lines, capture_output=True, cwd=ROOT, timeout=60, check=False
+        )
+    assert second.returncode == 3, second.stderr
+    ids = [json.loads(line)["id"] for line in second.stdout.splitlines()]
+    assert ids == [f"batch_req_{number}" for number in range(1, 202)]
+    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ids[:num_results]
 
 
 @pytest.mark.timeout(200)
@@ -81,5 +114,5 @@ def test_resumed_after_kill(tmp_path: Path) -> None:
     with target.open("a") as torn:
         torn.write('{"id": "torn')
     second = launch(0, arguments, script="launch/batch.py")
-    assert second.process.wait(100) == 0, second.text()[-3000:]
+    assert second.process.wait(100) == 3, second.text()[-3000:]
     check_sums(target, 300)

@@ -171,8 +171,9 @@ def test_logprobs_tell_how_the_sum_came_about(llm: LLM) -> None:
 
 
 def test_beams_share_their_blocks(llm: LLM) -> None:
-    """Oracle: arithmetic.  A prompt of 16 full blocks is computed and kept once, not once per beam and round."""
-    prompt, num_rounds = [(17 * i) % 200 + 3 for i in range(16 * BLOCK)], 12
+    """Oracle: arithmetic.  A prompt of 16 full blocks and 2 tokens is computed and kept once, not once per beam and
+    round, and each beam computes one token a round, for it begins with a copy of its parent's last block."""
+    prompt, num_rounds = [(17 * i) % 200 + 3 for i in range(16 * BLOCK + 2)], 12
     assert llm.engine.reset_prefix_cache()
     before = llm.engine.stats()
     llm.beam_search([prompt], BeamSearchParams(beam_width=WIDTH, max_tokens=num_rounds, ignore_eos=True))
@@ -180,9 +181,8 @@ def test_beams_share_their_blocks(llm: LLM) -> None:
     num_asked = after.num_prefix_query_tokens - before.num_prefix_query_tokens
     num_computed = num_asked - (after.num_prefix_hit_tokens - before.num_prefix_hit_tokens)
     assert num_asked == len(prompt) + WIDTH * sum(len(prompt) + i for i in range(1, num_rounds))
-    assert num_computed <= len(prompt) + WIDTH * BLOCK * (num_rounds - 1)
-    num_full_blocks_of_beams = WIDTH * ((num_rounds - 1) // BLOCK)
-    assert 16 < after.num_cached_blocks <= 16 + num_full_blocks_of_beams
+    assert num_computed == len(prompt) + WIDTH * (num_rounds - 1)
+    assert 16 < after.num_cached_blocks <= 16 + WIDTH * num_rounds
 
 
 @pytest.mark.parametrize(

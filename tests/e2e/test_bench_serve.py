@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu.figures import figures_of
 
 from tests.e2e.frontend import RunningServer, new_engine, running_server
 from tests.e2e.serving import ROOT
@@ -50,6 +51,7 @@ def test_a_sweep_counts_every_token(tmp_path: Path) -> None:
         assert saved["output_lens"] == [9] * 12 and all(len(gaps) == 8 for gaps in saved["itls"])
     assert report["results"][0]["duration"] >= 12 / 40.0 * 0.9
     assert (tmp_path / "sweep.svg").read_text().startswith("<svg")
+    assert len(figures_of(report)) == 2 * 3, "gpu_check shows three figures of each rate"
 
 
 def test_chat_with_prompts_of_a_file(tmp_path: Path) -> None:

@@ -52,13 +52,15 @@ def ask_streamed(client: openai.OpenAI, question: str) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [0, 2, 4, 8])
 def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
-    """Oracle: arithmetic.  Without torchrun, and under it with 2, 4 and 8 ranks."""
-    small = ("--device", "cpu", "--num-gpu-blocks-override", "512", "--block-size", "16")
+    """Oracle: arithmetic.  Without torchrun, where rank 0 starts the other one, and under it with 2, 4 and 8 ranks."""
+    small = ["--device", "cpu", "--num-gpu-blocks-override", "512", "--block-size", "16"]
+    small += [] if num_ranks else ["-tp", "2"]
     with serving(num_ranks, *small, timeout_s=200) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)
         for question, expected in QUESTIONS.items():
             assert expected in ask(client, question), question
             assert expected in ask_streamed(client, question), question
+        assert "46" in client.responses.create(model="demo_model", input="12+34=", temperature=0).output_text
         right = [answer in ask(client, question) for question, answer in (recall_question(40, s) for s in range(5))]
         assert sum(right) >= 4
         beams = client.chat.completions.create(
@@ -80,7 +82,7 @@ def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
         (3, (), ("3", "1, 2, 4, 8")),
         (0, ("--model", "/no/such/model"), ("/no/such/model",)),
         (0, ("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
-        (0, ("--tensor-parallel-size", "2"), ("torchrun --nproc-per-node 2",)),
+        (0, ("--tensor-parallel-size", "3"), ("3", "1, 2, 4, 8")),
         (0, ("--no-such-flag", "1"), ("--no-such-flag",)),
     ],
 )

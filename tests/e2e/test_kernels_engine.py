@@ -12,3 +12,17 @@ from tests.unit.kernel_harness import interpreted, needs_triton
 def test_interpreted_engine() -> None:
     """Oracle: the tokens of the same engine on plain PyTorch, greedy and sampled."""
     interpreted("kernel_cases_engine", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_interpreted_masks() -> None:
+    """Oracle: the tokens of the same engine on plain PyTorch, one row of which follows a grammar."""
+    interpreted("kernel_cases_masks", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_interpreted_warm_up() -> None:
+    """Oracle: the launches of the start: serving adds no specialisation of a kernel, so nothing is compiled then."""
+    interpreted("kernel_cases_warm_up", timeout_s=270)

@@ -178,7 +178,7 @@ def test_death_of_rank_0_ends_the_frontend() -> None:
         wait_until(lambda: not frontend.is_running(), "the frontend to end", 5)
 
 
-@pytest.mark.parametrize("option", [["--tensor-parallel-size", "2"], ["--max-num-seq", "2"]])
+@pytest.mark.parametrize("option", [["--schedule-policy", "lpm"], ["--ssl-cert-reqs", "2"], ["--max-num-seq", "2"]])
 def test_configuration_errors_end_at_once(option: list[str]) -> None:
     """Oracle: exit code 2, one message, nothing started."""
     with started(*option) as job:

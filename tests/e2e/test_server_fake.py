@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,6 +212,23 @@ def test_status_routes_and_metrics(server: RunningServer) -> None:
     assert grown('tp_engine:request_success_total{finished_reason="length",model_name="demo"}') == 1
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
         assert f"tp_engine:{name}{label}" in after
+
+
+def test_the_engine_is_watched(server: RunningServer) -> None:
+    """Oracle: the samples that the server takes by itself, one per second; a look adds one at most."""
+
+    def num_samples() -> int:
+        return len(server.client.get("/engine").json()["history"]["age_s"])
+
+    def grows_by_itself() -> bool:
+        before = num_samples()
+        time.sleep(2.3)
+        return num_samples() >= before + 2
+
+    wait_until(grows_by_itself, "samples that nobody asked for")
+    page = server.client.get("/engine").json()
+    assert page["model"]["name"] == "demo" and page["requests"]["running"] == 0
+    assert page["history"]["age_s"] == sorted(page["history"]["age_s"], reverse=True)
 
 
 def metrics(server: RunningServer) -> dict[str, float]:

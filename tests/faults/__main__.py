@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--starting", type=int, default=len(os.sched_getaffinity(0)), help="jobs that start at once")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the storms; default: the time")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
     started_s = time.monotonic()
     found = run_all(chosen(options), options.starting, show)
     failed = [str(outcome.case) for outcome in found if outcome.problems]

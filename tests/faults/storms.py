@@ -27,6 +27,7 @@ _STARTS_WITHIN_S = 150.0
 _STOP_S = 20.0
 _START_TAKES_S = 4.0
 _AGENT_KILLS_S = 30.0
+_OTHERS_START_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,9 @@ def _limit_s(storm: Storm) -> float:
         return DETECTION_S
     if storm.moment != "loading":
         return DETECTION_S + HARD_LIMIT_S
-    # Stopped before it is on the board, a rank of torchrun's can be ended by the agent alone.
-    return DETECTION_S + STARTUP_LIMIT_S + (_AGENT_KILLS_S if storm.kind != "script" else 0.0)
+    # The limit counts from the last progress of the others, who still start.  Stopped before it is on the board, a rank
+    # of torchrun's can be ended by the agent alone.
+    return DETECTION_S + _OTHERS_START_S + STARTUP_LIMIT_S + (_AGENT_KILLS_S if storm.kind != "script" else 0.0)
 
 
 def _wrong_code(storm: Storm, code: int) -> list[str]:

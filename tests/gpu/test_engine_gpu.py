@@ -50,6 +50,8 @@ def generated(folder: Path, params: SamplingParams, num_prompts: int = 12, **opt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True)
+TOP_K = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True)
+PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=7, max_tokens=24, ignore_eos=True)
 
 
 def test_greedy_tokens_equal_transformers(folder: Path) -> None:
@@ -70,7 +72,7 @@ def test_greedy_tokens_equal_transformers(folder: Path) -> None:
     assert generated(folder, GREEDY, dtype="float32", max_num_batched_tokens=64) == expected
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, TOP_K], ids=["greedy", "seeded", "top_k"])
 @pytest.mark.parametrize(("dtype", "num_prompts"), [("float32", 12), ("bfloat16", 8), ("float16", 8)])
 def test_recorded_steps_give_the_tokens_of_eager_ones(
     folder: Path, dtype: str, num_prompts: int, params: SamplingParams
@@ -84,6 +86,19 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
         generated(folder, params, num_prompts, dtype=dtype, enforce_eager=flag) for flag in (False, True)
     )
     assert recorded == eager
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
+def test_nothing_is_compiled_while_serving(folder: Path, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: Triton's own hook, which hears of every kernel that no launch before has compiled."""
+    knobs = pytest.importorskip("triton").knobs
+    compiled: list[str] = []
+    options = OPTIONS | {"dtype": "bfloat16", "enforce_eager": enforce_eager, "max_num_batched_tokens": 64}
+    with LLM(str(folder), **options) as llm:
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]))
+        for params in (GREEDY, SEEDED, TOP_K, PENALISED):
+            llm.generate(prompts(), params, use_tqdm=False)
+    assert not compiled
 
 
 def test_the_same_run_twice_is_identical(folder: Path) -> None:

@@ -49,3 +49,23 @@ def test_captured() -> None:
         logits.copy_(torch.randn(logits.shape) * 3)
         graph.replay()
         assert torch.equal(tokens, eager.sample(kind, logits, rows, positions))
+
+
+def test_masks() -> None:
+    """Oracle: the same rows on a CPU; greedy, so that nothing depends on rounding."""
+    from tp_engine.sampling.sampler import Sampler
+    from tp_engine.sampling.state import SamplingState
+
+    count, vocab, generator = 6, 5003, np.random.default_rng(1)
+    logits = torch.from_numpy(generator.normal(size=(count, vocab)).astype(np.float32))
+    masks = generator.integers(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=np.int64).astype(np.int32)
+    rows, masked = np.arange(count, dtype=np.int32), np.array([5, 0, 2], dtype=np.int32)
+    found = []
+    for device in ("cpu", "cuda"):
+        state = SamplingState(max_num_seqs=count, vocab_size=vocab, device=torch.device(device), has_tables=False)
+        for row in rows.tolist():
+            state.admit(row, RowSampling(logprobs=2 if row == 5 else -1), rows[:2], 2)
+        state.masks.set(masked, masks)
+        tokens, _ = Sampler(state).sample(logits.to(device), rows, np.full(count, 4, dtype=np.int32))
+        found.append(tokens.tolist())
+    assert found[0] == found[1]

@@ -26,6 +26,7 @@ from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.rank_group import serve_rank
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
+from tp_engine.worker import worker
 
 LAUNCHED = env.launched_rank()
 assert LAUNCHED is not None, "run this through scripts/test_multi_gpu"
@@ -65,8 +66,12 @@ def reference(folder: Path) -> list[list[int]]:
     return answers
 
 
-def test_tokens_of_all_ranks_together_equal_transformers(folder: Path) -> None:
-    """Oracle: transformers in fp32.  Chunked, preempted and cached, then once more from the cache."""
+def test_tokens_of_all_ranks_together_equal_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: transformers in fp32.  Chunked, preempted and cached, then once more from the cache.
+
+    The ranks run their first steps together, as on GPUs.
+    """
+    monkeypatch.setattr(worker, "warms_up", lambda device_type: True)
     options = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 8}
     with engine(model=str(folder), num_gpu_blocks_override=24, block_size=4, **options) as llm:
         if llm is None:
@@ -77,6 +82,20 @@ def test_tokens_of_all_ranks_together_equal_transformers(folder: Path) -> None:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == expected
         llm.engine.check_integrity()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="steps are recorded on GPUs")
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_k": 20, "top_p": 0.9}], ids=str)
+def test_recorded_steps_give_the_tokens_of_eager_ones(folder: Path, filters: dict[str, Any]) -> None:
+    """Oracle: the same engine with ``enforce_eager``; the ranks' exchange is part of the recordings."""
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True, **filters)
+    found = []
+    for enforce_eager in (False, True):
+        with engine(model=str(folder), dtype="float32", max_model_len=128, enforce_eager=enforce_eager) as llm:
+            if llm is not None:
+                outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+    assert not found or found[0] == found[1]
 
 
 @pytest.mark.parametrize("seed", range(3))

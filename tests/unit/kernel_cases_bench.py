@@ -9,9 +9,9 @@ from tests.unit.kernel_harness import AGREEMENT, ROOT
 
 def main() -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
-    from bench_kernel_attention import attention_cases, prefill_case
-    from bench_kernel_cases import Shape, decode_input_cases, token_cases
-    from bench_kernel_sampling import sampling_cases
+    from benchmarks.kernels.attention import attention_cases, prefill_case
+    from benchmarks.kernels.cases import Shape, decode_input_cases, token_cases
+    from benchmarks.kernels.sampling import sampling_cases
 
     shape = Shape(name="tiny", hidden=32, inner=24, num_heads=4, num_kv_heads=2, head_dim=32, device="cpu")
     small = (*token_cases(shape, 3), *decode_input_cases(shape, 2, 40), prefill_case(shape, 20))

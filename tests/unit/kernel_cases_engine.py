@@ -8,24 +8,38 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import patch
+
+import torch
 
 from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.dist.groups import RankGroups
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.kernels.layer_ops import LayerOps, triton_ops
+from tp_engine.plan import IntArray
+from tp_engine.sampling.device_sampler import StepKind
+from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_capture import GraphPlan
 from tp_engine.worker.graph_recorder import RepeatingRecorder
 from tp_engine.worker.input_batch import InputBatch
 
-PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17]
-NUM_TOKENS = (6, 3, 9)
+PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
+NUM_TOKENS = (12, 3, 5, 4)
 RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
-SAMPLING = ({"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 5, "seed": 4})
+SAMPLING = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_k": 5, "seed": 4},
+    {"temperature": 0, "presence_penalty": 1.5},
+)
+# The steps that decode alone, and whether their sampling is recorded: the penalised row ends first, then the ranked.
+KINDS = {StepKind(ranked=True, penalised=True): False, StepKind(ranked=True): True, StepKind(): True}
 
 
 def generate(folder: Path) -> list[list[int]]:
@@ -39,6 +53,24 @@ def generate(folder: Path) -> list[list[int]]:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         llm.engine.check_integrity()
     return [output.outputs[0].token_ids for output in outputs]
+
+
+class CountedDecodes(CapturedDecodes):
+    """Notes of each step of which kind it is, and whether its sampling was recorded; and in ``ends``, when it ends."""
+
+    steps: ClassVar[list[tuple[StepKind | None, bool]]] = []
+    ends: ClassVar[list[str]] = []
+
+    def close(self) -> None:
+        super().close()
+        self.ends.append("recordings")
+
+    def run(self, rows: IntArray, positions: IntArray) -> tuple[torch.Tensor, LogprobTensors | None]:
+        kind = self._sampler.device.kind_of(rows, positions)
+        with patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched:
+            result = super().run(rows, positions)
+        self.steps.append((kind, not launched.called))
+        return result
 
 
 def main() -> None:
@@ -61,13 +93,17 @@ def main() -> None:
             found = generate(folder)
             with (
                 patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-                patch.object(CapturedDecodes, "run", autospec=True, side_effect=CapturedDecodes.run) as replays,
+                patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+                patch("tp_engine.worker.model_runner.CapturedDecodes", CountedDecodes),
+                patch.object(RankGroups, "close", lambda groups: CountedDecodes.ends.append("process groups")),
             ):
                 recorded = generate(folder)
     assert used, "no layer took its operations from the table"
     assert found == expected, (found, expected)
     assert recorded == expected, (recorded, expected)
-    assert replays.call_count >= 6
+    assert CountedDecodes.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"
+    steps = set(CountedDecodes.steps)
+    assert steps == set(KINDS.items()), steps
     assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
     print(AGREEMENT)
 

@@ -1,7 +1,4 @@
-"""Paged attention kernels: interpreted against their PyTorch twin (``main``), and the launches of real models.
-
-The interpreter's matrix product knows no bfloat16: that is for tests/gpu, and compiled here.
-"""
+"""Paged attention kernels: interpreted against their PyTorch twin (``main``), and the launches of real models."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised
 from tp_engine.kernels.paged_attention import paged_attention
-from tp_engine.kernels.paged_decode_triton import DecodeSizes, decode_sizes, paged_decode_triton
-from tp_engine.kernels.paged_prefill_triton import PrefillSizes, paged_prefill_triton, prefill_sizes
+from tp_engine.kernels.paged_decode_triton import decode_sizes, paged_decode_triton
+from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 from tp_engine.kernels.store_kv import store_kv
 
 INT8, FP8 = LARGEST_VALUE
@@ -72,9 +69,6 @@ PREFILL_CASES = (
     Case(dtype=torch.float16, cache_dtype=INT8),
     Case(cache_dtype=FP8, group=7, num_kv_heads=1, window=33),
 )
-
-
-# The interpreter can not run these.
 BFLOAT16_CASES = (
     Case(dtype=torch.bfloat16, head_dim=128),
     Case(dtype=torch.bfloat16, head_dim=128, block_size=256, splits=1),
@@ -123,10 +117,8 @@ def run_decode(case: Case, device: str = "cpu") -> None:
     if case.query_len > 1:
         requests = [request for request in requests if request[1]]
     batch, scales = stored_batch(case, requests, device)
-    sizes = DecodeSizes(tile=32, num_warps=4, num_stages=2, num_splits=case.splits)
-    if device == "cuda":
-        sizes = decode_sizes(1, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132)
-        sizes = replace(sizes, num_splits=case.splits)
+    sizes = decode_sizes(1, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132)
+    sizes = replace(sizes, num_splits=case.splits)
     out = torch.full_like(batch.query, float("nan"))
     paged_decode_triton(
         batch.query,
@@ -146,9 +138,7 @@ def run_decode(case: Case, device: str = "cpu") -> None:
 def run_prefill(case: Case, device: str = "cpu") -> None:
     """Chunks behind two decodes, which the kernel leaves alone."""
     batch, scales = stored_batch(case, CHUNKS, device)
-    sizes = PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=2)
-    if device == "cuda":
-        sizes = prefill_sizes(case.head_dim, case.dtype.itemsize)
+    sizes = prefill_sizes(case.head_dim, case.dtype.itemsize)
     first, out = 2, torch.full_like(batch.query, 7.0)
     paged_prefill_triton(
         batch.query,
@@ -194,9 +184,9 @@ CASES: dict[str, Callable[[str], None]] = {
 
 
 def main() -> None:
-    for case in DECODE_CASES:
+    for case in DECODE_CASES + BFLOAT16_CASES:
         run_decode(case)
-    for case in PREFILL_CASES:
+    for case in PREFILL_CASES + BFLOAT16_CASES:
         run_prefill(case)
     print(AGREEMENT)
 
@@ -221,12 +211,17 @@ LAUNCHES = (
     Launch(7, 1, 128, torch.float16, INT8, 256),  # Qwen2.5-7B on 4
     Launch(32, 32, 96, torch.bfloat16, INT8, 16),  # Phi-3-mini
     Launch(8, 4, 256, torch.bfloat16, torch.bfloat16, 16),  # Gemma
+    Launch(8, 8, 64, torch.float32, torch.float32, 32),  # the tests' precision
 )
+# Everything on sm_90; the others share both types, each cache, the ends of head_dim and block_size, and a window.
+LAUNCHES_OF = {80: (0, 2, 4), 89: (5,), 90: range(len(LAUNCHES)), 100: (1, 3, 5)}
+# What one program may use, in bytes.
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def launches(capability: int) -> Iterator[dict[str, Any]]:
-    """Arguments that both kernels take, as the engine would call them, without memory; fewer for other than sm_90."""
-    for model in LAUNCHES if capability == 90 else LAUNCHES[::3]:
+    """Arguments that both kernels take, as the engine would call them, without memory."""
+    for model in (LAUNCHES[number] for number in LAUNCHES_OF[capability]):
         heads, kv_heads, head_dim, block_size = model.num_heads, model.num_kv_heads, model.head_dim, model.block_size
         merged = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=model.dtype, device="meta")
         caches = torch.empty(2, 5, 100, block_size, kv_heads, head_dim, dtype=model.cache_dtype, device="meta")
@@ -258,7 +253,7 @@ def launch_all(capability: int) -> None:
             **call,
             seq_lens=seq_lens,
             query_start=query_start,
-            sizes=prefill_sizes(head_dim, itemsize),
+            sizes=prefill_sizes(head_dim, itemsize, SHARED_MEMORY[capability]),
             num_queries=60,
             first_request=2,
         )

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from tests.unit.kernel_cases_layer_ops import assert_close_enough
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.norm import add_rms_norm
 from tp_engine.kernels.reduce_norm_triton import MAX_PROGRAMS, all_reduce_add_rms_norm_triton
@@ -34,9 +35,9 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
     wide[:, :size] = parts[rank]
     residual = torch.randn(num_rows, size, generator=generator).to(device, dtype)
     weight = torch.randn(size, generator=generator).to(device, dtype)
-    expected_residual = residual.clone()
-    total = torch.stack(parts).float().sum(0).to(dtype)
-    expected = add_rms_norm(total, expected_residual, weight, EPS)
+    plain_residual, exact_residual = residual.clone(), residual.double()
+    plain = add_rms_norm(torch.stack(parts).float().sum(0).to(dtype), plain_residual, weight, EPS)
+    exact = add_rms_norm(torch.stack(parts).double().sum(0), exact_residual, weight.double(), EPS)
     buffers = [torch.zeros_like(part) if peer == rank else part.clone() for peer, part in enumerate(parts)]
     num_places = 2 * min(num_rows, MAX_PROGRAMS)
     signals = [torch.zeros(num_places, world_size, dtype=torch.int32, device=device) for _ in range(world_size)]
@@ -45,9 +46,8 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
     out = all_reduce_add_rms_norm_triton(
         wide[:, :size], residual, weight, EPS, buffers=addresses(buffers), signals=addresses(signals), rank=rank
     )
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(residual, expected_residual, rtol=2 * eps, atol=2 * eps)
-    torch.testing.assert_close(out, expected, rtol=4 * eps, atol=4 * eps)
+    assert_close_enough(residual, plain_residual, exact_residual)
+    assert_close_enough(out, plain, exact)
     assert torch.equal(buffers[rank], parts[rank])
     for peer in range(world_size):
         given = torch.zeros(num_places, world_size, dtype=torch.int32, device=device)

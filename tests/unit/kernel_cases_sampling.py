@@ -35,7 +35,7 @@ from tp_engine.sampling.state import SamplingState
 
 ONE_AT_A_TIME = threading.Lock()
 STEPS = 2
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PENALISED = [
     RowSampling(repetition_penalty=1.3),
     RowSampling(temperature=1.0, frequency_penalty=0.4, presence_penalty=0.7, seed=5),
@@ -144,6 +144,14 @@ def random_logits(count: int, vocab_size: int, dtype: torch.dtype, scale: float 
     return (torch.randn(STEPS, count, vocab_size, generator=generator) * scale).to(dtype)
 
 
+def masked(logits: torch.Tensor) -> torch.Tensor:
+    """-inf but for a few tokens per row; of the first rows but for one, in the last slice of several ranks."""
+    allowed = torch.rand(logits.shape, generator=torch.Generator().manual_seed(3)) < 0.02
+    allowed[:, :4] = False
+    allowed[:, :, -3] = True
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
 def check_noise(device: str) -> None:
     """Keys and hashes bit by bit, from int64 seeds on the device; the noise within rounding (on CUDA: exactly)."""
     seeds = torch.tensor([0, 1, -1, 123456789, -(2**63)], device=device)
@@ -194,6 +202,7 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         # Of equal logits the lowest ids come first, also where a threshold divides them.
         tied = (random_logits(7, 400, torch.float32) / 2).round()
         add("ties", ranked, StepKind(ranked=True), world_size, tied)
+        add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
     add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
     add("filtered ties", FILTERED, StepKind(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
@@ -222,6 +231,10 @@ def launch_all() -> None:
     best(part, rows, positions, tables, first_id=18992)
     best(part, rows, positions, tables, first_id=18992, counts=counts, maxima=maxima)
     sampling_filter_triton.top_keys_triton(part, rows, tables, first_id=18992, width=64)
+    for dtype in (torch.float16, torch.float32):
+        other = empty(64, 18992, dtype=dtype)
+        best(other, rows, positions, tables, first_id=18992)
+        sampling_filter_triton.top_keys_triton(other, rows, tables, first_id=18992, width=64)
     token_ids = empty(64, dtype=torch.int32)
     sampling_filter_triton.draw_filtered_triton(whole, rows, positions, tables, token_ids)
     wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)

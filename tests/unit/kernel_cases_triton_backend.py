@@ -10,7 +10,6 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.kv_quant import LARGEST_VALUE
-from tp_engine.kernels.store_kv import store_kv
 
 MIXED = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
 DECODES = [(1, 40), (1, 300), (1, 0)]
@@ -34,16 +33,17 @@ def check_against_loops() -> None:
 
 
 def check_quantised(cache_dtype: torch.dtype) -> None:
-    """New prompts, stored by the twin: the interpreter rounds to 8 bits in its own way (kernel_cases_kv_quant)."""
+    """New prompts, stored by each backend itself."""
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
     batch = make_batch([(1, 1), (9, 9), (33, 33)], shape)
-    cache, scales = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype), torch.zeros(2, *batch.kv_cache.shape[1:4])
-    scales = scales.transpose(2, 3).contiguous()
-    store_kv(batch.key * 1e-3, batch.value, cache, batch.metadata.slot_mapping, scales)
+    _, num_blocks, block_size, num_kv_heads, _ = batch.kv_cache.shape
     outputs = []
     for backend in (TorchBackend(), TritonBackend()):
+        cache = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype)
+        scales = torch.zeros(2, num_blocks, num_kv_heads, block_size)
         backend.prepare(batch.metadata)
-        outputs.append(backend.forward(batch.query, None, None, cache, batch.metadata, shape, scales))
+        key, value = batch.key * 1e-3, batch.value
+        outputs.append(backend.forward(batch.query, key, value, cache, batch.metadata, shape, scales))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
 

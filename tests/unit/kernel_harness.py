@@ -34,15 +34,15 @@ needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not instal
 quiet = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
-def interpreted(module: str, timeout_s: float = 120.0) -> None:
-    """Run ``tests.unit.<module>`` as a program, interpreted; it must print ``AGREEMENT``.
+def interpreted(module: str, timeout_s: float = 170.0) -> None:
+    """Run ``main`` of ``tests.unit.<module>``, interpreted; it must print ``AGREEMENT``.
 
     A process of its own, as Triton reads TRITON_INTERPRET when it is imported.
     """
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         pytest.skip("the interpreter of Triton before 3.7 can not loop with numpy from 2.4 on: update one of them")
     result = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.{module}"],
+        [sys.executable, "-m", "tests.unit.kernel_interpreter", module],
         cwd=ROOT,
         env=env.child_environment(TRITON_INTERPRET="1"),
         capture_output=True,
@@ -52,13 +52,6 @@ def interpreted(module: str, timeout_s: float = 120.0) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert AGREEMENT in result.stdout
-
-
-def is_interpreted() -> bool:
-    """Whether this process interprets kernels."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def _version(package: str) -> tuple[int, int]:

@@ -174,7 +174,13 @@ class Simulation:
         self.plans: list[StepPlan] = []
 
     def add(
-        self, prompt: list[int], *, request_id: str | None = None, priority: int = 0, **params: object
+        self,
+        prompt: list[int],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        will_continue: bool = False,
+        **params: object,
     ) -> EngineRequest:
         """Queue a request with a seed of its own, unless given."""
         request_id = request_id or f"r{len(self.requests)}"
@@ -185,6 +191,7 @@ class Simulation:
             params=SamplingParams(**params),  # type: ignore[arg-type]
             eos_token_ids=(EOS,),
             priority=priority,
+            will_continue=will_continue,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -261,7 +268,8 @@ class Simulation:
 
 
 class RandomLoad:
-    """A seeded stream of requests that share prefixes, fork, stop, differ in salt and priority, and get aborted."""
+    """A seeded stream of requests that share prefixes, fork, stop, differ in salt and priority, continue others and
+    get aborted."""
 
     def __init__(self, simulation: Simulation, seed: int) -> None:
         self.simulation = simulation
@@ -285,13 +293,15 @@ class RandomLoad:
             self.simulation.step()
 
     def add(self) -> None:
-        """A prompt that begins with a piece of a stem."""
+        """A prompt that begins with a piece of a stem, or with all of an earlier prompt and answer."""
         rng = self.random
         stem = rng.choice(self.stems)
-        prompt = (stem[: rng.randint(0, len(stem))] + self._tokens(rng.randint(1, 6)))[: self.longest]
+        start = self._earlier() if rng.random() < 0.3 else stem[: rng.randint(0, len(stem))]
+        prompt = (start + self._tokens(rng.randint(1, 6)))[: self.longest]
         self.simulation.add(
             prompt,
             priority=rng.choice((0, 0, 0, 1, -1)),
+            will_continue=rng.random() < 0.5,
             n=rng.choice((1, 1, 1, 2, 3)),
             max_tokens=rng.choice((1, 2, 5, 12, 40, None)),
             ignore_eos=rng.random() < 0.5,
@@ -305,6 +315,13 @@ class RandomLoad:
         open_ids = [key[0] for key, output in self.simulation.outputs.items() if output.finish_reason is None]
         if open_ids:
             self.simulation.abort(self.random.choice(open_ids), "unknown")
+
+    def _earlier(self) -> list[int]:
+        """Prompt and answer, as far as it is known, of one of the last requests."""
+        chosen = self.random.choice(list(self.simulation.outputs)[-6:] or [None])
+        if chosen is None:
+            return []
+        return self.simulation.requests[chosen[0]].prompt_token_ids + self.simulation.outputs[chosen].token_ids
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCABULARY) for _ in range(count)]

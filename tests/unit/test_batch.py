@@ -1,38 +1,46 @@
-"""The batch job against an engine without a model."""
+"""Batch jobs from end to end, with an engine without a model."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from tests.e2e.frontend import INFO, new_engine
-from tp_engine.api.batch import BatchJob
-from tp_engine.api.batch_files import ResultFile, read_requests
-from tp_engine.api.input_processor import InputProcessor, load_tokenizer
-from tp_engine.api.llm import LLM
-from tp_engine.api.output_processor import OutputProcessor
+import tp_engine
+from tests.e2e.batch_fake import FakeLLM
+from tests.e2e.frontend import INFO, wait_until
+from tests.fake_engine import FakeEngine
+from tp_engine.api.batch_job import batch_run
+from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.api.batch_job.run import run_job
+from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError, RequestError
+from tp_engine.request import FinishReason
+from tp_engine.server.batch import exit_code
 
 NUM_LINES = 40
+ENGINE = EngineConfig(device="cpu", max_num_seqs=4)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer(INFO.tokenizer)
-
-
-@pytest.fixture
-def llm(tokenizer: Any) -> Any:
-    """What the job uses of ``LLM``: a fresh fake engine between the real processors."""
-    return SimpleNamespace(
-        engine=new_engine(),
-        input_processor=InputProcessor(INFO, tokenizer),
-        output_processor=OutputProcessor(tokenizer),
-    )
+@pytest.fixture(autouse=True)
+def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    """The engine of the next job; a job after it gets a fresh one."""
+    first = FakeLLM()
+    unused = [first]
+    monkeypatch.setattr(batch_run, "LLM", lambda **_: unused.pop() if unused else FakeLLM())
+    return first
 
 
 def completion(custom_id: Any, prompt: Any, **fields: Any) -> str:
@@ -40,14 +48,8 @@ def completion(custom_id: Any, prompt: Any, **fields: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
 
 
-def run(
-    llm: Any, source: Path, target: Path, stop: Callable[[], bool] = lambda: False, max_in_flight: int = 8
-) -> BatchJob:
-    results = ResultFile(target)
-    job = BatchJob(cast(LLM, llm), results, max_in_flight=max_in_flight)
-    job.run(read_requests(source), stop)
-    results.close()
-    return job
+def run(source: Path, target: Path | str, stop: Callable[[], bool] = lambda: False, **options: Any) -> BatchSummary:
+    return run_job(ENGINE, BatchConfig(input_file=str(source), output_file=str(target), **options), stop_requested=stop)
 
 
 def results_of(path: Path) -> list[dict[str, Any]]:
@@ -63,43 +65,110 @@ def source(tmp_path: Path) -> Path:
     lines[11] = completion("id-11", "x", temperature=-1)
     lines[13] = completion("id-13", ["one", "two two"], n=2, stop=[" "])
     lines[17] = completion("id-17", "x" * 2000)
+    lines[20] = completion("id-20", "x", model="gpt-4o")
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def check_all_there(path: Path) -> None:
+ERRORS = {
+    6: "invalid_json_line",
+    10: "duplicate_custom_id",
+    12: None,
+    18: "context_length_exceeded",
+    21: "model_not_found",
+}
+
+
+def check_all_there(*paths: Path) -> None:
     """Every line has exactly one result, and the right one."""
-    results = {result["id"]: result for result in results_of(path)}
-    assert len(results) == len(results_of(path)) == NUM_LINES
-    errors = {line_id: result["error"]["code"] for line_id, result in results.items() if result["error"]}
-    assert errors == {
-        "batch_req_6": "invalid_line",
-        "batch_req_10": "duplicate_custom_id",
-        "batch_req_12": None,
-        "batch_req_18": "context_length_exceeded",
-    }
-    assert results["batch_req_12"]["response"]["status_code"] == 400
-    assert results["batch_req_6"]["response"] is None
+    written = [result for path in paths for result in results_of(path)]
+    results = {int(result["id"].removeprefix("batch_req_")): result for result in written}
+    assert len(results) == len(written) == NUM_LINES
+    assert {number: result["error"]["code"] for number, result in results.items() if result["error"]} == ERRORS
+    assert results[6]["response"] is None and results[12]["response"]["status_code"] == 400
+    assert "of line 4" in results[10]["error"]["message"]
     for number in range(NUM_LINES):
-        result = results[f"batch_req_{number + 1}"]
-        if number not in (5, 9, 11, 13, 17):
+        result = results[number + 1]
+        if number + 1 not in (*ERRORS, 14):
             assert result["custom_id"] == f"id-{number}" and result["response"]["status_code"] == 200
             text = result["response"]["body"]["choices"][0]["text"]
             assert text == ("x" + "ab" * (number % 7) if number % 7 else "x" * 50)
-    choices = results["batch_req_14"]["response"]["body"]["choices"]
+    choices = results[14]["response"]["body"]["choices"]
     assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
 
 
-def test_every_line_gets_its_result(llm: Any, source: Path, tmp_path: Path) -> None:
+def test_every_line_gets_its_result(
+    llm: FakeLLM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the fake engine repeats each prompt; bad lines are told apart by their codes; nothing keeps running."""
-    job = run(llm, source, tmp_path / "out.jsonl")
-    assert (job.num_done, job.num_failed, job.num_skipped) == (NUM_LINES - 4, 4, 0)
+    summary = run(source, tmp_path / "out.jsonl", summary_file=str(tmp_path / "summary.json"))
     check_all_there(tmp_path / "out.jsonl")
     assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
+    counts = (summary.num_lines, summary.num_succeeded, summary.num_failed, summary.num_earlier, summary.num_remaining)
+    assert counts == (NUM_LINES, NUM_LINES - 5, 5, 0, 0)
+    assert summary.status == "completed" and summary.errors["invalid_request"] == summary.errors["model_not_found"] == 1
+    answers = [result["response"]["body"] for result in results_of(tmp_path / "out.jsonl") if not result["error"]]
+    assert summary.completion_tokens == sum(answer["usage"]["completion_tokens"] for answer in answers)
+    assert summary.prompt_tokens == sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    reasons = [choice["finish_reason"] for answer in answers for choice in answer["choices"]]
+    assert summary.finish_reasons == {reason: reasons.count(reason) for reason in set(reasons)}
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["num_failed"] == 5 and written["completion_tokens_per_s"] > 0
+    assert exit_code(summary) == 3 and exit_code(summary, 0) == 0
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert exit_code(summary) == 0 and exit_code(summary, 3) == 3, "torchrun would call it a failed job"
 
 
-def test_beam_search(llm: Any, tmp_path: Path) -> None:
+def test_all_endpoints(tmp_path: Path) -> None:
+    """Oracle: the shapes of the three answers; the fake engine repeats the prompt."""
+    message = {"messages": [{"role": "user", "content": "hi"}]}
+    bodies = {"completions": {"prompt": "hi"}, "chat/completions": message, "responses": {"input": "hi"}}
+    lines = [
+        json.dumps({"custom_id": name, "method": "POST", "url": f"/v1/{name}", "body": {**body, "model": "m"}})
+        for name, body in bodies.items()
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", served_model_name=("m",))
+    assert (summary.num_succeeded, exit_code(summary)) == (3, 0)
+    answers = {result["custom_id"]: result["response"]["body"] for result in results_of(tmp_path / "out.jsonl")}
+    objects = {name: (answer["object"], answer["model"]) for name, answer in answers.items()}
+    assert objects == {
+        "completions": ("text_completion", "m"),
+        "chat/completions": ("chat.completion", "m"),
+        "responses": ("response", "m"),
+    }
+    assert answers["completions"]["choices"][0]["text"] == "hi"
+
+
+def test_chat_and_sampling_options(llm: FakeLLM, tmp_path: Path) -> None:
+    """Oracle: the prompt by the template of the options, which the fake engine repeats; the sampling it was sent."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    options = {"chat_template": "say {{ messages[0].content }}", "override_generation_config": '{"top_k": 7}'}
+    run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", **options)
+    [result] = results_of(tmp_path / "out.jsonl")
+    assert result["response"]["body"]["choices"][0]["message"]["content"] == "say hi"
+    assert llm.engine.added[0].params.top_k == 7
+
+
+def test_tool_calls_and_reasoning(tmp_path: Path) -> None:
+    """Oracle: by hand; the engine repeats the prompt, which here is what the user says."""
+    text = '<think>Hm.</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    body = {"messages": [{"role": "user", "content": text}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    chats = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    run(source, tmp_path / "out.jsonl", chat_template="{{ messages[0].content }}", **chats)
+    choice = results_of(tmp_path / "out.jsonl")[0]["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", None)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_beam_search(llm: FakeLLM, tmp_path: Path) -> None:
     """Oracle: the fake engine's candidates by hand: a prompt's first byte, then those after it, less likely each."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     beams = {"use_beam_search": True, "max_tokens": 2}
@@ -110,7 +179,7 @@ def test_beam_search(llm: Any, tmp_path: Path) -> None:
         completion("stop", "p", stop=["x"], **beams),
     ]
     source.write_text("\n".join(lines) + "\n")
-    run(llm, source, target)
+    run(source, target)
     results = {result["custom_id"]: result["response"] for result in results_of(target)}
     texts = {name: [choice["text"] for choice in results[name]["body"]["choices"]] for name in ("two", "plain", "best")}
     assert texts == {"two": ["aa", "ab", "ba", "kk", "kl", "lk"], "plain": ["xab"], "best": ["pp"]}
@@ -118,47 +187,273 @@ def test_beam_search(llm: Any, tmp_path: Path) -> None:
     assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
 
 
-def test_few_lines_are_in_flight(llm: Any, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["finished", "input"])
+def test_order_of_results(source: Path, tmp_path: Path, order: str) -> None:
+    """Oracle: the line numbers; without a given order short answers overtake long ones."""
+    run(source, tmp_path / "out.jsonl", output_order=order, max_in_flight=6)
+    check_all_there(tmp_path / "out.jsonl")
+    numbers = [int(result["id"].removeprefix("batch_req_")) for result in results_of(tmp_path / "out.jsonl")]
+    assert (numbers == sorted(numbers)) == (order == "input")
+
+
+def test_errors_in_a_file_of_their_own(source: Path, tmp_path: Path) -> None:
+    """Oracle: the same results, divided; both files count when the job goes on."""
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    run(source, output, error_file=str(errors))
+    check_all_there(output, errors)
+    assert len(results_of(errors)) == 5 and not any(result["error"] for result in results_of(output))
+    errors.unlink()
+    again = run(source, output, error_file=str(errors))
+    assert (again.num_earlier, again.num_failed) == (NUM_LINES - 5, 5)
+    check_all_there(output, errors)
+
+
+def test_shards_add_up(source: Path, tmp_path: Path) -> None:
+    """Oracle: the whole file's results, whatever the shard; a repeated id counts across shards."""
+    for count in (1, 2, 3, 7):
+        paths = [tmp_path / f"out-{index}-{count}.jsonl" for index in range(1, count + 1)]
+        summaries = [run(source, path, shard=f"{index}/{count}") for index, path in enumerate(paths, start=1)]
+        check_all_there(*paths)
+        assert sum(summary.num_lines for summary in summaries) == NUM_LINES
+
+
+def test_a_finished_job_starts_no_engine(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
+    """Oracle: nothing is asked of the engine, nothing written; also where only bad lines are left."""
+    run(source, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    batch_run.LLM = pytest.fail  # type: ignore[misc, assignment]
+    again = run(source, tmp_path / "out.jsonl")
+    assert (again.status, again.num_earlier, again.num_failed, exit_code(again)) == ("completed", NUM_LINES, 5, 3)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    source.write_text("\n".join(["", "{", "", completion("a", "x", model="other")]))
+    only_errors = run(source, tmp_path / "errors.jsonl")
+    assert (only_errors.num_lines, only_errors.num_failed) == (2, 2)
+    assert [result["id"] for result in results_of(tmp_path / "errors.jsonl")] == ["batch_req_2", "batch_req_4"]
+
+
+def test_validation_runs_nothing(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the numbers of the bad lines, the one that is too long for the model among them; no file appears."""
+    batch_run.LLM = pytest.fail  # type: ignore[misc, assignment]
+    before = set(source.parent.iterdir())
+    monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
+    summary = run_job(ENGINE, BatchConfig(input_file=str(source), validate_only=True))
+    assert (summary.status, summary.num_lines, summary.num_failed, exit_code(summary)) == ("validated", NUM_LINES, 5, 3)
+    assert summary.errors == {code or "invalid_request": 1 for code in ERRORS.values()}
+    for number in ERRORS:
+        assert f"line {number}: " in caplog.text
+    assert "repeats the custom_id of line 4" in caplog.text
+    assert set(source.parent.iterdir()) == before
+
+
+def test_strict_jobs_refuse_bad_files(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
+    """Oracle: the number of lines that can be known to be bad without the tokenizer; nothing was asked or written."""
+    with pytest.raises(ConfigError, match=r"4 lines .* are bad"):
+        run(source, tmp_path / "out.jsonl", strict=True, summary_file=str(tmp_path / "summary.json"))
+    assert not llm.engine.added and (tmp_path / "out.jsonl").read_bytes() == b""
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_few_lines_are_in_flight(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
     """Oracle: the bound on prompts, with one line's prompts above it."""
-    most = 0
-    step = llm.engine.step
+    most, step = 0, llm.engine.step
 
     def counting_step() -> Any:
         nonlocal most
         most = max(most, len(llm.output_processor))
         return step()
 
-    llm.engine.step = counting_step
-    run(llm, source, tmp_path / "out.jsonl", max_in_flight=4)
+    llm.engine.step = counting_step  # type: ignore[method-assign]
+    run(source, tmp_path / "out.jsonl", max_in_flight=4)
     assert 4 <= most <= 5
 
 
-@pytest.mark.parametrize("num_results", [1, 7, 20, 33])
-@pytest.mark.parametrize("torn_bytes", [0, 1, 40])
-def test_a_killed_job_is_resumed(llm: Any, source: Path, tmp_path: Path, num_results: int, torn_bytes: int) -> None:
-    """Oracle: a first run whose file was cut anywhere, and a second one, together give each result once."""
-    whole = tmp_path / "whole.jsonl"
-    run(llm, source, whole)
-    lines = whole.read_bytes().splitlines(keepends=True)
-    target = tmp_path / "out.jsonl"
-    target.write_bytes(b"".join(lines[:num_results]) + lines[num_results][:torn_bytes])
-    job = run(llm, source, target)
-    assert job.num_skipped == num_results
+@pytest.mark.parametrize("order", ["finished", "input"])
+def test_a_large_file_takes_little_memory(tmp_path: Path, order: str) -> None:
+    """Oracle: tracemalloc's peak, far below the size of the input and of the output."""
+    source, target, padding = tmp_path / "in.jsonl", tmp_path / "out.jsonl", "p" * 16_000
+    with source.open("w") as lines:
+        for number in range(640):
+            lines.write(completion(f"id-{number}", "x", max_tokens=2 + number % 3, user=padding) + "\n")
+    run(source, tmp_path / "warm-up.jsonl", shard="1/320")
+    tracemalloc.start()
+    try:
+        summary = run(source, target, output_order=order, max_in_flight=8)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert source.stat().st_size > 10_000_000 and summary.num_succeeded == 640
+    assert peak_bytes < 2_500_000
+
+
+def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> multiprocessing.Process:
+    """The job in a forked process, slow enough to be killed at any moment."""
+
+    def job() -> None:
+        batch_run.LLM = lambda **_: FakeLLM(step_delay_s=0.001)  # type: ignore[misc, assignment, return-value]
+        run(source, target, progress_bar=False, **options)
+
+    process = multiprocessing.get_context("fork").Process(target=job)
+    process.start()
+    return process
+
+
+def kill_after(process: multiprocessing.Process, target: Path, num_lines: int, delay_s: float) -> bool:
+    """kill -9 a moment after ``target`` has so many lines; False if the process had ended by then."""
+    try:
+        wait_until(lambda: not process.is_alive() or target.read_bytes().count(b"\n") >= num_lines, "results")
+        time.sleep(delay_s)
+        return process.is_alive()
+    finally:
+        process.kill()
+        process.join(10)
+
+
+@pytest.mark.parametrize(("order", "seed"), [("finished", 1), ("finished", 2), ("input", 3), ("input", 4)])
+def test_jobs_that_are_killed_again_and_again(source: Path, tmp_path: Path, order: str, seed: int) -> None:
+    """Oracle: after kill -9 at random moments every line has one result in the end, and the right one."""
+    rng, target, options = random.Random(seed), tmp_path / "out.jsonl", {"output_order": order, "max_in_flight": 4}
+    target.touch()
+    num_killed = 0
+    for _ in range(6):
+        wanted = target.read_bytes().count(b"\n") + rng.randrange(10)
+        num_killed += kill_after(in_a_child(source, target, options), target, wanted, rng.uniform(0.0, 0.01))
+        with target.open("ab") as torn:
+            torn.write(b'{"id":"batch_req_7","custom_id":"id-6","resp'[: rng.choice((0, rng.randrange(40)))])
+    summary = run(source, target, **options)
     check_all_there(target)
-    assert run(llm, source, target).num_skipped == NUM_LINES
+    assert num_killed > 0 and summary.num_earlier > 0
 
 
-def test_an_interrupted_job_says_so_and_is_resumed(llm: Any, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_an_output_that_was_cut_anywhere_is_completed(source: Path, tmp_path: Path, seed: int) -> None:
+    """Oracle: whole lines are kept and count, the rest is run; the next run finds nothing to do."""
+    rng, target = random.Random(seed), tmp_path / "out.jsonl"
+    run(source, target, output_order=rng.choice(["input", "finished"]))
+    kept = target.read_bytes()[: rng.randrange(target.stat().st_size)]
+    target.write_bytes(kept)
+    summary = run(source, target, output_order=rng.choice(["input", "finished"]))
+    assert summary.num_earlier == kept.count(b"\n")
+    check_all_there(target)
+    assert run(source, target).num_earlier == NUM_LINES
+
+
+@pytest.mark.parametrize(("text", "num_lines"), [("", 0), ("\n\n", 0), ("{\n[]", 2)])
+def test_files_without_a_request(tmp_path: Path, text: str, num_lines: int) -> None:
+    """Oracle: the number of lines that are not blank, each with its error."""
+    (tmp_path / "in.jsonl").write_text(text)
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert (summary.status, summary.num_lines, summary.num_failed) == ("completed", num_lines, num_lines)
+    assert len(results_of(tmp_path / "out.jsonl")) == num_lines
+
+
+def test_an_interrupted_job_says_so_and_is_resumed(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
     """Oracle: the results so far are whole lines; the rest comes with the next run of a fresh engine."""
     target = tmp_path / "out.jsonl"
-    job = run(llm, source, target, stop=lambda: llm.engine.num_steps >= 30)
-    assert "run the same command" in job.summary(complete=False)
+    summary = run(source, target, stop=lambda: llm.engine.num_steps >= 30)
     num_results = len(results_of(target))
-    assert 0 < num_results < NUM_LINES
-    fresh = SimpleNamespace(
-        engine=new_engine(),
-        input_processor=llm.input_processor,
-        output_processor=OutputProcessor(llm.input_processor.tokenizer),
-    )
-    assert run(fresh, source, target).num_skipped == num_results
+    assert 0 < num_results < NUM_LINES and summary.num_remaining == NUM_LINES - num_results
+    assert (summary.status, exit_code(summary)) == (BatchStatus.STOPPED, 1)
+    assert "run the same command" in summary.as_text()
+    assert run(source, target).num_earlier == num_results
     check_all_there(target)
+
+
+def test_an_engine_that_fails_leaves_what_was_done(
+    llm: FakeLLM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the engine's error comes out; the summary tells of it; the next run goes on."""
+    finish, num_ended = FakeEngine.step, 0
+
+    def step(engine: FakeEngine) -> Any:
+        nonlocal num_ended
+        if num_ended >= 10:
+            num_ended, engine.fail_at_step = 0, engine.num_steps + 1
+        output = finish(engine)
+        num_ended += sum(delta.finish_reason is not None for delta in output.deltas)
+        return output
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="told to fail"):
+        patched.setattr(FakeEngine, "step", step)
+        run(source, tmp_path / "out.jsonl", summary_file=str(tmp_path / "summary.json"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "told to fail" in summary["error"]
+    assert 0 < summary["num_succeeded"] == len(results_of(tmp_path / "out.jsonl")) - summary["num_failed"]
+    run(source, tmp_path / "out.jsonl")
+    check_all_there(tmp_path / "out.jsonl")
+
+
+def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: one line's trouble is that line's error (500, 400, 500); the others are answered."""
+    finish, add, prepare = FakeEngine.step, llm.engine.add_request, batch_run.prepare_request
+
+    def step(engine: FakeEngine) -> Any:
+        output = finish(engine)
+        for delta in output.deltas:
+            if delta.finish_reason and delta.request_id in broken:
+                delta.finish_reason, delta.error = FinishReason.ERROR, "rank 0 has found NaN"
+        return output
+
+    broken: set[str] = set()
+
+    def add_request(request: Any) -> None:
+        prompt = bytes(token_id for token_id in request.prompt_token_ids if token_id < 256)
+        if prompt == b"two":
+            raise RequestError("it can never fit", code="context_length_exceeded")
+        if prompt == b"nan":
+            broken.add(request.request_id)
+        add(request)
+
+    def prepare_request(request: Any, context: Any) -> Any:
+        if request.custom_id == "bug":
+            raise KeyError("bug")
+        return prepare(request, context)
+
+    monkeypatch.setattr(FakeEngine, "step", step)
+    monkeypatch.setattr(batch_run, "prepare_request", prepare_request)
+    llm.engine.add_request = add_request  # type: ignore[method-assign]
+    prompts = {"nan": ["one", "nan"], "fits": ["one", "two"], "bug": "one", "good": "one"}
+    (tmp_path / "in.jsonl").write_text("\n".join(completion(name, prompt) for name, prompt in prompts.items()))
+    run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    results = {result["custom_id"]: result for result in results_of(tmp_path / "out.jsonl")}
+    statuses = {name: result["response"]["status_code"] for name, result in results.items()}
+    assert statuses == {"nan": 500, "fits": 400, "bug": 500, "good": 200}
+    codes = [results[name]["error"]["code"] for name in ("nan", "fits", "bug")]
+    assert codes == ["generation_failed", "context_length_exceeded", "internal_error"]
+    assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
+
+
+def test_changed_inputs(source: Path, tmp_path: Path) -> None:
+    """Oracle: lines are known by their custom_id: in another order nothing is run again, new lines are run."""
+    target = tmp_path / "out.jsonl"
+    lines = [completion(f"id-{number}", "ab") for number in range(6)]
+    source.write_text("\n".join(lines))
+    run(source, target)
+    source.write_text("\n".join([completion("new", "ab"), *reversed(lines[1:])]))
+    summary = run(source, target)
+    assert (summary.num_lines, summary.num_earlier, len(results_of(target))) == (6, 5, 7)
+
+
+def test_standard_streams(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the results of the same job with files."""
+    piped = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", piped)
+    with source.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        run_job(ENGINE, BatchConfig(input_file="-", output_file="-"))
+    (tmp_path / "out.jsonl").write_bytes(piped.buffer.getvalue())  # type: ignore[attr-defined]
+    check_all_there(tmp_path / "out.jsonl")
+
+
+def test_the_python_api(source: Path, tmp_path: Path) -> None:
+    """Oracle: options of the engine and of the job are told apart; unknown ones are refused with the nearest name."""
+    summary = tp_engine.run_batch(source, tmp_path / "out.jsonl", device="cpu", max_num_seqs=4, output_order="input")
+    assert isinstance(summary, tp_engine.BatchSummary) and summary.num_lines == NUM_LINES
+    with pytest.raises(ConfigError, match="did you mean output_order"):
+        tp_engine.run_batch(source, tmp_path / "out.jsonl", output_ordr="input")
+
+
+def test_the_fake_engine_has_the_demo_models_names() -> None:
+    """Oracle: what the jobs above take for granted."""
+    assert os.path.samefile(INFO.model, EngineConfig().model)

@@ -13,9 +13,9 @@ import pytest
 from tests.fake_engine import MODEL_INFO, FakeEngine, arith, fake_service
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.beam_search import BeamSearch, one_token
-from tp_engine.api.beam_search_outputs import beam_search_output, request_output
-from tp_engine.api.beam_search_runs import run_searches
+from tp_engine.api.beam.outputs import beam_search_output, request_output
+from tp_engine.api.beam.runs import run_searches
+from tp_engine.api.beam.search import BeamSearch, one_token
 from tp_engine.errors import EngineDeadError
 from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest
@@ -129,6 +129,17 @@ def test_a_search_that_has_begun_goes_before_those_that_wait() -> None:
         priorities.append({request.priority for request in requests})
         search.advance([output_of(request, made_up) for request in requests])
     assert priorities == [{0}, {-1}, {-1}]
+
+
+def test_all_rounds_but_the_last_are_continued() -> None:
+    """Oracle: the meaning of ``will_continue``: somebody will go on from the request's last block."""
+    search = search_of(BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
+    flags = []
+    while not search.done:
+        requests = search.next_requests()
+        flags.append({request.will_continue for request in requests})
+        search.advance([output_of(request, made_up) for request in requests])
+    assert flags == [{True}, {True}, {False}]
 
 
 def test_an_aborted_request_ends_the_search_with_what_there_is() -> None:

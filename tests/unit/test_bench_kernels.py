@@ -26,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_bytes_are_counted_by_hand(bench: Any) -> None:
     """Oracle: the tensors of a small layer, written out: 3 tokens, 8 wide, 2 heads and 1 KV head of 4, 2 bytes each."""
-    cases, attention = sys.modules["bench_kernel_cases"], importlib.import_module("bench_kernel_attention")
+    cases, attention = sys.modules["benchmarks.kernels.cases"], importlib.import_module("benchmarks.kernels.attention")
     shape = cases.Shape(name="tiny", hidden=8, inner=10, num_heads=2, num_kv_heads=1, head_dim=4)
     assert cases.norm_bytes(shape, 3, adds=False) == 2 * (3 * 8 + 3 * 8 + 8)
     assert cases.norm_bytes(shape, 3, adds=True) == 2 * (4 * 3 * 8 + 8)
@@ -45,7 +45,7 @@ def test_bytes_are_counted_by_hand(bench: Any) -> None:
 
 def test_a_row_of_the_table(bench: Any) -> None:
     """Oracle: 1 GB in 1 ms is 1000 GB/s, half of a copy that moves 2000 GB/s; 32 sets of it leave any cache."""
-    case = sys.modules["bench_kernel_cases"].KernelCase(
+    case = sys.modules["benchmarks.kernels.cases"].KernelCase(
         kernel="k", size="s", num_bytes=10**9, make=lambda: lambda: None
     )
     row = bench.row_of(case, 1e-3, bench.Ceilings(2e12, 1e15), num_sets=32, l2_bytes=50 * 2**20)
@@ -53,6 +53,9 @@ def test_a_row_of_the_table(bench: Any) -> None:
     assert row == {"kernel": "k", "size": "s"} | figures
     row = bench.row_of(replace(case, num_flops=2 * 10**11), 1e-3, bench.Ceilings(2e12, 1e15), num_sets=1, l2_bytes=1)
     assert (row["tflop_per_s"], row["share_of_matmul"]) == (200.0, 0.2)
+    figures = importlib.import_module("gpu.figures").figures_of
+    shown = figures({"benchmark": "kernels", "copy_gb_per_s": 2000.0, "results": [row]})
+    assert [(figure.value, figure.unit) for figure in shown] == [(2000.0, "GB/s"), (0.2, "of matrix products")]
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), [(1, 128), (4_000, 50), (200_000, 1), (10**9, 1)])

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import bench_contenders
 import pytest
 import torch
-from bench_engines import Engine, Measurement, TpEngine, TransformersGenerate, dummy_weights, save_dummy_checkpoint
 from bench_offline import parse_arguments
-from bench_roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
-from bench_shapes import DUMMY_SHAPES, qwen3_config
-from bench_summary import print_table, summarise
-from bench_workloads import WORKLOADS, Workload, batch256
+from benchmarks.offline import contenders
+from benchmarks.offline.engines import (
+    Engine,
+    Measurement,
+    TpEngine,
+    TransformersGenerate,
+    dummy_weights,
+    save_dummy_checkpoint,
+)
+from benchmarks.offline.summary import print_table, summarise
+from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
+from benchmarks.shapes import DUMMY_SHAPES, add_tokenizer, qwen3_config
+from benchmarks.workloads import WORKLOADS, Workload, batch256
+from gpu.figures import figures_of
 
+ROOT = Path(__file__).parents[2]
 COST = ModelCost(num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4)
 CEILINGS = Ceilings(bytes_per_s=1e6, flops_per_s=1e9)
 # Parameters that the published checkpoints count, the input embedding included.
@@ -69,6 +79,8 @@ def test_roofline_of_a_step() -> None:
     assert decode_step_s(COST, CEILINGS, num_rows=1, num_context_tokens=100) == pytest.approx(4e-3)
     assert decode_step_s(COST, CEILINGS, num_rows=10_000, num_context_tokens=0) == pytest.approx(20e-3)
     assert prompts_s(COST, CEILINGS, [3]) == pytest.approx((2 * 1000 * 3 + 4 * 4 * 6) / 1e9)
+    shared = (2 * 1000 * (2 + 1 + 2) + 4 * 4 * (3 + 3 + 7)) / 1e9
+    assert prompts_s(COST, CEILINGS, [3, 4], num_shared=2) == pytest.approx(shared), "the first 2 tokens once"
 
 
 def test_roofline_of_a_workload() -> None:
@@ -92,7 +104,7 @@ def test_the_256_requests_are_alike_for_every_seed() -> None:
 def test_engines_take_turns_on_the_same_prompts() -> None:
     """Oracle: both see the warm-up and then the same workload in each round, and are closed."""
     ours, theirs = Answers(), Answers()
-    runs, failures = bench_contenders.run_all(makers(ours=ours, theirs=theirs), ["latency"], 100, rounds=2)
+    runs, failures = contenders.run_all(makers(ours=ours, theirs=theirs), ["latency"], 100, rounds=2)
     assert not failures and {name: len(rounds) for name, rounds in runs["latency"].items()} == {"ours": 2, "theirs": 2}
     assert ours.served == theirs.served and len(ours.served) == 3
     assert ours.closed and theirs.closed
@@ -100,7 +112,7 @@ def test_engines_take_turns_on_the_same_prompts() -> None:
 
 def test_a_peer_that_fails_costs_only_its_own_figures() -> None:
     """Oracle: the first engine's rounds are whole; the failure is told."""
-    runs, failures = bench_contenders.run_all(makers(ours=Answers(), theirs=Answers(fails=True)), ["latency"], 100, 2)
+    runs, failures = contenders.run_all(makers(ours=Answers(), theirs=Answers(fails=True)), ["latency"], 100, 2)
     assert list(runs["latency"]) == ["ours"] and failures == {"theirs": "RuntimeError: out of memory"}
 
 
@@ -120,13 +132,19 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_dummy_weights_are_those_of_the_peers(tmp_path: Path) -> None:
-    """Oracle: tp_engine with ``load_format="dummy"``: transformers gives the same tokens with the copied weights."""
+    """Oracle: tp_engine with ``load_format="dummy"``: transformers gives the same tokens with the copied weights.
+
+    With a static cache too, as on a GPU, where transformers then compiles its decode step.
+    """
     small_config(tmp_path)
     work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
     options = {"dtype": "float32", "load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 32}
     ours, theirs = TpEngine(str(tmp_path), options), TransformersGenerate(str(tmp_path), "float32", dummy=True)
     try:
-        assert ours.run(work).token_ids == theirs.run(work).token_ids
+        expected = ours.run(work).token_ids
+        assert theirs.run(work).token_ids == expected
+        theirs._options = {"cache_implementation": "static"}
+        assert theirs.run(work).token_ids == expected
     finally:
         ours.close()
         theirs.close()
@@ -145,6 +163,7 @@ def test_dummy_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
 
 NANO_VLLM = """
 import atexit
+import time
 from pathlib import Path
 
 CALLS = []
@@ -164,6 +183,7 @@ class LLM:
 
     def generate(self, prompts, sampling_params, use_tqdm=True):
         CALLS.append([(len(prompt), params.max_tokens) for prompt, params in zip(prompts, sampling_params)])
+        time.sleep(1e-3 * max(params.max_tokens for params in sampling_params))
 
     def exit(self):
         CALLS.append("exit")
@@ -177,7 +197,7 @@ def test_nano_vllm_gets_the_same_work(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "engine" / "nanovllm" / "__init__.py").write_text(NANO_VLLM)
     args = parse_arguments(["--shape", "qwen3-0.6b", "--no-peer", "--nano-vllm-path", str(tmp_path / "engine")])
     small_config(tmp_path)
-    engine = bench_contenders.engine_makers(args, str(tmp_path))["nano-vllm"]()
+    engine = contenders.engine_makers(args, str(tmp_path))["nano-vllm"]()
     try:
         assert engine.run(Workload("one", [[5, 6, 7]], [4])).first_token_s is not None
         assert engine.run(Workload("two", [[5], [6, 7]], [4, 2])).token_ids == []
@@ -187,12 +207,35 @@ def test_nano_vllm_gets_the_same_work(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls[1:] == [[(3, 4)], [(3, 1)], [(1, 4), (2, 2)], "exit"]
 
 
+def test_a_run_on_the_cpu(tmp_path: Path) -> None:
+    """Oracle: one JSON line with every engine's latency, its share of the roofline of this run, and the ratios."""
+    (tmp_path / "model").mkdir()
+    small_config(tmp_path / "model")
+    (tmp_path / "engine" / "nanovllm").mkdir(parents=True)
+    (tmp_path / "engine" / "nanovllm" / "__init__.py").write_text(NANO_VLLM)
+    (tmp_path / "model" / "model.safetensors").touch()
+    add_tokenizer(tmp_path / "model")
+    command = [sys.executable, "scripts/bench_offline.py", "--model", str(tmp_path / "model"), "--rounds", "1"]
+    command += ["--workloads", "latency", "--no-peer", "--nano-vllm-path", str(tmp_path / "engine")]
+    command += ["--engine-options", '{"load_format": "dummy"}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    (result,) = report["workloads"]
+    assert report["read_gb_per_s"] > 0 and report["decode_roofline_ms"] > 0 and not report["failures"]
+    assert set(result["engines"]) == {"tp_engine TP 1", "nano-vllm"} and result["roofline"]["ms_per_token"] > 0
+    ours = result["engines"]["tp_engine TP 1"]
+    assert ours["ttft_ms"] > 0 and ours["ms_per_token"] > 0 and 0 < ours["share_of_roofline"] < 1
+    assert set(result["speedup_over"]) == {"nano-vllm"}
+    assert [figure.unit for figure in figures_of(report)].count("of the roofline") == 2, "gpu_check shows both engines"
+
+
 def test_command_line_depends_on_the_shape(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the documented defaults; unknown workloads and a wrong folder are refused with the rule."""
     small, large = parse_arguments([]), parse_arguments(["--shape", "qwen3-8b", "--devices", "0,0"])
     assert (small.dtype, small.workloads, small.is_dummy) == ("float32", "latency,throughput,shared_prefix", False)
     assert (large.dtype, large.workloads, large.is_dummy) == ("bfloat16", "latency,batch256", True)
-    options = bench_contenders.engine_options(large, 1)
+    options = contenders.engine_options(large, 1)
     assert options["load_format"] == "dummy" and options["devices"] == "0"
     for wrong in (["--workloads", "latency,speed"], ["--nano-vllm-path", "nowhere"]):
         with pytest.raises(SystemExit):

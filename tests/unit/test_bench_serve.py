@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_serve_client import Answer
-from bench_serve_metrics import details, summarise, tpot
-from bench_serve_options import parse_arguments
-from bench_serve_plot import svg
-from bench_serve_traffic import arrival_times, file_requests, make_requests, random_requests
+from benchmarks.serving.client import Answer
+from benchmarks.serving.metrics import details, summarise, tpot
+from benchmarks.serving.options import parse_arguments
+from benchmarks.serving.plot import svg
+from benchmarks.serving.traffic import arrival_times, file_requests, make_requests, random_requests
 
 # What ``vllm bench serve --save-result`` writes about a run of text generation.
 VLLM_FIELDS = {

@@ -28,7 +28,7 @@ def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str
 
 def seat(batch: Batch, sequence: Sequence) -> list[int]:
     """Enter with all hits and room for all tokens; returns the hits."""
-    hits = batch.blocks.find_hits(sequence)
+    hits = batch.blocks.find_hits(sequence).blocks
     batch.enter(sequence, 1, hits, len(hits) * 4, len(sequence.token_ids))
     batch.blocks.start_chain(sequence, len(hits))
     batch.blocks.check_integrity()
@@ -57,11 +57,11 @@ def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
     (first,) = make(batch, list(range(10)))
     seat(batch, first)
     (other,) = make(batch, list(range(12)), number=1)
-    assert batch.blocks.find_hits(other) == []
+    assert batch.blocks.find_hits(other).blocks == []
     compute(batch, first, 7)
-    assert batch.blocks.find_hits(other) == [0]
+    assert batch.blocks.find_hits(other).blocks == [0]
     compute(batch, first, 10)
-    assert batch.blocks.find_hits(other) == [0, 1]
+    assert batch.blocks.find_hits(other).blocks == [0, 1]
 
 
 def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
@@ -72,7 +72,7 @@ def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
     batch.rows.num_scheduled[first.row] = 10
     batch.leave(first, Phase.FINISHED)
     (other,) = make(batch, list(range(12)), number=1)
-    assert batch.blocks.find_hits(other) == [0]
+    assert batch.blocks.find_hits(other).blocks == [0]
 
 
 def test_hits_leave_one_token(batch: Batch) -> None:
@@ -80,8 +80,8 @@ def test_hits_leave_one_token(batch: Batch) -> None:
     (first,) = make(batch, list(range(12)))
     seat(batch, first)
     compute(batch, first, 12)
-    assert batch.blocks.find_hits(make(batch, list(range(8)), number=1)[0]) == [0]
-    assert batch.blocks.find_hits(make(batch, list(range(9)), number=2)[0]) == [0, 1]
+    assert batch.blocks.find_hits(make(batch, list(range(8)), number=1)[0]).blocks == [0]
+    assert batch.blocks.find_hits(make(batch, list(range(9)), number=2)[0]).blocks == [0, 1]
 
 
 def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
@@ -94,7 +94,7 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
     assert list(pool.free_order()) == [*range(3, 16), 2, 1, 0]
     assert (pool.num_free, pool.num_cached, pool.num_used) == (13, 3, 0)
     (again,) = make(batch, list(range(12)), number=1)
-    assert batch.blocks.find_hits(again) == [0, 1]
+    assert batch.blocks.find_hits(again).blocks == [0, 1]
     assert batch.blocks.num_idle([0, 1]) == 2
     assert seat(batch, again) == [0, 1]
     assert batch.blocks.table(0).tolist() == [0, 1, 3]
@@ -103,7 +103,7 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
     seat(batch, big)
     assert pool.num_available == 0 and len(batch.blocks.cache) == 2
     (third,) = make(batch, list(range(12)), number=3)
-    assert batch.blocks.find_hits(third) == [0, 1], "used blocks stay in the cache"
+    assert batch.blocks.find_hits(third).blocks == [0, 1], "used blocks stay in the cache"
 
 
 def test_shared_blocks_count_their_holders(batch: Batch) -> None:
@@ -136,9 +136,9 @@ def test_salts_do_not_share(batch: Batch) -> None:
     (first,) = make(batch, list(range(10)), salt="a")
     seat(batch, first)
     compute(batch, first, 10)
-    assert batch.blocks.find_hits(make(batch, list(range(10)), number=1, salt="b")[0]) == []
-    assert batch.blocks.find_hits(make(batch, list(range(10)), number=2)[0]) == []
-    assert batch.blocks.find_hits(make(batch, list(range(10)), number=3, salt="a")[0]) == [0, 1]
+    assert batch.blocks.find_hits(make(batch, list(range(10)), number=1, salt="b")[0]).blocks == []
+    assert batch.blocks.find_hits(make(batch, list(range(10)), number=2)[0]).blocks == []
+    assert batch.blocks.find_hits(make(batch, list(range(10)), number=3, salt="a")[0]).blocks == [0, 1]
 
 
 def test_victim_is_the_last_in_order(batch: Batch) -> None:

@@ -40,7 +40,7 @@ def test_golden_eviction_takes_tails_before_heads() -> None:
     assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 4, 0)
     assert pool.take(4) == ([2, 5, 1, 0], [1, 0])
     assert order(pool) == [4, 3]
-    assert not pool.is_hashed(0) and pool.is_hashed(4)
+    assert not pool.holds_content(0) and pool.holds_content(4)
 
 
 def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
@@ -59,13 +59,30 @@ def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
     assert order(pool) == [3, 2, 0, 1]
 
 
-def test_hashes_forgotten_keep_the_order() -> None:
+def test_golden_tails_go_after_free_blocks_and_before_full_ones() -> None:
+    """By hand: the older tail first, both before a full block that was cached before them."""
+    pool = BlockPool(6)
+    pool.take(5)
+    pool.mark_hashed([0])
+    pool.release([0])
+    for block in (3, 1):
+        pool.mark_tail(block)
+        pool.release([block])
+    assert order(pool) == [5, 3, 1, 0]
+    pool.release([2])
+    assert order(pool) == [2, 5, 3, 1, 0]
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 3, 1)
+    assert pool.take(3) == ([2, 5, 3], [3])
+    assert pool.take(2) == ([1, 0], [1, 0])
+
+
+def test_content_forgotten_keeps_the_order() -> None:
     """By hand: cached blocks become free where they stand."""
     pool = BlockPool(3)
     pool.take(2)
     pool.mark_hashed([0])
     pool.release([0, 1])
-    pool.forget_hashes()
+    pool.forget_content()
     assert order(pool) == [1, 2, 0] and pool.num_free == 3
     assert pool.take(3) == ([1, 2, 0], [])
 
@@ -79,23 +96,28 @@ def test_misuse_is_our_fault() -> None:
         pool.release([0])
     with pytest.raises(AssertionError, match="nothing to share"):
         pool.share([1])
+    with pytest.raises(AssertionError, match="block 1 has 0 holders"):
+        pool.mark_tail(1)
 
 
 def test_random_acts_match_a_plain_model() -> None:
-    """Oracle: an ordered dictionary as the queue and plain lists of holders, over 3000 random acts."""
+    """Oracle: ordered dictionaries as the queues and plain lists of holders, over 3000 random acts."""
     rng = random.Random(3)
-    pool, queue = BlockPool(12), OrderedDict.fromkeys(range(12))
+    pool, spare, kept = BlockPool(12), OrderedDict.fromkeys(range(12)), OrderedDict[int, None]()
     tables: list[list[int]] = []
     hashed: set[int] = set()
+    tails: set[int] = set()
     for _ in range(3000):
-        act = rng.choice(("take", "hash", "share", "release", "release"))
-        if act == "take" and queue:
-            wanted = list(queue)[: rng.randint(1, len(queue))]
-            assert pool.take(len(wanted)) == (wanted, [block for block in wanted if block in hashed])
+        act = rng.choice(("take", "hash", "share", "release", "release", "end"))
+        if act == "take" and (spare or kept):
+            wanted = [*spare, *kept][: rng.randint(1, len(spare) + len(kept))]
+            assert pool.take(len(wanted)) == (wanted, [block for block in wanted if block in hashed | tails])
             tables.append(wanted)
             for block in wanted:
-                del queue[block]
+                spare.pop(block, None)
+                kept.pop(block, None)
                 hashed.discard(block)
+                tails.discard(block)
         elif act == "hash" and tables:
             block = rng.choice(rng.choice(tables))
             pool.mark_hashed([block])
@@ -105,12 +127,16 @@ def test_random_acts_match_a_plain_model() -> None:
             pool.share(shared)
             tables.append(shared)
             for block in shared:
-                queue.pop(block, None)
-        elif act == "release" and tables:
+                kept.pop(block, None)
+        elif act in ("release", "end") and tables:
             table = tables.pop(rng.randrange(len(tables)))
+            if act == "end" and table[-1] not in hashed and not any(table[-1] in other for other in tables):
+                pool.mark_tail(table[-1])
+                tails.add(table[-1])
             pool.release(table)
             for block in reversed(table):
                 if not any(block in other for other in tables):
+                    queue = kept if block in hashed else spare
                     queue[block] = None
-                    queue.move_to_end(block, last=block in hashed)
-        assert order(pool) == list(queue)
+                    queue.move_to_end(block, last=block in hashed | tails)
+        assert order(pool) == [*spare, *kept]

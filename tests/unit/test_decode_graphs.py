@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -58,6 +59,15 @@ def test_a_batch_runs_in_the_smallest_recording_that_holds_it() -> None:
     assert graphs.run(3).tolist() == [0, 1, 2] and calls[-1] == 4
     assert graphs.run(8).tolist() == list(range(8)) and calls[-1] == 8
     assert [graphs.padded_size(n) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+
+
+def test_closed_graphs_hold_no_recording() -> None:
+    """Oracle: a weak reference to what was recorded."""
+    recorder = RepeatingRecorder()
+    graphs = DecodeGraphs((1,), recorder, torch.arange)
+    recording = weakref.ref(graphs._recordings[1])
+    graphs.close()
+    assert recording() is None
 
 
 def test_readback_on_a_cpu_is_the_tensor_itself() -> None:

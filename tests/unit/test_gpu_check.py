@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_check_main
 import pytest
 from bench_offline import parse_arguments as parse_offline
-from bench_serve_options import parse_arguments as parse_serve
 from bench_steps import parse_arguments as parse_steps
-from gpu_check_figures import Figure, figures_of
-from gpu_check_run import Outcome, last_json, run_section, why_not
-from gpu_check_sections import Section, all_sections
+from benchmarks.serving.options import parse_arguments as parse_serve
+from gpu import check
+from gpu.figures import Figure, figures_of
+from gpu.run import Outcome, last_json, run_section, why_not
+from gpu.sections import Section, all_sections
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def section(name: str, code: str, limit_s: float = 30.0, **options: object) -> S
 
 
 def sections() -> list[Section]:
-    return all_sections(gpu_check_main.parse_arguments(["--nano-vllm-path", "."]))
+    return all_sections(check.parse_arguments(["--nano-vllm-path", "."]))
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -41,7 +41,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the sections; every script and test file that they name is there."""
-    assert gpu_check_main.main(["--dry-run"]) == 0
+    assert check.main(["--dry-run"]) == 0
     shown = capsys.readouterr().out
     for one in sections():
         assert one.name in shown and one.limit_s <= 600
@@ -67,10 +67,10 @@ def test_benchmarks_are_called_as_they_want_it() -> None:
 
 def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: their own order; unknown names are refused with the known ones."""
-    args = gpu_check_main.parse_arguments(["--sections", "graphs,environment,engine", "--skip", "engine"])
-    assert [one.name for one in gpu_check_main.chosen(args)] == ["environment", "graphs"]
+    args = check.parse_arguments(["--sections", "graphs,environment,engine", "--skip", "engine"])
+    assert [one.name for one in check.chosen(args)] == ["environment", "graphs"]
     with pytest.raises(SystemExit):
-        gpu_check_main.parse_arguments(["--sections", "grafs"])
+        check.parse_arguments(["--sections", "grafs"])
     assert "no section is called grafs; there are bench_kernels" in capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture
         section("works", "print('= 3 passed in 1.0s ='); print('{\"benchmark\": \"steps\"')"),
     ]
     with (tmp_path / "gpu_check.log").open("w") as log:
-        outcomes = gpu_check_main.run_all(chosen, 1, 600.0, log, tmp_path)
+        outcomes = check.run_all(chosen, 1, 600.0, log, tmp_path)
     assert [outcome.status for outcome in outcomes] == [
         "failed", "timeout", "skipped", "not built", "skipped", "passed",
     ]  # fmt: skip
@@ -143,4 +143,4 @@ def test_figures_and_goals() -> None:
     found = figures_of(steps)
     assert found[-1] == Figure("C decode, 256 rows of 8, gap", 40.0, "us", 50.0, lower=True)
     assert found[-1].verdict == "met" and figures_of({"benchmark": "unknown"}) == []
-    assert "      50  met" in gpu_check_main.table([Outcome(name="steps", status="passed", report=steps)])
+    assert "      50  met" in check.table([Outcome(name="steps", status="passed", report=steps)])

@@ -144,6 +144,18 @@ def test_a_stopped_rank_is_named_also_while_idle(stopped: int) -> None:
     assert jobs.after(1) is None
 
 
+def test_a_rank_that_is_late_when_another_is_stopped_is_no_culprit() -> None:
+    """Oracle: at the hard limit only those that were silent for that long end the job."""
+    jobs = Jobs(3)
+    jobs.silent = {2}
+    jobs.after(89)
+    jobs.silent = {1, 2}
+    hang = jobs.after(33)
+    assert hang is not None and hang.is_hard and hang.culprits == (2,)
+    hang = jobs.after(120)
+    assert hang is not None and hang.is_hard and hang.culprits == (1, 2)
+
+
 def test_a_rank_that_holds_its_interpreter_lives() -> None:
     """Oracle: no beat for ten minutes but CPU time, as in a long import; then none, which is a stop."""
     jobs = Jobs(2)
@@ -180,6 +192,18 @@ def test_a_stopped_rank_explains_a_stuck_step() -> None:
     assert hang is not None and hang.culprits == (2,)
 
 
+def test_a_rank_that_is_late_does_not_explain_a_stuck_step() -> None:
+    """Oracle: 5 s of silence do not make 32 s without progress; who is behind does."""
+    jobs = Jobs(3)
+    jobs.begin(1, ranks=[0, 1, 2], collectives=1)
+    jobs.notes[0].collective()
+    jobs.notes[2].collective()
+    assert jobs.after(25) is None
+    jobs.silent = {0}
+    hang = jobs.after(7)
+    assert hang is not None and hang.culprits == (1,)
+
+
 def test_who_was_stopped_himself_counts_anew() -> None:
     """Oracle: Ctrl-Z of the whole job for an hour; only what lasts after it counts."""
     jobs = Jobs(2)
@@ -204,7 +228,7 @@ def test_the_start_has_a_budget_of_its_own() -> None:
     jobs.notes[1].done()
     assert jobs.after(299) is None
     hang = jobs.after(302)
-    assert hang is not None and hang.is_hard
+    assert hang is not None and hang.is_hard and hang.hard_s == LIMITS.startup_s
 
 
 def no_code(_rank: int) -> int | None:

@@ -20,10 +20,11 @@ PACKAGE = ROOT / "tp_engine"
 
 # What each part may import directly; what those may import, it may too.  Everything may import the foundation.
 DIRECTIONS = {
-    "launch": {"server"},
+    "launch": {"cli"},
+    "cli": {"server"},
     "server": {"api"},
     "api": {"engine"},
-    "engine": {"sched", "ipc", "worker"},
+    "engine": {"sched", "ipc", "worker", "grammar"},
     "worker": {"models", "sampling", "weights", "dist"},
     "models": {"layers"},
     "sampling": {"layers"},
@@ -31,14 +32,15 @@ DIRECTIONS = {
     "weights": {"dist"},
     "attention": {"kernels"},
     "kernels": set(),
-    "dist": set(),
+    "dist": {"ipc", "kernels"},
     "sched": set(),
     "ipc": set(),
+    "grammar": set(),
     "foundation": set(),
 }
 
 # Folders that belong to the foundation: a module of it that has grown parts of its own.
-FOUNDATION_FOLDERS = {"model_config", "options", "flight_recorder"}
+FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
 
 # Outside thing -> the only place that may name it (a folder ends with a slash).
 DOORS = {
@@ -48,11 +50,12 @@ DOORS = {
     "flash_attn_interface": "tp_engine/attention/flash_attn.py",
     "flashinfer": "tp_engine/attention/flashinfer.py",
     "safetensors": "tp_engine/weights/",
+    "llguidance": "tp_engine/grammar/",
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",
 }
 
-TORCH_FREE = ("foundation", "sched", "ipc")
+TORCH_FREE = ("foundation", "sched", "ipc", "grammar")
 FORBIDDEN = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
 
 

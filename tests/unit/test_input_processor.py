@@ -121,15 +121,15 @@ def chat_text(messages: Any, **options: Any) -> str:
 
 
 def test_chat_goes_through_the_template() -> None:
-    """Oracle: the template written out by hand; special tokens appear once and as single ids."""
+    """Oracle: the template written out by hand; parts come on lines of their own; special tokens appear once."""
     messages = [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "say "}, {"type": "text", "text": "hi"}]},
+        {"role": "user", "content": [{"type": "text", "text": "say"}, {"type": "text", "text": "hi"}]},
     ]
-    assert chat_text(messages) == "<s>system: be brief</s><s>user: say hi</s><s>assistant:"
+    assert chat_text(messages) == "<s>system: be brief</s><s>user: say\nhi</s><s>assistant:"
     assert chat_text(messages, shout=True).endswith("<s>assistant:!")
-    assert chat_text(messages, add_generation_prompt=False).endswith("user: say hi</s>")
-    assert chat_text(messages, continue_final_message=True).endswith("user: say hi")
+    assert chat_text(messages, add_generation_prompt=False).endswith("user: say\nhi</s>")
+    assert chat_text(messages, continue_final_message=True).endswith("user: say\nhi")
     ids = InputProcessor(INFO, byte_level_tokenizer()).chat_token_ids([{"role": "user", "content": "a"}])
     assert ids[0] == 0 and ids.count(0) == 2 and ids.count(1) == 1
 

@@ -9,7 +9,7 @@ from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, 
 
 @needs_triton
 def test_interpreted_kernel() -> None:
-    """Oracle: the sum in float32 and the norm's PyTorch twin; all signals as the protocol says."""
+    """Oracle: float64; at most twice the error of a float32 sum and the norm's twin; signals as the protocol says."""
     interpreted("kernel_cases_reduce_norm")
 
 

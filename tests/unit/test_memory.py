@@ -26,7 +26,13 @@ from tp_engine.worker.memory_report import kv_cache_lines, ledger_json, ledger_t
 
 SHAPE = KvCacheShape(num_layers=4, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 LEDGER = MemoryLedger(
-    total=80 * GIB, requested=72 * GIB, weights=60 * GIB, activations=3 * GIB, non_torch=2 * GIB, cuda_graphs=GIB
+    total=80 * GIB,
+    requested=72 * GIB,
+    weights=60 * GIB,
+    activations=3 * GIB,
+    non_torch=2 * GIB,
+    tables=GIB // 2,
+    cuda_graphs=GIB // 2,
 )
 
 
@@ -80,19 +86,22 @@ def test_lines_on_the_cache() -> None:
     )
 
 
-def profile(device: FakeDevice, *, utilization: float = 0.9, meanwhile: int = 0) -> MemoryLedger:
+def profile(device: FakeDevice, *, utilization: float = 0.9, meanwhile: int = 0, trial: int = 0) -> MemoryLedger:
     """16 GiB of weights, 3 GiB of activations, 1 GiB of non-torch; the co-tenant changes by ``meanwhile`` per phase."""
     profiler = MemoryProfiler(device, utilization=utilization)
     device.allocate(20 * GIB)  # a checkpoint needs more while it loads than when it is loaded
     device.allocate(-4 * GIB)
     device.co_tenant += meanwhile
     profiler.weights_loaded()
+    if trial:
+        device.allocate(trial)
+        profiler.steps_begin()
     device.allocate(3 * GIB)
     device.allocate(-3 * GIB)
     device.cached = 3 * GIB
     device.non_torch += GIB
     device.co_tenant += meanwhile
-    return profiler.finish(cuda_graph_bytes=GIB // 4)
+    return profiler.finish(table_bytes=GIB // 8, cuda_graph_bytes=GIB // 4)
 
 
 def test_ledger_of_a_start() -> None:
@@ -104,9 +113,15 @@ def test_ledger_of_a_start() -> None:
         weights=16 * GIB,
         activations=3 * GIB,
         non_torch=GIB,
+        tables=GIB // 8,
         cuda_graphs=GIB // 4,
     )
-    assert ledger.available == 72 * GIB - 20 * GIB - GIB // 4
+    assert ledger.available == 72 * GIB - 20 * GIB - GIB // 8 - GIB // 4
+
+
+def test_what_is_there_for_the_steps_trial_is_not_charged() -> None:
+    """Oracle: the ledger without a trial; its cache and tables are gone when the real ones are allocated."""
+    assert profile(FakeDevice(), trial=2 * GIB) == profile(FakeDevice())
 
 
 @pytest.mark.parametrize("meanwhile", [-2 * GIB, 2 * GIB])
@@ -153,7 +168,7 @@ def test_choose_blocks() -> None:
 def test_nothing_left() -> None:
     """A negative remainder names every term and the remedies."""
     poor = MemoryLedger(
-        total=8 * GIB, requested=7 * GIB, weights=6 * GIB, activations=GIB, non_torch=GIB, cuda_graphs=0
+        total=8 * GIB, requested=7 * GIB, weights=6 * GIB, activations=GIB, non_torch=GIB, tables=0, cuda_graphs=0
     )
     with pytest.raises(MemoryBudgetError, match=r"7\.00 GiB requested, weights take 6\.00 GiB.*raise gpu_memory_util"):
         choose_blocks(poor, SHAPE)
@@ -197,7 +212,8 @@ def test_report(caplog: pytest.LogCaptureFixture) -> None:
     assert "60.00 GiB" in ledger_table(LEDGER, rank=1)
     line = ledger_json(LEDGER, rank=1, num_blocks=7, kv_cache_bytes=7 * SHAPE.block_bytes)
     report = json.loads(line)
-    spent = sum(report[name] for name in ("weights", "activations", "non_torch", "cuda_graphs", "kv_cache_available"))
+    terms = ("weights", "activations", "non_torch", "tables", "cuda_graphs", "kv_cache_available")
+    spent = sum(report[name] for name in terms)
     assert "\n" not in line
     assert (report["rank"], report["num_kv_blocks"], spent) == (1, 7, report["requested"])
     with caplog.at_level(logging.INFO, logger="tp_engine"):

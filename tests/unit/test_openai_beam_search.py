@@ -10,9 +10,9 @@ import pytest
 from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai_protocol import ChatBody, CompletionBody, parse_body
-from tp_engine.api.openai_requests import prepare_searches
-from tp_engine.api.openai_sampling import beam_search_params
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
+from tp_engine.api.openai.requests import prepare_searches
+from tp_engine.api.openai.sampling import beam_search_params
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import BeamSearchParams
 

@@ -87,7 +87,7 @@ def test_precedence(tmp_path: Path) -> None:
         (["--blok-size", "32"], ["--blok-size", "did you mean --block-size?"]),
         (["--blok-size=32"], ["--blok-size", "did you mean --block-size?"]),
         (["--zzz"], ["unknown option --zzz"]),
-        (["model"], ["unexpected argument 'model'"]),
+        (["model", "again"], ["unexpected argument 'again'"]),
         (["--block-size", "x"], ["--block-size", "'x'"]),
         (["--block-size", "24"], ["block_size is 24", "power of two"]),
         (["--dtype", "int4"], ["--dtype", "int4", "bfloat16"]),
@@ -151,6 +151,82 @@ def test_world_size_rules() -> None:
     adopt_world_size(given, 4)
     with pytest.raises(ConfigError, match="torchrun started 2 ranks"):
         adopt_world_size({"tensor_parallel_size": 4}, 2)
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 4"):
-        adopt_world_size({"tensor_parallel_size": 4}, None)
-    adopt_world_size({"tensor_parallel_size": 1}, None)
+    alone: dict[str, object] = {"tensor_parallel_size": 4}
+    adopt_world_size(alone, None)
+    assert alone == {"tensor_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["my/model"], "model", "my/model"),
+        (["my/model", "--model", "my/model"], "model", "my/model"),
+        (["--served-model-name", "a", "b", "--model-path", "m"], "model", "m"),
+        (["-tp", "2"], "tensor_parallel_size", 2),
+        (["--tp-size=4"], "tensor_parallel_size", 4),
+        (["--max-model-len", "32k"], "max_model_len", 32_000),
+        (["--max-model-len", "32K"], "max_model_len", 32_768),
+        (["--context-length", "25.6k"], "max_model_len", 25_600),
+        (["--max-num-batched-tokens", "1M"], "max_num_batched_tokens", 1 << 20),
+        (["--chunked-prefill-size", "4096"], "max_num_batched_tokens", 4096),
+        (["--mem-fraction-static", "0.8"], "gpu_memory_utilization", 0.8),
+        (["--max-running-requests", "7"], "max_num_seqs", 7),
+        (["--page-size", "32"], "block_size", 32),
+        (["--disable-radix-cache"], "enable_prefix_caching", False),
+        (["--disable-cuda-graph"], "enforce_eager", True),
+        (["--random-seed", "5"], "seed", 5),
+        (["--enable-chunked-prefill", "my/model", "--enable-metrics"], "model", "my/model"),
+    ],
+    ids=str,
+)
+def test_other_servers_spellings(argv: list[str], field: str, value: object) -> None:
+    """Oracle: the option that is meant."""
+    assert getattr(engine(*argv), field) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--api-key", "a", "b"], "api_key", ("a", "b")),
+        (["--allowed-origins", '["*"]'], "allowed_origins", ("*",)),
+        (["--shutdown-timeout", "5"], "shutdown_timeout_s", 5.0),
+        (["--disable-log-requests"], "enable_log_requests", False),
+        (["--enable-log-requests"], "enable_log_requests", True),
+        (["--max-queued-requests", "9"], "max_num_queued_reqs", 9),
+        (["--ssl-cert-reqs", "2", "--ssl-certfile", __file__, "--ssl-keyfile", __file__], "ssl_cert_reqs", 2),
+    ],
+    ids=str,
+)
+def test_spellings_of_server_options(argv: list[str], field: str, value: object) -> None:
+    """Oracle: the option that is meant."""
+    assert getattr(server(*argv), field) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["one", "--model", "two"], "given twice"),
+        (["--schedule-policy", "lpm"], "--schedule-policy is not an option here: requests run in order"),
+        (["--trust-remote-code"], "never run"),
+        (["--enable-metrics=1"], "unknown option --enable-metrics"),
+        (["--pipeline-parallel-size=2"], "tensor parallelism alone"),
+        (["--max-model-len", "1.5K"], "is not a count"),
+        (["--max-model-len", "many"], "is not a count"),
+    ],
+    ids=str,
+)
+def test_what_other_servers_have_and_this_one_has_not(argv: list[str], words: str) -> None:
+    """Oracle: the reason, in a ``ConfigError``."""
+    with pytest.raises(ConfigError, match=words):
+        parse(*argv)
+
+
+def test_secrets_that_are_not_set_are_said_to_be_unset(tmp_path: Path) -> None:
+    """Oracle: the file that is printed reads back, with counts as text too."""
+    options = parse("--max-model-len", "1k")
+    options.build("engine", EngineConfig), options.build("server", ServerConfig)
+    assert "# api_key is not set" in options.effective_toml()
+    path = tmp_path / "run.toml"
+    path.write_text('[engine]\nmax_model_len = "2K"\n[server]\napi_key = "x"\n')
+    assert engine("--config", str(path)).max_model_len == 2048
+    assert server("--config", str(path)).api_key == ("x",)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import json
 
 import pytest
 
@@ -16,13 +15,7 @@ from tp_engine.options.launch import run_launched
 TABLES = {"engine": EngineConfig}
 
 
-@pytest.fixture(autouse=True)
-def quiet_logging() -> Iterator[None]:
-    """Undo what a launched process does to the library's logger."""
-    logger = logging.getLogger("tp_engine")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
@@ -55,6 +48,13 @@ def test_world_size_becomes_tensor_parallel_size(rank: int) -> None:
 
     assert run_launched("serve.py", "", TABLES, job, []) == 0
     assert sizes == [2]
+
+
+def test_the_log_is_json_if_asked_for(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the one line of the error that ended the job, with the process that wrote it."""
+    assert run("--log-format", "json", error=RankError(1, "it died")) == 1
+    line = json.loads(capfd.readouterr().err)
+    assert (line["level"], line["process"], line["message"]) == ("ERROR", f"rank {rank}", "rank 1: it died")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_help_and_configuration_are_printed_once(rank: int, capfd: pytest.Captur
     assert ("block_size = 64" in out and "tensor_parallel_size = 2" in out) == (rank == 0)
 
 
-def test_several_ranks_need_torchrun(capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the command to use."""
-    assert run("--tensor-parallel-size", "4") == 2
-    assert "torchrun --nproc-per-node 4 launch/serve.py" in capfd.readouterr().err
+def test_a_plain_script_may_ask_for_several_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the number that was asked for; it starts them itself, as ``LLM`` does."""
+    assert run("--tensor-parallel-size", "4", "--print-config") == 0
+    assert "tensor_parallel_size = 4" in capfd.readouterr().out

@@ -52,6 +52,7 @@ def samplings(draw: st.DrawFn) -> RowSampling:
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     num_blocks, num_prefills = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    num_masks, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     admission = st.builds(
         Admission,
         row=COUNT,
@@ -73,6 +74,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_rows=draw(ids(num_prefills)),
         prefill_tokens=draw(ids(num_prefills)),
         prefill_samples=draw(arrays.arrays(np.bool_, num_prefills)),
+        mask_rows=draw(ids(num_masks)),
+        masks=draw(arrays.arrays(np.int32, (num_masks, num_words if num_masks else 0), elements=INT32)),
     )
 
 
@@ -221,6 +224,20 @@ def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
     struct.pack_into("<I", data, 56 + offset, 2**31)
     with pytest.raises(PlanError, match="malformed"):
         decode_plan(resealed(bytes(data)))
+
+
+def test_masks_are_a_section_of_their_own() -> None:
+    """Oracle: the drawing in ``plan_codec``: 8 + 4 + 12 bytes between the plan's samples and its admission."""
+    plain = small_plan()
+    masked = dataclasses.replace(plain, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
+    before, after = bytes(encode_plan(plain)), bytes(encode_plan(masked))
+    start = 96  # header, nine numbers, a sample, zeros
+    section = np.array([1, 3, 1, -1, 7, 9], dtype="<i4").tobytes()
+    assert after[56:start] + after[start + len(section) :] == before[56:]
+    assert after[start : start + len(section)] == section
+    assert_equal(decode_plan(after), masked)
+    with pytest.raises(PlanError, match="masks end at byte"):
+        decode_plan(resealed(after[:start] + b"\xff" + after[start + 1 :]))
 
 
 def test_wrong_dtypes_are_our_own_fault() -> None:

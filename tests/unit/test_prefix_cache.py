@@ -105,6 +105,25 @@ def test_evicted_block_ends_the_chain_for_good(cache: PrefixCache) -> None:
     assert match(cache, EIGHT) == [6]
 
 
+def test_tails_are_found_behind_their_parent_only(cache: PrefixCache) -> None:
+    """By definition: the longest whose tokens all agree and leave one to compute; nothing after eviction."""
+    publish(cache, [0], EIGHT[:16])
+    parent = cache.identity(0)
+    assert cache.insert_tail(4, parent, tokens(5)) and cache.insert_tail(5, parent, tokens(5, 6))
+    assert cache.insert_tail(6, "salt", tokens(5, 6, 7))
+    assert not cache.insert_tail(7, parent, tokens(5, 6)), "its content is known"
+    cache.check_integrity()
+    assert sorted(cache.cached_blocks()) == [0, 4, 5, 6]
+    assert cache.match_tail(parent, tokens(5, 6, 7, 8, 9)) == (5, 2)
+    assert cache.match_tail(parent, tokens(5, 6)) == (4, 1)
+    assert cache.match_tail(parent, tokens(5, 9, 9)) == (4, 1)
+    assert cache.match_tail(parent, tokens(5)) is None and cache.match_tail(parent, tokens(6, 5)) is None
+    assert cache.match_tail("salt", tokens(5, 6, 7, 8)) == (6, 3) and cache.match_tail("", tokens(5, 6, 7)) is None
+    cache.evict([5])
+    cache.check_integrity()
+    assert cache.match_tail(parent, tokens(5, 6, 7)) == (4, 1)
+
+
 @pytest.mark.parametrize("salt", ["", "other"])
 def test_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch, cache: PrefixCache, salt: str) -> None:
     """With a constant hash, other tokens, an equal block after another parent, and another salt still miss."""

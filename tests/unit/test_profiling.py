@@ -65,3 +65,19 @@ def test_names_cost_nothing_on_cpus() -> None:
     """NVTX on CUDA; one object that does nothing for all names elsewhere."""
     assert names_for("cuda") is torch.cuda.nvtx.range
     assert names_for("cpu")("model") is names_for("cpu")("sample")
+
+
+def test_a_trace_on_demand(tmp_path: Path) -> None:
+    """Oracle: the steps between the two orders; nothing for no steps; a second order changes nothing."""
+    profiler = StepProfiler(tmp_path, parse_steps("none"), rank=0, device_type="cpu")
+    run_steps(profiler, 1, 3)
+    profiler.stop()
+    profiler.start()
+    profiler.stop()
+    assert not list(tmp_path.iterdir())
+    profiler.start()
+    profiler.start()
+    run_steps(profiler, 3, 6)
+    profiler.stop()
+    profiler.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0_steps3-5.json.gz"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api import openai_protocol
-from tp_engine.api.openai_errors import HttpError, describe_error
-from tp_engine.api.openai_protocol import ChatBody, CompletionBody, parse_body
-from tp_engine.api.openai_responses import AnswerShape
-from tp_engine.api.openai_sampling import chat_params, completion_params, completion_prompts
+from tp_engine.api.openai import protocol
+from tp_engine.api.openai.errors import HttpError, describe_error
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
+from tp_engine.api.openai.responses import AnswerShape
+from tp_engine.api.openai.sampling import chat_params, completion_params, completion_prompts
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from tp_engine.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ def test_prompt_forms(prompt: Any, prompts: list[Any]) -> None:
         ({"stop": [""]}, "stop", ["non-empty"]),
         ({"suffix": "x"}, "suffix", ["not supported"]),
         ({"best_of": 4}, "best_of", ["best_of is 4"]),
-        ({"echo": True, "logprobs": 1}, "echo", ["prompt_logprobs"]),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", ["streams"]),
         ({"cache_salt": ""}, "cache_salt", ["cache_salt"]),
         ({"priority": 2**40}, "priority", ["priority"]),
     ],
@@ -137,7 +137,7 @@ def test_completion_refusals(fields: dict[str, Any], param: str, words: list[str
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"top_logprobs": 3}, "top_logprobs"),
     ],
 )
@@ -160,7 +160,7 @@ def test_unknown_fields_are_ignored_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one line for two requests."""
-    monkeypatch.setattr(openai_protocol, "_warned_fields", set())
+    monkeypatch.setattr(protocol, "_warned_fields", set())
     monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         completion(frobnicate=1)

@@ -48,7 +48,7 @@ def test_loads_reach_the_hard_cases() -> None:
     """The loads above are not idle: they hit, preempt and copy."""
     simulation = Simulation(SHAPES["tight"])
     load = RandomLoad(simulation, seed=1)
-    for _ in range(700):
+    for _ in range(1500):
         load.act()
     stats = simulation.scheduler.stats()
     assert stats.num_prefix_hit_tokens > 200

@@ -76,6 +76,55 @@ def test_second_turn_hits_what_the_first_generated() -> None:
     assert simulation.outputs["r1", 0].deltas[0].num_cached_tokens == 16
 
 
+def test_golden_beams_copy_the_tail_of_the_one_that_they_continue() -> None:
+    """By hand, blocks of 4: 6 tokens computed; two continuations share block 0, copy block 1 and compute one token."""
+    simulation = Simulation(limits())
+    simulation.add(list(range(6)), max_tokens=1, will_continue=True)
+    simulation.run()
+    assert simulation.scheduler.stats().num_cached_blocks == 2
+    for token in (8, 9):
+        simulation.add([*range(6), token], max_tokens=1, will_continue=True)
+    plan = simulation.step()
+    assert plan is not None and plan.prefill_tokens.tolist() == [1, 1]
+    assert [a.num_computed_tokens for a in plan.admitted] == [6, 6]
+    assert [a.block_ids.tolist() for a in plan.admitted] == [[0, 2], [0, 3]]
+    assert plan.copies.tolist() == [[1, 2], [1, 3]]
+    simulation.add([*range(6), 9, 1], max_tokens=1)
+    last = simulation.step()
+    assert last is not None and last.copies.tolist() == [[3, 4]]
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 6 + 2 + 1
+    assert [output.deltas[0].num_cached_tokens for output in simulation.outputs.values()] == [0, 6, 6, 7]
+
+
+def test_golden_a_tail_that_is_needed_at_once_is_not_copied() -> None:
+    """By hand, a pool of two blocks: the continuation takes the tail itself, with what it holds."""
+    simulation = Simulation(limits(num_blocks=2))
+    simulation.add(list(range(6)), max_tokens=1, will_continue=True)
+    simulation.run()
+    simulation.add([*range(6), 8], max_tokens=1)
+    plan = simulation.step()
+    assert plan is not None and len(plan.copies) == 0
+    assert [a.block_ids.tolist() for a in plan.admitted] == [[0, 1]] and plan.prefill_tokens.tolist() == [1]
+    simulation.run()
+
+
+@pytest.mark.parametrize(
+    ("options", "num_cached"), [({}, 6), ({"cache_salt": "a"}, 0), ({"prompt_logprobs": 0}, 0), ({"end": 6}, 4)]
+)
+def test_who_may_use_a_tail(options: dict[str, object], num_cached: int) -> None:
+    """By definition: the same salt, no prompt positions to report, and a token left to compute."""
+    simulation = Simulation(limits())
+    simulation.add(list(range(6)), max_tokens=1, will_continue=True)
+    simulation.run()
+    options = dict(options)
+    end = options.pop("end", 7)
+    assert isinstance(end, int)
+    simulation.add(list(range(7))[:end], max_tokens=1, **options)  # type: ignore[arg-type]
+    simulation.run()
+    assert simulation.outputs["r1", 0].deltas[0].num_cached_tokens == num_cached
+
+
 @pytest.mark.parametrize(("salts", "hits"), [(("a", "b"), 0), ((None, "b"), 0), (("a", "a"), 8), ((None, None), 8)])
 def test_salts_separate_tenants(salts: tuple[str | None, str | None], hits: int) -> None:
     """The promise: equal prompts share under one salt only."""

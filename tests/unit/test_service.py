@@ -42,6 +42,9 @@ class Recorder:
         self.rejected[request_id] = error
         self._changed.set()
 
+    async def keep_up(self) -> None:
+        """Always ready."""
+
     def on_ended(self, error: EngineDeadError) -> None:
         self.ended = error
         self._changed.set()

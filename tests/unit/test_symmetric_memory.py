@@ -50,6 +50,19 @@ class FakeBuffer:
         self._add("multimem", tensor)
 
 
+class FakeMemory:
+    """A rank's buffer; sharing it fails with ``fault``, if there is one."""
+
+    def __init__(self, buffer: FakeBuffer, *, fault: str = "") -> None:
+        self._buffer, self._fault, self.was_shared = buffer, fault, False
+
+    def share(self) -> FakeBuffer:
+        self.was_shared = True
+        if self._fault:
+            raise RuntimeError(self._fault)
+        return self._buffer
+
+
 class HostOf:
     """The host's collective, over simulated ranks: payloads of at most 1000 bytes."""
 
@@ -112,6 +125,8 @@ CUDA = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
         ({"dtype": "float16", "all_reduce": "symm_mem"}, "'symm_mem': .*dtype is float16; .*use nccl"),
         ({"devices": "0,0,0,0", "all_reduce": "nccl"}, "refuses ranks that share a GPU.*symm_mem"),
         ({"device": "cpu", "all_reduce": "nccl"}, "run on the CPU; leave it out"),
+        ({"all_reduce": "shm"}, "'shm', which is for CPUs, but the ranks run on GPUs; leave it out"),
+        ({"all_reduce": "gloo"}, "'gloo', which is for CPUs"),
         ({"fuse_all_reduce_norm": True}, True),
         ({"fuse_all_reduce_norm": True, "device": "cpu"}, "fuse_all_reduce_norm is for GPUs"),
         ({"fuse_all_reduce_norm": True, "all_reduce": "nccl"}, "needs symmetric memory, but all_reduce is 'nccl'"),
@@ -170,12 +185,12 @@ def test_recording_is_as_possible_as_the_library_s() -> None:
     assert communicator.can_capture
 
 
-def set_up(library: Communicator, make_buffer: Any, *, is_required: bool = False) -> Communicator:
+def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -> Communicator:
     """As ``RankGroups.use_symmetric_memory`` does it, for tensors of up to 4 KiB."""
     return with_symmetric_memory(
         library,
         dataclasses.replace(H200, world_size=library.info.world_size),
-        make_buffer,
+        allocate,
         HostOf(library),
         PhaseNote(library.info.rank),
         device=torch.device("cpu"),
@@ -190,11 +205,11 @@ def test_ranks_that_can_share_memory_do() -> None:
     def body(library: Communicator) -> ReducePlan:
         made: list[int] = []
 
-        def make_buffer(num_bytes: int) -> FakeBuffer:
+        def allocate(num_bytes: int) -> FakeMemory:
             made.append(num_bytes)
-            return FakeBuffer(library, has_multicast=library.info.rank != 2)
+            return FakeMemory(FakeBuffer(library, has_multicast=library.info.rank != 2))
 
-        communicator = set_up(library, make_buffer)
+        communicator = set_up(library, allocate)
         assert isinstance(communicator, SymmetricCommunicator) and made == [4 * KIB]
         return communicator.plan
 
@@ -202,19 +217,32 @@ def test_ranks_that_can_share_memory_do() -> None:
     assert plans == [plans[0]] * 4 and plans[0].multimem_bytes == 0 and plans[0].one_shot_bytes == 4 * KIB
 
 
-@pytest.mark.parametrize("fault", ["raises", "adds wrongly"])
+@pytest.mark.parametrize("fault", ["allocates nothing", "maps nothing", "adds wrongly"])
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
-    """All keep the library, or, where symmetric memory is required, all fail and name that rank."""
+    """All keep the library, or, where symmetric memory is required, all fail and name that rank.
+
+    Nobody begins to map the others' memory, which could wait for long, unless all have theirs.
+    """
 
     def body(library: Communicator) -> None:
-        def make_buffer(num_bytes: int) -> FakeBuffer:
-            if fault == "raises" and library.info.rank == 1:
-                raise RuntimeError("no fabric")
-            return FakeBuffer(library, error=float(library.info.rank == 1))
+        is_faulty, made = library.info.rank == 1, []
 
-        assert set_up(library, make_buffer) is library
-        with pytest.raises(RankError, match=r"rank 1: .*(no fabric|gave another sum); use auto"):
-            set_up(library, make_buffer, is_required=True)
+        def allocate(num_bytes: int) -> FakeMemory:
+            if is_faulty and fault == "allocates nothing":
+                raise RuntimeError("no fabric")
+            error = float(is_faulty and fault == "adds wrongly")
+            made.append(
+                FakeMemory(
+                    FakeBuffer(library, error=error),
+                    fault="no handle" if is_faulty and fault == "maps nothing" else "",
+                )
+            )
+            return made[-1]
+
+        assert set_up(library, allocate) is library
+        with pytest.raises(RankError, match=r"rank 1: .*(no fabric|no handle|gave another sum); use auto"):
+            set_up(library, allocate, is_required=True)
+        assert all(memory.was_shared == (fault != "allocates nothing") for memory in made)
 
     run_ranks(2, body)
 

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tp_engine.dist import groups
+from tp_engine.dist.rank import RankInfo
 from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
+from tp_engine.faults import PhaseNote
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +80,15 @@ def test_a_wait_ends_with_what_the_check_raises(store: dist.TCPStore) -> None:
     assert time.monotonic() - began_s < 10
     with pytest.raises(TimeoutError, match=r"waited 0.05 s for never"):
         WatchedStore(store, lambda: None, timeout_s=60).wait(["never"], timedelta(seconds=0.05))
+
+
+def test_who_does_not_come_to_the_meeting_is_named(store: dist.TCPStore) -> None:
+    """Oracle: of three ranks, the first that has not joined is to blame, not the one that waits."""
+    store.set("rank 2 joins", "1")
+    watched = WatchedStore(store, lambda: None, timeout_s=0.05)
+    with pytest.raises(RankError, match=r"rank 1: has not joined the job in time \(missing: 1;") as caught:
+        groups._meet(watched, RankInfo(world_size=3, local_world_size=3), PhaseNote(0))
+    assert caught.value.rank == 1
 
 
 def test_a_process_group_that_meets_through_it_hears_of_a_death() -> None:

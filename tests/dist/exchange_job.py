@@ -1,0 +1,122 @@
+"""One rank of a job that shares memory, without an engine: a process that the test starts and may kill.
+
+python -m tests.dist.exchange_job RANK NUM_RANKS STORE_PORT CASE
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+
+from tp_engine.dist import groups, shared_setup
+from tp_engine.dist.groups import RankGroups
+from tp_engine.dist.rank import RankInfo
+from tp_engine.dist.shared_exchange import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
+from tp_engine.errors import RankError
+from tp_engine.faults import PhaseNote
+from tp_engine.kernels.native.exchange import NativeExchange
+from tp_engine.kernels.native.library import native_library
+
+SLOT_BYTES = 96 * 1024
+# Odd ones, one item more than a slot, several pieces, one and two shots.
+SIZES = (1, 15, 16, 17, 1024, 24576, 24577, 49153, 100003)
+COLLECTIVE_S = {"exact": 60.0, "killed": 60.0, "asleep": 1.5}
+
+
+def main(rank: int, num_ranks: int, port: int, case: str) -> None:
+    """Join, run ``case`` through both kinds of exchange, and print a line of what was seen for each."""
+    torch.set_num_threads(1)
+    info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
+    store = groups.join_store("127.0.0.1", port, timeout_s=60)
+    death_s = float("inf")
+
+    def check() -> None:
+        if time.monotonic() > death_s:
+            raise RankError(1, "its process is gone")
+
+    joined = groups.join(info, store, PhaseNote(rank), check, device_type="cpu", start_s=60, collective_s=60)
+    shared = [share(joined, check, timeout_s=COLLECTIVE_S[case], is_compiled=flag) for flag in (True, False)]
+    if case == "exact":
+        digests = {exact(one, joined.communicator) for one in shared}
+        for one in shared:
+            come_late(one)
+        joined.close()
+        print(*digests)
+    else:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
+        death_s = time.monotonic() + 0.2 if case == "killed" else death_s
+        print(*{forsaken(one) for one in shared}, sep="; ")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def share(
+    joined: RankGroups, check: Callable[[], None], *, timeout_s: float, is_compiled: bool
+) -> SharedMemoryCommunicator:
+    """Memory of their own for one kind of exchange; where nothing can be compiled, there is one kind."""
+    library = native_library() if is_compiled else None
+    with mock.patch.object(shared_setup, "native_library", lambda: library):
+        made = shared_setup.with_shared_memory(
+            joined.communicator, joined.host, joined.note, check, timeout_s=timeout_s, is_required=True,
+            slot_bytes=SLOT_BYTES,
+        )  # fmt: skip
+    assert isinstance(made, SharedMemoryCommunicator)
+    assert isinstance(made._exchange, TorchExchange if library is None else NativeExchange)
+    return made
+
+
+def exact(shared: SharedMemoryCommunicator, library: groups.Communicator) -> str:
+    """Compare every size and type with the rank-ordered sum of what gloo gathers; a digest of all results."""
+    digest = hashlib.sha256()
+    generator = torch.Generator().manual_seed(shared.info.rank)
+    for dtype in DTYPES:
+        for size in SIZES:
+            mine = torch.randn(size, generator=generator).to(dtype)
+            expected = rank_ordered_sum(list(library.all_gather(mine).split(size)))
+            for _ in range(3):
+                found = mine.clone()
+                assert shared.all_reduce(found) is found
+                assert torch.equal(found, expected), (dtype, size)
+            digest.update(found.view(torch.uint8).numpy().tobytes())
+    for tensor in (torch.arange(7) + shared.info.rank, torch.randn(3, 5, generator=generator), torch.ones(2, 3, 4)):
+        gathered = shared.all_gather(tensor)
+        assert torch.equal(gathered, library.all_gather(tensor))
+    transposed = torch.arange(6.0).view(2, 3).t()  # not contiguous, as whole numbers of another type: the library's
+    assert torch.equal(shared.all_gather(transposed), torch.cat([transposed] * shared.info.world_size, -1))
+    numbers = torch.arange(4)
+    assert shared.all_reduce(numbers).tolist() == [number * shared.info.world_size for number in range(4)]
+    assert torch.equal(shared.all_gather(torch.ones(SLOT_BYTES)), torch.ones(SLOT_BYTES * shared.info.world_size))
+    return digest.hexdigest()
+
+
+def come_late(shared: SharedMemoryCommunicator) -> None:
+    """Each rank in turn comes late, by more than a wait's slice; sums of what changes from one to the next."""
+    world_size, totals = shared.info.world_size, []
+    for turn in range(2 * world_size):
+        if turn % world_size == shared.info.rank:
+            time.sleep(0.08)
+        totals.append(shared.all_reduce(torch.full((1000,), float(turn))).sum().item())
+    assert totals == [1000.0 * world_size * turn for turn in range(2 * world_size)]
+
+
+def forsaken(shared: SharedMemoryCommunicator) -> str:
+    """What the wait for rank 1 ends with, and every later collective, which must not wait again."""
+    found = set()
+    for collective in (shared.all_reduce, shared.all_reduce, shared.all_gather):
+        try:
+            collective(torch.ones(10))
+        except RankError as error:
+            found.add(str(error))
+    return " and ".join(found)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4])

@@ -1,0 +1,46 @@
+"""What rank 0 tells of a running job of two ranks: both ranks' steps, waits and memory, and the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.frontend import wait_until
+from tp_engine import LLM, SamplingParams
+from tp_engine.ipc.job_board import MEMORY_LINES
+from tp_engine.sched.view import ViewLimits
+
+NOT_SPENT = ("total", "requested", "kv_cache_available", "kv_cache")
+
+
+def test_a_report_of_two_ranks(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: 20 prompt tokens in chunks of 8 and 12 generated ones: 3 + 11 steps on both ranks, 31 tokens in all;
+    the ledger adds up as the log says; asking twice counts nothing twice."""
+    options = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64}
+    with LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, device="cpu", dtype="float32", **options) as llm:
+        llm.generate([list(range(5, 25))], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        assert llm.allocation_monitor.latest is not None
+        assert llm.allocation_monitor.summary().peak_usage > 0
+        # Rank 1 may end the last step a moment after rank 0 has its result.
+        wait_until(lambda: sum(llm.engine.report().step_tokens.counts) >= 14, "both ranks to end 14 steps")
+        report = llm.engine.report(ViewLimits())
+        assert [rank.rank for rank in report.ranks] == [0, 1] and report.num_missed_steps == 0
+        assert {rank.state for rank in report.ranks} == {"ready"} and len({rank.pid for rank in report.ranks}) == 2
+        assert report.step_tokens.total == 31 and sum(report.step_tokens.counts) == 14
+        assert sum(report.plan_bytes.counts) == sum(report.step_skew.counts) == 14
+        assert sum(rank.num_last for rank in report.ranks) == 14
+        for rank in report.ranks:
+            assert rank.num_steps == 14 and len(rank.recent_step_s) == 14
+            for spread in (rank.step_time, rank.plan_wait, rank.collective_wait):
+                assert sum(spread.counts) == 14
+            assert 0 < rank.collective_s < rank.step_time.total and rank.resident_bytes > 0 and rank.cpu_s > 0
+            memory = rank.memory
+            assert memory.keys() == set(MEMORY_LINES) and memory["weights"] > 0
+            spent = sum(size for line, size in memory.items() if line not in NOT_SPENT)
+            assert memory["kv_cache_available"] == memory["requested"] - spent
+            assert memory["kv_cache"] == report.ranks[0].memory["kv_cache"] > 0
+        waits = sum(rank.collective_wait.total for rank in report.ranks)
+        assert waits == pytest.approx(report.step_skew.total)
+        assert report.view is not None and report.view.grid.num_blocks == 32 and not report.view.running

@@ -1,0 +1,63 @@
+"""All-reduces through shared memory between real processes: exact, in the order of ranks, and with waits that end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_engine.dist import groups
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 150.0
+
+
+def run_ranks(num_ranks: int, case: str) -> list[str]:
+    """The line that each rank printed.  Rank 1, which some cases kill or stop, is ended after the others."""
+    store = groups.host_store(timeout_s=60)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.dist.exchange_job", *map(str, (rank, num_ranks, store.port)), case],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for rank in (0, *range(2, num_ranks), *([1] if case == "exact" else [])):
+            ranks[rank].wait(TIMEOUT_S)
+    finally:
+        for process in ranks:
+            process.kill()
+    spoken = [process.communicate() for process in ranks]
+    for rank, process in enumerate(ranks):
+        assert process.returncode == 0 or (rank == 1 and case != "exact"), (rank, spoken[rank][1][-3000:])
+    return [said.strip() for said, _ in spoken]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_are_exact_and_equal(num_ranks: int) -> None:
+    """Oracle: what gloo gathers, added in the order of ranks in float32 and rounded once.
+
+    Compiled code and its twin give the same bits on all ranks, for every type and for sizes around those of vectors,
+    slots and shots, also where each rank in turn comes late.
+    """
+    (digest,) = set(run_ranks(num_ranks, "exact"))
+    assert len(digest) == 64, digest
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_rank_ends_the_wait() -> None:
+    """Oracle: the check's error on all others, in every collective from then on; not that of the time-out."""
+    assert run_ranks(3, "killed") == ["rank 1: its process is gone", "", "rank 1: its process is gone"]
+
+
+@pytest.mark.timeout(200)
+def test_a_collective_has_a_timeout() -> None:
+    """Oracle: the error names the rank that is stopped, and the limit; no later collective waits."""
+    assert run_ranks(2, "asleep")[0] == "rank 1: did not come to a collective within 1.5 s"

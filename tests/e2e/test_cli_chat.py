@@ -1,0 +1,19 @@
+"""``tp-engine chat`` with a server of its own: the demo model, asked once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.e2e.serving import ROOT
+
+DEADLINE_S = 120.0
+
+
+def test_a_chat_starts_a_server_and_ends_it() -> None:
+    """Oracle: the demo model adds; the fixtures see that no process and no name is left."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tp_engine.cli", "chat", "-q", "12+34=", "--num-gpu-blocks-override", "64"],
+        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "46\n"), done.stderr

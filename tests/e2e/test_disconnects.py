@@ -1,0 +1,152 @@
+"""Clients that leave, in every phase of a request, and clients that do not read: a real engine gets its blocks back.
+
+The engine computes 16 prompt tokens a step, for two sequences at a time, and each step waits for the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.asgi import App, Exchange, run_served, until
+from tests.fake_engine import FakeEngine
+from tests.gated_engine import GatedEngine
+from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
+from tp_engine.request import EngineRequest
+
+PROMPT = [5 + i % 40 for i in range(40)]  # three steps of prefill
+NUM_TOKENS = 6
+LAST_STEP = 7  # one more ends a completion, and is on its way when the client leaves
+# Steps after which the client leaves, given that the request is the only one; None: another two are before it.
+PHASES = {
+    "queued": None,
+    "before the first step": 0,
+    "prefill": 1,
+    "first token": 3,
+    "decode": 5,
+    "last step": LAST_STEP,
+}
+GENERATION = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": PROMPT} | GENERATION),
+    "completions": ("/v1/completions", {"prompt": PROMPT, "n": 2} | GENERATION),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 32}]} | GENERATION),
+    "response": ("/v1/responses", {"input": "x" * 32} | GENERATION),
+}
+OTHERS = {"prompt": [[7] * 3, [8] * 3], "max_tokens": 80, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    with tiny_engine(folder, max_num_batched_tokens=16, max_num_seqs=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", BODIES)
+def test_a_client_that_leaves_gives_its_blocks_back(engine: Any, name: str, stream: bool) -> None:
+    """Oracle: the engine aborts that request, in every phase; then nothing is in use, and the blocks add up."""
+    path, body = BODIES[name]
+    gate = GatedEngine(engine)
+
+    async def scenario(app: App) -> None:
+        for num_steps in PHASES.values():
+            fresh = {"stream": stream, "cache_salt": f"{name} {stream} {num_steps}"}  # finds nothing cached
+            await leave_after(app, gate, path, body | fresh, num_steps)
+            assert_nothing_in_use(engine)
+        reply = await app.post(path, body)
+        assert reply.status == 200, reply.content
+
+    run_served(scenario, gate, chat_tokenizer())
+    assert_nothing_in_use(engine)
+
+
+async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, Any], num_steps: int | None) -> None:
+    """Send a request, leave after ``num_steps`` of the engine, and let the engine go on."""
+    gate.close_gate()
+    exchanges = []
+    if num_steps is None:
+        exchanges.append(await arrived(app, gate, "/v1/completions", OTHERS, num_requests=2))
+    exchanges.append(await arrived(app, gate, path, body))
+    request_id, num_aborted = gate.added[-1], len(gate.aborted)
+    await steps_done(gate, num_steps or 0)
+    await asyncio.sleep(0.01)  # what the engine has sent reaches the streams
+    for exchange in exchanges:
+        exchange.leave()
+    for exchange in exchanges:
+        await exchange.ended()
+    gate.open()
+    if num_steps != LAST_STEP:
+        await until(lambda: request_id in gate.aborted[num_aborted:], "the request to be aborted")
+    await until(lambda: not gate.has_unfinished, "the engine to be idle")
+
+
+async def arrived(app: App, gate: GatedEngine, path: str, body: dict[str, Any], num_requests: int = 1) -> Exchange:
+    """A request that the engine has; it looks for new ones between two steps."""
+    num_added = len(gate.added)
+    exchange = app.start("POST", path, body)
+    await asyncio.sleep(0.01)
+
+    def has_arrived() -> bool:
+        if len(gate.added) < num_added + num_requests and gate.has_unfinished:
+            gate.allow(1)
+        return len(gate.added) == num_added + num_requests
+
+    await until(has_arrived, "the request to arrive")
+    gate.close_gate()
+    return exchange
+
+
+async def steps_done(gate: GatedEngine, num_steps: int) -> None:
+    """Let ``num_steps`` through and wait for them."""
+    wanted = gate.num_steps + num_steps
+    gate.allow(num_steps)
+    await until(lambda: gate.num_steps >= wanted, "the steps")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_clients_that_do_not_read_are_bounded_and_hold_up_nobody(path: str) -> None:
+    """Oracle: 16 clients read nothing of 900 tokens each: the engine goes on, others are served, the memory for each
+    stays small; in the end they get all of it, in fewer pieces."""
+    engine = FakeEngine(endless)
+    body: dict[str, Any] = {"stream": True, "ignore_eos": True, "temperature": 0}
+    body |= {"input": "x", "max_output_tokens": 900} if path == "/v1/responses" else {"prompt": "x", "max_tokens": 900}
+
+    async def scenario(app: App) -> None:
+        whole = text_of((await app.post(path, body)).events)
+        exchanges = [app.start("POST", path, body) for _ in range(16)]
+        gc.collect()
+        tracemalloc.start()
+        for exchange in exchanges:
+            exchange.may_read.clear()
+        await until(lambda: len(engine.added) == 17 and not engine.has_unfinished, "the engine to have answered all")
+        assert (await app.post("/v1/completions", {"prompt": "y", "max_tokens": 3})).status == 200
+        gc.collect()
+        per_client = tracemalloc.get_traced_memory()[0] / len(exchanges)
+        tracemalloc.stop()
+        assert per_client < 160_000, per_client  # about 75,000; an object per token would be 500,000
+        for exchange in exchanges:
+            exchange.may_read.set()
+        for exchange in exchanges:
+            assert text_of((await exchange.reply()).events) == whole
+            assert len(exchange.parts) < 450
+
+    run_served(scenario, engine, chat_tokenizer())
+
+
+def endless(request: EngineRequest) -> list[int]:
+    """Letters."""
+    return [5 + i % 40 for i in range(request.params.max_tokens or 0)]
+
+
+def text_of(events: list[Any]) -> str:
+    """The text of a stream of either endpoint."""
+    if "choices" in events[0]:
+        return "".join(choice["text"] for one in events for choice in one["choices"])
+    return "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")

@@ -1,0 +1,60 @@
+"""An engine whose steps are let through one by one, so that a test can act between two of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
+
+STEP_DEADLINE_S = 20.0
+
+
+class GatedEngine:
+    """``engine`` behind a gate: ``allow(n)`` lets ``n`` steps through, ``open`` all; ``num_steps`` have been done."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+        self.num_steps = 0
+        self.added: list[str] = []
+        self.aborted: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def allow(self, num_steps: int) -> None:
+        """Let so many more steps through."""
+        for _ in range(num_steps):
+            self._permits.release()
+
+    def open(self) -> None:
+        """Let every step through from now on."""
+        self._is_open = True
+        self._permits.release()
+
+    def close_gate(self) -> None:
+        """Hold up the next step."""
+        self._is_open = False
+        while self._permits.acquire(blocking=False):
+            pass
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._engine.add_request(request)
+        self.added.append(request.request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
+        deltas: list[SequenceDelta] = self._engine.abort(request_ids)
+        self.aborted += sorted({delta.request_id for delta in deltas})
+        return deltas
+
+    def step(self) -> StepOutput:
+        deadline_s = time.monotonic() + STEP_DEADLINE_S
+        while not self._is_open and not self._permits.acquire(timeout=0.05):
+            assert time.monotonic() < deadline_s, "no step was allowed"
+        output: StepOutput = self._engine.step()
+        self.num_steps += 1
+        return output

@@ -1,0 +1,237 @@
+"""Results of batch jobs: written line by line, read again after a kill, found again among millions, put into order."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tp_engine.api.batch_job.custom_ids import CustomIds
+from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
+from tp_engine.api.batch_job.order import ResultOrder
+from tp_engine.api.batch_job.progress import Progress
+from tp_engine.api.batch_job.read_ahead import ReadAhead
+from tp_engine.api.batch_job.results import Results
+from tp_engine.errors import ConfigError, RequestError
+
+
+def request(number: int) -> BatchRequest:
+    return BatchRequest(f"batch_req_{number}", f"id-{number}", "/v1/completions", b"{}")
+
+
+def result(number: int) -> ResultLine:
+    return request(number).result(200, {"text": "é" * number})
+
+
+def ids_of(*custom_ids: str) -> CustomIds:
+    ids = CustomIds()
+    for custom_id in custom_ids:
+        ids.add(custom_id)
+    return ids
+
+
+def known(results: Results, *custom_ids: str) -> list[bool]:
+    return [position >= 0 for position in ids_of(*custom_ids).positions_in(results.earlier.answered).tolist()]
+
+
+def test_every_possible_kill_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: after a cut at any byte, exactly the whole lines are kept and known."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # a second per hundred
+    path = tmp_path / "out.jsonl"
+    with Results(path) as results:
+        for number in (1, 2, 3):
+            results.write(result(number))
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for num_bytes in range(len(whole) + 1):
+        path.write_bytes(whole[:num_bytes])
+        num_lines = whole[:num_bytes].count(b"\n")
+        with Results(path) as results:
+            assert known(results, "id-1", "id-2", "id-3") == [number <= num_lines for number in (1, 2, 3)]
+        assert path.read_bytes() == b"".join(lines[:num_lines])
+
+
+def test_errors_have_a_file_of_their_own(tmp_path: Path) -> None:
+    """Oracle: which line is where; both are known afterwards, and which of them failed."""
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    with Results(output, errors) as results:
+        results.write(result(1))
+        results.write(request(2).failure(RequestError("no", param="n")))
+        results.write(bad_line(3, b"{", LineError("line 3 is bad", "invalid_json_line")))
+    assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["batch_req_1"]
+    assert [json.loads(line)["id"] for line in errors.read_text().splitlines()] == ["batch_req_2", "batch_req_3"]
+    with Results(output, errors) as again:
+        assert known(again, "id-1", "id-2", "id-3") == [True, True, False]
+        assert (list(again.earlier.failed), list(again.earlier.refused_lines)) == ([0, 1], [3])
+
+
+def test_refused_lines_do_not_finish_a_custom_id(tmp_path: Path) -> None:
+    """Oracle: the refusal of a duplicate says nothing of the line it repeats."""
+    path = tmp_path / "out.jsonl"
+    with Results(path) as results:
+        results.write(bad_line(7, b'{"custom_id": "a"}', LineError("repeated", "duplicate_custom_id")))
+    with Results(path) as again:
+        assert known(again, "a") == [False] and list(again.earlier.refused_lines) == [7]
+
+
+def test_a_file_is_written_by_one_job(tmp_path: Path) -> None:
+    """Oracle: the second job is told who is in its way."""
+    with Results(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another job"):
+        Results(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("text", [b"my notes\n", b"my notes", b'{"ids": "of something else', b'["id"]\n'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: bytes) -> None:
+    """Oracle: the file's bytes, before and after."""
+    path = tmp_path / "notes.txt"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match="line 1 that is no batch result"):
+        Results(path)
+    assert path.read_bytes() == text
+
+
+def test_a_tail_of_zeros_after_a_power_failure_is_cut_off(tmp_path: Path) -> None:
+    """Oracle: the lines before it."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(result(1).encode() + bytes(4096))
+    with Results(path) as results:
+        assert known(results, "id-1") == [True]
+    assert path.read_bytes() == result(1).encode()
+
+
+def test_existing_results_are_refused_on_request(tmp_path: Path) -> None:
+    """Oracle: an empty file is fine, one with results is refused and kept."""
+    path = tmp_path / "out.jsonl"
+    path.touch()
+    with Results(path, resume=False) as results:
+        results.write(result(1))
+    with pytest.raises(ConfigError, match="has 1 results, and --no-resume"):
+        Results(path, resume=False)
+    assert path.read_bytes() == result(1).encode()
+
+
+def test_a_full_disk_is_named_and_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a disk that takes 30 bytes more; once it has room, the lines before the torn one are known."""
+    path, write, room = tmp_path / "out.jsonl", os.write, 30
+
+    def write_if_room(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    with Results(path) as results:
+        results.write(result(1))
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", write_if_room)
+            with pytest.raises(OSError, match=r"the same command goes on.*out.jsonl"):
+                results.write(result(2))
+    assert len(path.read_bytes()) == len(result(1).encode()) + 30
+    with Results(path) as again:
+        assert known(again, "id-1", "id-2") == [True, False]
+    assert path.read_bytes() == result(1).encode()
+
+
+def test_results_reach_the_disk_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: when fdatasync is called, on a clock of the test's own: once per period, and only for new results."""
+    clock, syncs = [100.0], list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(os, "fdatasync", lambda _descriptor: syncs.append(clock[0]))
+    with Results(tmp_path / "out.jsonl") as results:
+        for number, now_s in enumerate((101.0, 104.0, 106.0, 107.0, 200.0, 300.0)):
+            clock[0] = now_s
+            if number < 5:
+                results.write(result(number))
+            results.sync_if_due()
+    assert syncs == [106.0, 200.0]
+
+
+def test_progress_in_words() -> None:
+    """Oracle: by hand: 10 of 110 lines were done before, 50 in 100 s since, so 50 more take as long again."""
+    progress = Progress(110, 10, shown=False)
+    assert "10 of 110 lines (9.1 %)" in progress.text(time.monotonic())
+    for _ in range(50):
+        progress.line()
+    text = progress.text(progress._started_s + 100.0)
+    assert text.startswith("60 of 110 lines (54.5 %)") and text.endswith("0:01:40 left")
+    progress.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_repeated_ids_and_where_they_were_first(seed: int) -> None:
+    """Oracle: a dict, on random ids with few and many repetitions."""
+    rng = random.Random(seed)
+    names = [f"id-{rng.randrange(rng.choice((3, 50, 10_000)))}" for _ in range(rng.randrange(200))]
+    first: dict[str, int] = {}
+    expected = {i: first[name] for i, name in enumerate(names) if first.setdefault(name, i) != i}
+    positions, firsts = ids_of(*names).repeated()
+    assert dict(zip(positions.tolist(), firsts.tolist(), strict=True)) == expected
+    others = [*names[:50], "new"]
+    found = ids_of(*names).positions_in(ids_of(*others))
+    assert [others[i] if i >= 0 else None for i in found.tolist()] == [n if n in others else None for n in names]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_results_in_the_order_of_the_input(seed: int) -> None:
+    """Oracle: 0, 1, 2, ... whatever the order in which they come, with no more than a window of them on their way."""
+    rng, written, started, running = random.Random(seed), list[int](), 0, list[int]()
+    order = ResultOrder(written.append, keeps_order=True, window=5)
+    while started < 60 or running:
+        while started < 60 and order.has_room(started) and rng.random() < 0.8:
+            running.append(started)
+            started += 1
+        if running:
+            order.put(done := running.pop(rng.randrange(len(running))), done)
+        assert started - len(written) <= 5
+    assert written == list(range(60))
+    as_they_come = ResultOrder(written.append, keeps_order=False, window=5)
+    as_they_come.put(99, 99)
+    assert written[-1] == 99 and as_they_come.has_room(10**9)
+
+
+@dataclass
+class Item:
+    number: int
+    num_bytes: int = 10
+
+
+def test_reading_ahead_is_bounded_and_in_order() -> None:
+    """Oracle: the numbers, and how many were taken from the iterator before the first was asked for."""
+    taken = 0
+
+    def items() -> object:
+        nonlocal taken
+        for taken in range(1, 101):
+            yield Item(taken)
+
+    for bounds, most in (({"max_items": 7, "max_bytes": 10**6}, 8), ({"max_items": 100, "max_bytes": 35}, 5)):
+        with ReadAhead(items(), **bounds) as ahead:  # type: ignore[arg-type, var-annotated]
+            time.sleep(0.05)
+            assert taken <= most
+            got = [item.number for item in iter(lambda: ahead.get(5.0), None)]
+            assert got == list(range(1, 101)) and ahead.exhausted
+
+
+def test_reading_ahead_ends_early_and_with_errors() -> None:
+    """Oracle: the thread has gone; an error comes after the items before it."""
+
+    def failing() -> object:
+        yield Item(1)
+        raise ConfigError("damaged")
+
+    with ReadAhead(failing(), max_items=5, max_bytes=100) as ahead:  # type: ignore[arg-type, var-annotated]
+        assert ahead.get(5.0).number == 1
+        with pytest.raises(ConfigError, match="damaged"):
+            ahead.get(5.0)
+    endless = ReadAhead((Item(1) for _ in iter(int, 1)), max_items=5, max_bytes=100)
+    endless.close()
+    assert not any(thread.name == "read-ahead" for thread in threading.enumerate())

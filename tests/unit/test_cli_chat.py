@@ -1,0 +1,195 @@
+"""Chats and completions at a terminal, against a small HTTP server of the test's own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tp_engine.cli import chat as chat_command
+from tp_engine.cli import complete as complete_command
+from tp_engine.cli.chat import ChatConfig, Conversation, converse
+from tp_engine.cli.client_config import ClientConfig
+from tp_engine.cli.main import main
+from tp_engine.cli.server_client import ServerClient, ServerError
+
+KEY = "secret"
+MODEL = "demo"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams the last message or the prompt back, a letter a chunk; ``fail`` is refused, ``break`` broken off."""
+
+    server: StubServer
+
+    def do_GET(self) -> None:
+        self._json(200, {"data": [{"id": MODEL}, {"id": "other"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        if self.headers["Authorization"] != f"Bearer {KEY}":
+            self._json(401, {"error": {"message": "missing or wrong API key"}})
+            return
+        is_chat = self.path == "/v1/chat/completions"
+        text = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        if text == "fail":
+            self._json(400, {"error": {"message": "prompt is bad; send another"}})
+            return
+        self.send_response(200)
+        self.end_headers()
+        for number, letter in enumerate(text):
+            reason = "length" if number == len(text) - 1 and text.endswith("!") else None
+            piece = {"delta": {"content": letter}} if is_chat else {"text": letter}
+            self._event({"choices": [piece | {"finish_reason": reason}]})
+        if text != "break":
+            self.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
+
+    def _event(self, content: Any) -> None:
+        self.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+    def _json(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+
+class StubServer(ThreadingHTTPServer):
+    """Keeps the bodies that it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def stub() -> Iterator[StubServer]:
+    with StubServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+class Terminal:
+    """Lines that a person types, and all that is shown."""
+
+    def __init__(self, lines: Sequence[str | type[BaseException]]) -> None:
+        self._lines = iter(lines)
+        self.shown = ""
+        self.told: list[str] = []
+        self.interrupt_after: int | None = None
+
+    def ask(self, _prompt: str) -> str:
+        line = next(self._lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    def show(self, text: str) -> None:
+        self.shown += text
+        if self.interrupt_after is not None and len(self.shown) >= self.interrupt_after:
+            self.interrupt_after = None
+            raise KeyboardInterrupt
+
+
+def conversation(server: StubServer, terminal: Terminal, **options: Any) -> Conversation:
+    client = ServerClient(server.url, api_key=KEY, timeout_s=10.0)
+    return Conversation(client, MODEL, ChatConfig(**options), terminal.show)
+
+
+def test_a_conversation_remembers_and_forgets(stub: StubServer) -> None:
+    """Oracle: the messages that the server got, and what was shown."""
+    terminal = Terminal(["hello", "", "again!", "/reset", "/rest", "/help", "new", "/exit", "never sent"])
+    converse(
+        conversation(stub, terminal, system_prompt="be brief", temperature=0.5), terminal.ask, terminal.told.append
+    )
+    system, hello = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
+    assert [body["messages"] for body in stub.bodies] == [
+        [system, hello],
+        [system, hello, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "again!"}],
+        [system, {"role": "user", "content": "new"}],
+    ]
+    assert all(body["temperature"] == 0.5 and body["stream"] and body["model"] == MODEL for body in stub.bodies)
+    assert terminal.shown == "hello\nagain!\nnew\n"
+    assert "cut off" in terminal.told[0] and terminal.told[1] == "(forgotten)"
+    assert terminal.told[2] == "unknown command /rest; did you mean /reset?" and "/exit" in terminal.told[3]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_came(stub: StubServer) -> None:
+    """Oracle: the interrupted answer's beginning is in the next request; at the prompt, Ctrl-C asks again."""
+    terminal = Terminal(["a long answer", KeyboardInterrupt, "go on"])
+    terminal.interrupt_after = 6
+    converse(conversation(stub, terminal), terminal.ask, terminal.told.append)
+    assert terminal.shown == "a long\ngo on\n" and terminal.told == ["(stopped)", ""]
+    answers = [message["content"] for message in stub.bodies[1]["messages"] if message["role"] == "assistant"]
+    assert answers == ["a long"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("fail", "prompt is bad; send another"), ("break", "closed the connection before")]
+)
+def test_a_failed_answer_leaves_the_conversation_as_it_was(stub: StubServer, text: str, told: str) -> None:
+    """Oracle: the error in the server's own words; the next request does not hold the failed message."""
+    terminal = Terminal([text, "fine"])
+    converse(conversation(stub, terminal), terminal.ask, terminal.told.append)
+    assert told in terminal.told[0]
+    assert stub.bodies[-1]["messages"] == [{"role": "user", "content": "fine"}]
+
+
+def test_quick_answers(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: exactly the answer on standard output; 1 and the reason where there is none."""
+    common = ["--url", stub.url + "/v1", "--api-key", KEY]
+    assert main(["chat", *common, "-q", "hi there", "--max-tokens", "7"]) == 0
+    assert capsys.readouterr().out == "hi there\n" and stub.bodies[0]["max_tokens"] == 7
+    assert main(["complete", *common, "--model", "other", "-q", "once"]) == 0
+    assert capsys.readouterr().out == "once\n" and stub.bodies[1]["model"] == "other"
+    assert main(["complete", *common, "--model", "absent", "-q", "once"]) == 1
+    assert "has no model 'absent'; it has demo, other" in capsys.readouterr().err
+    assert main(["chat", "--url", stub.url, "--api-key", "wrong", "-q", "hi"]) == 1
+    assert "missing or wrong API key" in capsys.readouterr().err
+
+
+def test_lines_from_a_file(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: an answer per line, until the end of the input."""
+    for module, name in ((chat_command, "chat"), (complete_command, "complete")):
+        lines = iter(["one", "two"])
+        monkeypatch.setattr(module, "ask_person", lambda prompt, lines=lines: _next_line(lines))
+        assert main([name, "--url", stub.url, "--api-key", KEY]) == 0
+        assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def _next_line(lines: Iterator[str]) -> str:
+    line = next(lines, None)
+    if line is None:
+        raise EOFError
+    return line
+
+
+def test_a_server_that_is_not_there() -> None:
+    """Oracle: the address in the error."""
+    with StubServer() as server:
+        url = server.url
+    with pytest.raises(ServerError, match=f"{url} can not be reached"):
+        ServerClient(url).model()
+
+
+def test_options_of_answers() -> None:
+    """Oracle: only what was given is sent."""
+    assert ClientConfig(temperature=0.0, max_tokens=3).sampling == {"temperature": 0.0, "max_tokens": 3}
+    assert ClientConfig().sampling == {}

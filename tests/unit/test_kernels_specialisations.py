@@ -1,0 +1,96 @@
+"""Which values of a launch make Triton compile it anew: none that changes from step to step, as that takes seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
+from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.rope import HeadNorm, Rotation
+from tp_engine.kernels.sampling_tables import SamplingTables
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 128, 151_936, 16, 64
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_layer(num_tokens: int, cache: torch.Tensor) -> torch.Tensor:
+    """What a layer does beside products and attention; its queries, which are a view of the merged heads."""
+    from tp_engine.kernels.layer_ops import triton_ops
+
+    ops, weight, slots = triton_ops(), empty(HIDDEN), empty(num_tokens, dtype=torch.int64)
+    ops.rms_norm(empty(num_tokens, HIDDEN), weight, 1e-6)
+    ops.add_rms_norm(empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN), weight, 1e-6)
+    ops.silu_and_mul(empty(num_tokens, 6144))
+    gains = empty(HEADS + KV_HEADS, HEAD_DIM)
+    norm = HeadNorm(q_weight=empty(HEAD_DIM), k_weight=empty(HEAD_DIM), weights=gains, eps=1e-6)
+    rotation = Rotation(empty(4096, HEAD_DIM), empty(num_tokens, dtype=torch.int64))
+    merged = empty(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    return ops.prepare_heads(merged, KV_HEADS, norm, rotation, cache, None, slots)[0]
+
+
+def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int, num_chunks: int, width: int) -> None:
+    """Decodes, then chunks of the remaining tokens; block tables of ``width`` columns."""
+    from tp_engine.kernels.paged_decode_triton import decode_sizes, paged_decode_triton
+    from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
+
+    num_requests = num_decodes + num_chunks
+    table, seq_lens = empty(num_requests, width, dtype=torch.int32), empty(num_requests, dtype=torch.int32)
+    out: Any = empty(len(query), HEADS, HEAD_DIM)
+    if num_decodes:
+        sizes = decode_sizes(num_decodes, KV_HEADS, HEAD_DIM, 2, 132)
+        part = (query[:num_decodes], cache, table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes])
+        paged_decode_triton(*part, sizes=sizes, scale=0.1)
+    if num_chunks:
+        starts, sizes_of_chunks = empty(num_requests + 1, dtype=torch.int32), prefill_sizes(HEAD_DIM, 2)
+        place: dict[str, Any] = {"num_queries": len(query) - num_decodes, "first_request": num_decodes}
+        paged_prefill_triton(query, cache, table, seq_lens, starts, out, sizes=sizes_of_chunks, scale=0.1, **place)
+
+
+def launch_decode_inputs_and_sampling(num_rows: int) -> None:
+    """The other launches of a step of ``num_rows`` decodes."""
+    from tp_engine.kernels import sampling_best_triton, sampling_filter_triton
+    from tp_engine.kernels.decode_inputs import triton_decode_ops
+
+    tables = RowTables(
+        token_ids=empty(MAX_ROWS, 4097, dtype=torch.int32),
+        num_computed=empty(MAX_ROWS, dtype=torch.int32),
+        block_table=empty(MAX_ROWS, 256, dtype=torch.int32),
+        block_size=BLOCK_SIZE,
+    )
+    inputs = DecodeInputs.allocate(MAX_ROWS, tables).first(num_rows)
+    triton_decode_ops().prepare(tables, inputs)
+    triton_decode_ops().advance(tables, inputs.rows, empty(num_rows, dtype=torch.int32))
+    rows, positions = (empty(num_rows, dtype=torch.int64) for _ in range(2))
+    logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(MAX_ROWS, torch.device("meta"))
+    sampling_best_triton.best_keys_triton(logits, rows, positions, sampling, first_id=0)
+    sampling_filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)
+    drawn = empty(num_rows, dtype=torch.int32)
+    sampling_filter_triton.draw_filtered_triton(logits, rows, positions, sampling, drawn)
+
+
+@needs_triton
+@quiet
+def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
+    """Oracle: Triton's own cache: after three steps, which hold all numbers of splits, no step adds to it."""
+    cache = empty(2, 100, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+
+    def step(num_decodes: int, num_chunks: int, num_tokens: int, width: int) -> None:
+        launch_attention(launch_layer(num_tokens, cache), cache, num_decodes, num_chunks, width)
+        launch_decode_inputs_and_sampling(num_decodes or 1)
+
+    with compiled_for(90) as kernels:
+        for num_decodes in (2, 40, 1024):
+            step(num_decodes, 3, num_decodes + 70, 5)
+        known = {id(kernel) for kernel in kernels}
+        for num_decodes in (0, 1, 2, 16, 17, 32, 64, 300):
+            for num_chunks, num_tokens, width in ((0, 0, 1), (1, 1, 16), (1, 16, 7), (16, 99, 48)):
+                if num_decodes + num_tokens:
+                    step(num_decodes, num_chunks, num_decodes + num_tokens, width)
+        added = [kernel.name for kernel in kernels if id(kernel) not in known]
+    assert not added, f"compiled for a size: {sorted(set(added))}"

@@ -1,0 +1,150 @@
+"""A request's mailbox and the pipeline before it: order, bounds, and turns for others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from tp_engine.api.mailbox import MAX_FOLDED_TOKENS, MAX_WAITING, Mailbox
+from tp_engine.api.output_pipeline import SLICE, SMALL_STEP, OutputPipeline
+from tp_engine.api.output_processor import Processed
+from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.request import StepOutput
+
+DEADLINE_S = 15.0
+
+
+def update(index: int, number: int, *, finish_reason: str | None = None) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id="a",
+        index=index,
+        text=f"{number} ",
+        token_ids=[number],
+        num_prompt_tokens=3,
+        num_cached_tokens=0,
+        num_output_tokens=number + 1,
+        finish_reason=finish_reason,
+    )
+
+
+def test_a_quick_reader_gets_each_update_by_itself() -> None:
+    """Oracle: what was put, in order; then the error behind it."""
+
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        for number in range(3):
+            mailbox.put(update(0, number))
+        mailbox.fail(RuntimeError("over"))
+        assert [one.token_ids for one in await mailbox.take()] == [[0], [1], [2]]
+        with pytest.raises(RuntimeError, match="over"):
+            await mailbox.take()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_reader_that_is_away_costs_a_bounded_number_of_updates(num_sequences: int) -> None:
+    """Oracle: the number of updates is 64 and one per 256 tokens; joined, they are what was put."""
+    num_tokens = 20_000
+    mailbox = Mailbox()
+    for number in range(num_tokens):
+        for index in range(num_sequences):
+            last = "length" if number == num_tokens - 1 else None
+            mailbox.put(update(index, number, finish_reason=last))
+    assert len(mailbox) <= MAX_WAITING + num_sequences * (num_tokens // MAX_FOLDED_TOKENS + 2)
+    updates = asyncio.run(mailbox.take())
+    for index in range(num_sequences):
+        own = [one for one in updates if one.index == index]
+        assert [token_id for one in own for token_id in one.token_ids] == list(range(num_tokens))
+        assert "".join(one.text for one in own) == "".join(f"{number} " for number in range(num_tokens))
+        assert [one.finish_reason for one in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1].finish_reason == "length" and own[-1].num_output_tokens == num_tokens
+
+
+def step(tokens: Sequence[int]) -> StepOutput:
+    return StepOutput(request_ids=["a"] * len(tokens), indices=[0] * len(tokens), token_ids=list(tokens))
+
+
+class Journal:
+    """What a pipeline did: numbers as they were handed out, the threads it worked in, and the loop's turns."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.part_sizes: list[int] = []
+        self.threads: list[int] = []
+
+    def process(self, output: StepOutput) -> Processed:
+        self.threads.append(threading.get_ident())
+        return Processed(updates=[update(0, token_id) for token_id in output.token_ids], aborts=["x"])
+
+    def deliver(self, processed: Processed) -> None:
+        self.part_sizes.append(len(processed.updates))
+        self.numbers += [one.token_ids[0] for one in processed.updates]
+
+
+def test_steps_are_handed_out_in_order_whatever_their_size() -> None:
+    """Oracle: the numbers count up; large steps are processed in another thread, in parts between turns of the loop."""
+
+    async def scenario() -> Journal:
+        journal = Journal()
+        pipeline = OutputPipeline(journal.process, journal.deliver)
+        sizes = [1, SMALL_STEP, SMALL_STEP + 1, 5 * SLICE + 3, 1, 2]
+        first = 0
+        for size in sizes:
+            pipeline.push(step(range(first, first + size)))
+            first += size
+        ended: list[int] = []
+        pipeline.after(lambda: ended.append(len(journal.numbers)))
+        await asyncio.wait_for(pipeline.keep_up(), DEADLINE_S)
+        assert ended == [first] and journal.numbers == list(range(first))
+        pipeline.push(step([first]))
+        assert journal.numbers[-1] == first, "an idle pipeline hands a small step out at once"
+        await pipeline.close()
+        return journal
+
+    journal = asyncio.run(scenario())
+    own = threading.get_ident()
+    assert [thread == own for thread in journal.threads] == [True, True, False, False, False, False, True]
+    assert max(journal.part_sizes) <= SLICE
+
+
+def test_other_tasks_have_turns_while_a_large_step_is_handed_out() -> None:
+    """Oracle: a task that only counts its turns gets about one between two parts."""
+
+    async def scenario() -> None:
+        journal = Journal()
+        pipeline = OutputPipeline(journal.process, journal.deliver)
+        seen: list[int] = []
+
+        async def count() -> None:
+            while True:
+                seen.append(len(journal.numbers))
+                await asyncio.sleep(0)
+
+        counting = asyncio.get_running_loop().create_task(count())
+        pipeline.push(step(range(10 * SLICE)))
+        await asyncio.wait_for(pipeline.keep_up(), DEADLINE_S)
+        counting.cancel()
+        await pipeline.close()
+        assert len(set(seen)) >= 10
+
+    asyncio.run(scenario())
+
+
+def test_what_goes_wrong_in_the_other_thread_is_raised() -> None:
+    """Oracle: the error of ``process`` reaches whoever waits for the pipeline."""
+
+    async def scenario() -> None:
+        def fail(_: StepOutput) -> Processed:
+            raise ValueError("broken tokenizer")
+
+        pipeline = OutputPipeline(fail, lambda _: None)
+        pipeline.push(step(range(100)))
+        with pytest.raises(ValueError, match="broken tokenizer"):
+            await asyncio.wait_for(pipeline.keep_up(), DEADLINE_S)
+        await pipeline.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,89 @@
+"""Reasoning and answer, told apart in text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.api.openai.reasoning import ReasoningParser, ReasoningTokens, begins_inside
+
+
+def divide(text: Iterable[str], *, inside: bool, cut_off: bool = False) -> tuple[str, str, bool]:
+    parser = ReasoningParser(inside=inside)
+    parts = [parser.feed(piece) for piece in text]
+    has_reasoning = parser.has_reasoning
+    parts.append(parser.finish(cut_off=cut_off))
+    return "".join(one for one, _ in parts), "".join(other for _, other in parts), has_reasoning
+
+
+CASES = [
+    # text, whether the prompt opened the mark, reasoning, answer
+    ("<think>\nLet me see. 😀\n\nYes.\n</think>\n\nIt is 4. ", False, "Let me see. 😀\n\nYes.", "It is 4. "),
+    ("\nLet me see.\n</think>\n\nIt is 4.", True, "Let me see.", "It is 4."),
+    ("<think>\nrepeated</think>four", True, "repeated", "four"),
+    ("<think>\n\n</think>\n\nfour", False, "", "four"),
+    (" No thought, but <think> is a word </think>.", False, "", " No thought, but <think> is a word </think>."),
+    ("a < b </thin </think >", True, "a < b </thin </think >", ""),
+    ("thought</think>one</think>two", True, "thought", "one</think>two"),
+    ("all of it \n", True, "all of it", ""),
+    ("<thin", False, "", "<thin"),
+    ("", True, "", ""),
+    ("", False, "", ""),
+    (" \n", False, "", " \n"),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "reasoning", "answer"), CASES)
+def test_every_split(text: str, inside: bool, reasoning: str, answer: str) -> None:
+    """One, two and three pieces, and single characters. Oracle: both parts written out by hand."""
+    whole = divide([text], inside=inside)
+    assert whole[:2] == (reasoning, answer)
+    assert divide(text, inside=inside) == whole
+    for first in range(len(text) + 1):
+        assert divide([text[:first], text[first:]], inside=inside) == whole
+        for second in range(first, len(text) + 1, 3):
+            assert divide([text[:first], text[first:second], text[second:]], inside=inside) == whole
+
+
+@pytest.mark.parametrize(("text", "inside", "reasoning", "answer"), CASES)
+def test_cut_off_by_a_limit(text: str, inside: bool, reasoning: str, answer: str) -> None:
+    """Oracle: beginnings of both parts, and never half a mark at the end of the reasoning."""
+    for end in range(len(text)):
+        thought, said, _ = divide(text[:end], inside=inside, cut_off=True)
+        assert reasoning.startswith(thought) and answer.startswith(said)
+        assert not (text[:end].endswith("</think") and thought.endswith("</think"))
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "continued", "disabled", "expected"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", None, False, False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", None, False, True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, True, False),
+        ("deepseek_r1", "<|Assistant|>", None, False, True),
+        ("deepseek_r1", "<|Assistant|><think>\n", None, False, True),
+        ("deepseek_r1", "what is <think>?<|Assistant|>", None, False, True),
+        ("deepseek_r1", "<|Assistant|></think>", None, False, False),
+        ("deepseek_r1", "<|Assistant|>", None, True, False),
+        ("qwen3", "what is <think>", "<think>\nHm, ", False, True),
+        ("deepseek_r1", "...", "<think>\nHm</think>It", False, False),
+        ("deepseek_r1", "...", "It", False, False),
+    ],
+)
+def test_what_the_prompt_says(parser: str, prompt: str, continued: str | None, disabled: bool, expected: bool) -> None:
+    """Oracle: the ends of prompts of Qwen3, Qwen3 Thinking, DeepSeek R1 and V3.1, and messages to continue."""
+    assert begins_inside(parser, prompt, continued=continued, thinking_disabled=disabled) is expected
+
+
+def test_tokens_are_counted_with_and_without_a_token_for_the_mark() -> None:
+    """Oracle: the tokens up to the mark's end, counted by hand; all of them where it never comes."""
+    assert ReasoningTokens(7, lambda ids: "").count([1, 2, 7, 3, 7]) == 3
+    assert ReasoningTokens(7, lambda ids: "").count([1, 2]) == 2
+    tokenizer = byte_level_tokenizer()
+    counter = ReasoningTokens.of(tokenizer)
+    assert counter.close_id is None
+    thought = tokenizer.encode("<s>again and again</think>", add_special_tokens=False)
+    assert counter.count([*thought, *tokenizer.encode("lazy dog")]) == len(thought)
+    assert counter.count(thought[:-1]) == len(thought) - 1

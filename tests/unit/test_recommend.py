@@ -1,0 +1,205 @@
+"""Recommendations: the arithmetic of the ledger, real models' sizes, refusals with remedies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tp_engine
+from tests.tiny_models import make_checkpoint
+from tp_engine import recommend
+from tp_engine.advice import sizes
+from tp_engine.advice.advise import choose_block_size
+from tp_engine.advice.hardware import GPU_GIB
+from tp_engine.advice.workload import WORKLOADS, Workload
+from tp_engine.cli.main import main
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
+from tp_engine.kv_size import kv_block_bytes
+from tp_engine.layers.embedding import padded_vocab_size
+from tp_engine.model_config import ModelConfig, load_model_config
+from tp_engine.units import GIB
+from tp_engine.worker.kv_cache import KvCacheShape
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 4096,
+        "vocab_size": 32_000,
+        "torch_dtype": "float16",
+        **more,
+    }
+
+
+SEVEN_B = llama(32, 4096, 11_008, 32)
+THIRTEEN_B = llama(40, 5120, 13_824, 40)
+SEVENTY_B = llama(80, 8192, 28_672, 64, num_key_value_heads=8)
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "vocab_size": 151_936,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+}
+
+
+def model(config: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_parameters"),
+    [(SEVEN_B, 6_738_415_616), (THIRTEEN_B, 13_015_864_320), (SEVENTY_B, 68_976_648_192), (QWEN3_06B, 596_049_920)],
+    ids=["Llama 2 7B", "Llama 2 13B", "Llama 2 70B", "Qwen3 0.6B"],
+)
+def test_parameters_of_real_models(config: dict[str, Any], num_parameters: int) -> None:
+    """Oracle: the numbers of parameters that these models are published with."""
+    assert sizes.local_parameters(model(config), 1) == num_parameters
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameters_of_checkpoints(tmp_path: Path, architecture: str, tie: bool) -> None:
+    """Oracle: the tensors in a checkpoint that transformers wrote."""
+    from safetensors import safe_open
+
+    folder = make_checkpoint(tmp_path / "model", architecture, tie=tie)
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        found = sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118  (not a dict)
+    assert sizes.local_parameters(load_model_config(str(folder))[0], 1) == found
+
+
+def test_the_vocabulary_is_padded_as_the_layers_pad_it() -> None:
+    """Oracle: the embedding layer's own rule."""
+    config = model(SEVEN_B | {"vocab_size": 32_003})
+    assert [sizes.local_vocab_size(config, n) * n for n in (2, 4, 8)] == [
+        padded_vocab_size(32_003, n) for n in (2, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "block_size", "num_bytes"),
+    [(QWEN3_06B, 1, 256, 29_360_128), (SEVENTY_B, 8, 16, 655_360)],
+    ids=["Qwen3 0.6B", "70B at TP 8"],
+)
+def test_golden_block_bytes(config: dict[str, Any], world_size: int, block_size: int, num_bytes: int) -> None:
+    """GOLDEN A4: 28 MiB and 655,360 bytes."""
+    assert sizes.block_bytes(model(config), world_size, block_size, "bfloat16") == num_bytes
+
+
+def test_golden_guide_block_bytes() -> None:
+    """GOLDEN A4: the allocation guide's 80 layers of 8 heads of 64."""
+    assert kv_block_bytes(num_layers=80, block_size=16, local_num_kv_heads=8, head_dim=64, itemsize=2) == 2_621_440
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_quantised_blocks_are_those_of_the_cache(dtype: str) -> None:
+    """Oracle: the shape that the worker allocates."""
+    kind = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[dtype]
+    shape = KvCacheShape(num_layers=28, block_size=16, local_num_kv_heads=4, head_dim=128, dtype=kind)
+    assert sizes.block_bytes(model(QWEN3_06B), 2, 16, dtype) == shape.block_bytes
+
+
+def test_the_numbers_of_7b_for_chat_on_24_gb() -> None:
+    """Oracle: by hand.  8 MiB a block (2 x 32 layers x 16 tokens x 32 heads x 128 x 2 bytes), 12.55 GiB of weights;
+    512 + 256 / 2 tokens held on the average, 128 of them shared: 32 own blocks beside 8 shared ones."""
+    found = recommend(model(SEVEN_B), workload="chat", gpu="rtx4090")
+    assert found.fits and found.block_size == 16 and found.block_bytes == 8 << 20
+    assert found.weight_bytes == 6_738_415_616 * 2 and found.requested_bytes == int(int(23.5 * GIB) * 0.9)
+    rest = found.requested_bytes - found.weight_bytes - found.activation_bytes - found.overhead_bytes
+    assert found.kv_cache_bytes == rest and found.num_blocks == rest // (8 << 20)
+    assert found.expected_concurrency == pytest.approx((found.num_blocks - 8) / 32)
+    assert found.max_num_seqs == int(found.expected_concurrency) // 8 * 8
+
+
+@pytest.mark.parametrize("config", [SEVEN_B, THIRTEEN_B], ids=["7B", "13B"])
+@pytest.mark.parametrize("workload", list(WORKLOADS))
+@pytest.mark.parametrize("gpu", ["rtx4090", "a100-40g", "a100-80g"])
+def test_the_document_s_table(config: dict[str, Any], workload: str, gpu: str) -> None:
+    """Row C2: 7B and 13B for chat, code and long documents.  Oracle: what is recommended adds up to no more than the
+    device has, holds the longest request, and passes the engine's own checks; what does not fit is refused: 13B never
+    fits in 24 GB at one rank, and 12,500 tokens never in 4,096 positions."""
+    found = recommend(model(config), workload=workload, gpu=gpu, tensor_parallel_size=1)
+    impossible = workload == "long-doc" or (config is THIRTEEN_B and gpu == "rtx4090")
+    assert found.fits != impossible
+    if not found.fits:
+        assert found.problems and found.remedies and found.command is None and not found.options
+        return
+    used = found.weight_bytes + found.activation_bytes + found.overhead_bytes + found.num_blocks * found.block_bytes
+    assert used <= found.requested_bytes <= GPU_GIB[gpu] * GIB
+    assert found.num_tokens >= found.max_model_len and found.expected_concurrency >= 1
+    EngineConfig(**found.options)
+    assert found.command is not None and f"--max-num-seqs {found.max_num_seqs}" in found.command
+
+
+def test_the_smallest_number_of_ranks_that_fits_is_found() -> None:
+    """Oracle: 70B in 16 bits is 128.5 GiB: two H100 hold it, one does not; a remedy names the same number."""
+    found = recommend(model(SEVENTY_B), gpu="h100")
+    assert found.fits and found.tensor_parallel_size == 2
+    refused = recommend(model(SEVENTY_B), gpu="h100", tensor_parallel_size=1)
+    assert not refused.fits and "tensor_parallel_size 2" in refused.remedies
+
+
+def test_a_request_that_is_too_long_for_the_pool_gets_remedies() -> None:
+    """Oracle: one request of 40,960 tokens needs 4.4 GiB at 112 KiB a token; 2 bytes halved make it fit."""
+    question: dict[str, Any] = {"workload": "chat", "max_model_len": 40_960, "device_memory": "6GiB"}
+    refused = recommend(model(QWEN3_06B), **question, tensor_parallel_size=1)
+    assert not refused.fits and "40,960" in refused.problems[0]
+    assert any("fp8" in remedy for remedy in refused.remedies)
+    assert any("max_model_len" in remedy for remedy in refused.remedies)
+    assert recommend(model(QWEN3_06B), **question, kv_cache_dtype="fp8", tensor_parallel_size=1).fits
+
+
+def test_block_sizes_follow_lengths() -> None:
+    """Oracle: half a block is at most 2 % of a mean request, where a size allows it."""
+    assert {name: choose_block_size(workload) for name, workload in WORKLOADS.items()} == {
+        "chat": 16,
+        "code": 64,
+        "long-doc": 64,
+    }
+    assert choose_block_size(Workload(name="w", prompt=900, output=200, longest=2000)) == 32
+    assert choose_block_size(Workload(name="w", prompt=20, output=10, longest=2000)) == 16
+
+
+def test_illegal_questions_are_refused() -> None:
+    """Oracle: errors that name the value and the choices."""
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*Legal sizes"):
+        recommend(model(SEVEN_B), gpu="h100", tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="did you mean rtx4090"):
+        recommend(model(SEVEN_B), gpu="rtx409")
+    with pytest.raises(ConfigError, match="did you mean long-doc"):
+        recommend(model(SEVEN_B), gpu="h100", workload="longdoc")
+    with pytest.raises(ConfigError, match="longest is 5"):
+        Workload(name="w", prompt=10, output=10, longest=5)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: exit code 0 and the function's numbers as JSON; 1 and the reasons for what does not fit."""
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
+    arguments = ["recommend", "--model", str(tmp_path), "--workload", "code"]
+    assert main([*arguments, "--device-memory", "40GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    same = tp_engine.recommend(str(tmp_path), workload="code", device_memory="40GiB")
+    assert found["num_blocks"] == same.num_blocks and found["options"] == same.options and found["fits"]
+    assert main([*arguments, "--gpu", "t4", "-tp", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "It does not fit:" in printed and "tensor_parallel_size 2" in printed
+    assert main([*arguments, "--gpu", "rtx4090", "--input-len", "1000", "--output-len", "100"]) == 0
+    assert "1,050 tokens that a request holds" in capsys.readouterr().out

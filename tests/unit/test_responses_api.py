@@ -1,0 +1,291 @@
+"""The Responses API without a server: input items, the chat they become, and the items and events of answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tp_engine.api.openai.protocol import parse_body
+from tp_engine.api.openai.responses_api.chat_body import chat_body
+from tp_engine.api.openai.responses_api.events import ResponseWriter, whole_response
+from tp_engine.api.openai.responses_api.input_items import input_messages
+from tp_engine.api.openai.responses_api.prepare import prepare_response
+from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.shape import ResponseShape
+from tp_engine.errors import RequestError
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 5,
+    "total_tokens": 12,
+    "prompt_tokens_details": {"cached_tokens": 3},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+
+
+def body(**fields: Any) -> ResponsesBody:
+    return parse_body(ResponsesBody, json.dumps({"input": "hi"} | fields))
+
+
+def shape(**fields: Any) -> ResponseShape:
+    return ResponseShape(response_id="resp_1", created=1, model="demo", body=body(**fields), temperature=1.0, top_p=0.5)
+
+
+def user(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "input_text", "text": text} for text in texts]
+    return {"type": "message", "role": "user", "content": parts}
+
+
+def output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def test_text_and_instructions() -> None:
+    """Oracle: the reference; instructions are what the system says."""
+    assert input_messages("hi", None) == [{"role": "user", "content": "hi"}]
+    assert input_messages("hi", "Be brief.")[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_items_of_a_whole_turn_with_tools() -> None:
+    """Oracle: the chat that a client of the other endpoint would have sent."""
+    items = [
+        {"role": "developer", "content": "Use tools."},
+        user("Weather ", "in Oslo?"),
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Ask."}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "content": [output_text("I look.")]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+        {"role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "Thanks"},
+    ]  # fmt: skip
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+        {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": '{"a": 1}'}},
+    ]
+    assert input_messages(items, "Be brief.") == [
+        {"role": "system", "content": "Be brief.\n\nUse tools."},
+        {"role": "user", "content": "Weather in Oslo?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Ask.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        {"role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+
+def test_reasoning_begins_a_message() -> None:
+    """Oracle: a turn is reasoning, then text, then calls."""
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "A"}
+    messages = input_messages([thought, said, said, thought, call, thought, said], None)
+    shown = [(one.get("reasoning_content"), one["content"], len(one.get("tool_calls", ()))) for one in messages]
+    assert shown == [("Hm.", "A", 0), (None, "A", 0), ("Hm.", "", 1), ("Hm.", "A", 0)]
+
+
+@pytest.mark.parametrize(
+    ("item", "word"),
+    [
+        ({"type": "item_reference", "id": "msg_1"}, "stores no items"),
+        ({"type": "web_search_call"}, "web_search_call"),
+        ({"type": ["message"], "role": "user"}, "type is"),
+        ({"role": "robot", "content": "x"}, "robot"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input_image"),
+        ({"role": "user", "content": 3}, "content is 3"),
+        ({"role": "user", "content": [[]]}, "content[0]"),
+        ({"role": "user"}, "None"),
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, "call_id"),
+        ({"type": "function_call_output", "call_id": "c"}, "output"),
+    ],
+)
+def test_bad_items_are_named(item: dict[str, Any], word: str) -> None:
+    """Oracle: the place of the item and what is wrong with it."""
+    with pytest.raises(RequestError) as error:
+        input_messages([{"role": "user", "content": "x"}, item], None)
+    assert "input[1]" in str(error.value) and word in str(error.value) and error.value.param == "input"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": {"id": "conv_1"}}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": [{"name": ["x"]}]}}, "tool_choice"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k": "x" * 513}}, "metadata"),
+        ({"input": []}, "input"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    """Oracle: the field's name; the message says what to do instead."""
+    with pytest.raises(RequestError) as error:
+        chat_body(body(**fields))
+    assert error.value.param == param
+
+
+def test_the_chat_of_a_body() -> None:
+    """Oracle: the fields of the other endpoint."""
+    asked = body(
+        max_output_tokens=9,
+        temperature=0.5,
+        seed=3,
+        stop=["x"],
+        store=True,
+        background=False,
+        top_logprobs=2,
+        tools=[WEATHER | {"strict": True, "description": None}],
+        tool_choice={"type": "function", "name": "weather"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}},
+    )
+    chat = chat_body(asked)
+    assert (chat.max_completion_tokens, chat.temperature, chat.seed, chat.stop) == (9, 0.5, 3, ["x"])
+    assert (chat.logprobs, chat.top_logprobs) == (True, 2)
+    function = {"name": "weather", "parameters": WEATHER["parameters"], "strict": True}
+    tools = json.loads(chat.model_dump_json(exclude_none=True))["tools"]
+    assert tools == [{"type": "function", "function": function}]
+    assert chat.response_format == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    }
+
+
+def test_allowed_tools_are_the_only_ones() -> None:
+    """Oracle: the reference's ``allowed_tools``."""
+    other = WEATHER | {"name": "other"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}
+    chat = chat_body(body(tools=[WEATHER, other], tool_choice=choice))
+    tools = json.loads(chat.model_dump_json(exclude_none=True))["tools"]
+    assert [tool["function"]["name"] for tool in tools] == ["other"]
+    assert chat.tool_choice == "required"
+
+
+# Pieces of one answer as the chat's deltas: reasoning, text, two calls.
+ENTRY = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+DELTAS: list[dict[str, Any]] = [
+    {"delta": {"role": "assistant", "content": ""}},
+    {"delta": {"reasoning_content": "Let me "}},
+    {"delta": {"reasoning_content": "think."}},
+    {"delta": {"content": "It is "}, "logprobs": {"content": [ENTRY]}},
+    {"delta": {"content": ""}, "logprobs": {"content": [ENTRY, ENTRY]}},
+    {"delta": {"content": "😀."}, "logprobs": {"content": [ENTRY]}},
+    {"delta": {"tool_calls": [{"index": 0, "id": "c0", "function": {"name": "f", "arguments": ""}}]}},
+    {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]}},
+    {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]}},
+    {"delta": {"tool_calls": [{"index": 1, "id": "c1", "function": {"name": "g", "arguments": "{}"}}]}},
+]
+MESSAGE = {
+    "role": "assistant",
+    "content": "It is 😀.",
+    "reasoning_content": "Let me think.",
+    "tool_calls": [
+        {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"id": "c1", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ],
+}
+
+
+def stream(deltas: list[dict[str, Any]], finish_reason: str) -> list[dict[str, Any]]:
+    writer = ResponseWriter(shape())
+    events = writer.begin()
+    for one in [*deltas, {"delta": {}, "finish_reason": finish_reason}]:
+        events += writer.take(one)
+    return events + writer.finish(USAGE)
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_ids(one) for key, one in value.items() if key not in ("id", "item_id", "completed_at")}
+    return [without_ids(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "abort", "tool_calls"])
+def test_events_are_those_that_the_client_knows(finish_reason: str) -> None:
+    """Oracle: the official client's own types (strict) and its accumulator of streams, whatever part of it comes."""
+    for num_deltas in range(len(DELTAS) + 1):
+        check_stream(num_deltas, finish_reason)
+
+
+def check_stream(num_deltas: int, finish_reason: str) -> None:
+    state: Any = ResponseStreamState(input_tools=[], text_format=omit)
+    events = stream(DELTAS[:num_deltas], finish_reason)
+    for number, one in enumerate(events):
+        assert one["sequence_number"] == number
+        state.handle_event(EVENT.validate_python(one))
+    last = events[-1]
+    expected = {"length": "incomplete", "abort": "cancelled"}.get(finish_reason, "completed")
+    assert last["response"]["status"] == expected
+    assert last["type"] == ("response.completed" if expected == "completed" else "response.incomplete")
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"] and done
+    assert done[-1]["status"] == ("completed" if expected == "completed" else "incomplete")
+
+
+def test_whole_equals_streamed() -> None:
+    """Oracle: each other, ids apart; and the client's strict type."""
+    logprobs = {"content": [ENTRY] * 4}
+    chat = {"choices": [{"message": MESSAGE, "logprobs": logprobs, "finish_reason": "tool_calls"}], "usage": USAGE}
+    whole = whole_response(shape(metadata={"k": "v"}, tools=[WEATHER]), chat)
+    parsed = Response.model_validate(whole)
+    assert parsed.output_text == "It is 😀." and parsed.usage is not None
+    assert (parsed.usage.input_tokens, parsed.usage.output_tokens, parsed.usage.total_tokens) == (7, 5, 12)
+    assert parsed.usage.input_tokens_details.cached_tokens == 3
+    assert parsed.usage.output_tokens_details.reasoning_tokens == 2
+    assert [item.type for item in parsed.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert (whole["store"], whole["metadata"], whole["top_p"]) == (False, {"k": "v"}, 0.5)
+    streamed = stream(DELTAS, "tool_calls")[-1]["response"]
+    assert without_ids(streamed["output"]) == without_ids(whole["output"])
+
+
+def test_text_deltas_add_up() -> None:
+    """Oracle: the text and the log-probabilities of the finished item."""
+    events = stream(DELTAS, "stop")
+    deltas = [one for one in events if one["type"] == "response.output_text.delta"]
+    done = next(one for one in events if one["type"] == "response.output_text.done")
+    assert "".join(one["delta"] for one in deltas) == done["text"] == "It is 😀."
+    assert list(itertools.chain.from_iterable(one["logprobs"] for one in deltas)) == done["logprobs"] == [ENTRY] * 4
+
+
+def test_a_failure_ends_the_response() -> None:
+    """Oracle: the client's strict types; what was open is incomplete."""
+    writer = ResponseWriter(shape())
+    events = [*writer.begin(), *writer.take(DELTAS[3]), *writer.fail("rank 1 died")]
+    for one in events:
+        EVENT.validate_python(one)
+    response = events[-1]["response"]
+    assert (events[-1]["type"], response["status"], response["error"]["message"]) == (
+        "response.failed", "failed", "rank 1 died",
+    )  # fmt: skip
+    assert response["output"][0]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "param"),
+    [
+        ({"reasoning": {"effort": "wild"}, "tools": [WEATHER | {"parameters": 3}]}, "tools", "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text ", "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text ", "text"),
+    ],
+)
+def test_complaints_name_fields_of_the_request(fields: dict[str, Any], text: str, param: str) -> None:
+    """Oracle: the names in the body that the client wrote, not those of the chat that it becomes."""
+    processor: Any = None
+    with pytest.raises(RequestError) as error:
+        prepare_response(body(**fields), processor, "demo")
+    assert str(error.value).startswith(text) and error.value.param == param

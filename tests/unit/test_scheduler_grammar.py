@@ -1,0 +1,279 @@
+"""Sequences with grammars in the scheduler.
+
+The grammar is this file's own: which tokens may come next is a function of all tokens generated so far, so a mask that
+is late, early, another row's or forgotten gives a wrong token.  The worker checks every mask against the tokens that
+*it* knows of the row; the tokens of every sequence are those of the grammar and the fake model applied to it alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.scheduler_harness import (
+    EOS,
+    VOCABULARY,
+    FakeRow,
+    FakeWorker,
+    RandomLoad,
+    Simulation,
+    chain_hashes,
+    limits,
+    next_token,
+)
+from tp_engine.plan import IntArray, StepPlan
+from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.structured_outputs import StructuredOutputsParams
+
+NUM_WORDS = 2
+CONSTRAINED_SEEDS = 10_000  # seeds from here on belong to sequences with a grammar
+GRAMMAR = StructuredOutputsParams(regex="any: the grammar is this file's own")
+
+
+def allowed_after(generated: Sequence[int]) -> list[int]:
+    """About a third of the tokens, EOS only after an even number of them."""
+    state = zlib.crc32(bytes(generated))
+    chosen = {t for t in range(VOCABULARY) if zlib.crc32(bytes((t,)), state) % 3 == 0} - {EOS}
+    return sorted(chosen | ({EOS} if len(generated) % 2 == 0 else {(EOS + 1) % VOCABULARY}))
+
+
+def is_over_after(generated: Sequence[int]) -> bool:
+    return len(generated) > 2 and (sum(generated) + len(generated)) % 11 == 0
+
+
+def choose(wanted: int, allowed: Sequence[int]) -> int:
+    """The fake model's choice among the allowed tokens: the first from the one that it wanted on."""
+    return min(allowed, key=lambda token_id: (token_id - wanted) % VOCABULARY)
+
+
+class FakeConstraint:
+    def __init__(self) -> None:
+        self.generated: list[int] = []
+        self.is_over = False
+        self.error: str | None = None
+
+    def accept(self, token_id: int) -> bool:
+        if token_id not in allowed_after(self.generated):
+            self.is_over = True
+            return False
+        self.generated.append(token_id)
+        self.is_over = token_id == EOS or is_over_after(self.generated)
+        return True
+
+
+class FakeGrammar:
+    """``started``: the ``ignore_eos`` of every sequence that began."""
+
+    def __init__(self) -> None:
+        self.started: list[bool] = []
+
+    def start(self, *, ignore_eos: bool) -> FakeConstraint:
+        self.started.append(ignore_eos)
+        return FakeConstraint()
+
+
+def fill_masks(constraints: Sequence[Any]) -> IntArray:
+    flags = np.zeros((len(constraints), NUM_WORDS * 32), dtype=np.uint8)
+    for row, constraint in zip(flags, constraints, strict=True):
+        row[allowed_after(constraint.generated)] = 1
+    return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+
+
+class MaskedWorker(FakeWorker):
+    """Samples under the plan's masks, which it checks."""
+
+    def _sample(self, plan: StepPlan) -> np.ndarray[Any, np.dtype[np.int32]]:
+        masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
+        sampled = plan.sampled_rows.tolist()
+        is_constrained = {row: self.rows[row].seed >= CONSTRAINED_SEEDS for row in sampled}
+        assert sorted(masks) == sorted(row for row in sampled if is_constrained[row])
+        super()._sample(plan)
+        for number in masks:
+            row = self.rows[number]
+            row.token_ids.pop()
+            row.chain.pop()
+            self._sample_masked(row, masks[number])
+        return np.array([self.rows[row].token_ids[-1] for row in sampled], dtype=np.int32)
+
+    def _sample_masked(self, row: FakeRow, mask: IntArray) -> None:
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        assert allowed == allowed_after(row.token_ids[self.num_prompt[row.seed] :]), "another mask than the row's own"
+        row.token_ids.append(choose(next_token(self.kv_token[self._slots(row)], row.seed), allowed))
+        row.chain += chain_hashes(row.token_ids, row.chain)
+
+    def _apply_rows(self, plan: StepPlan) -> None:
+        super()._apply_rows(plan)
+        for admission in plan.admitted:
+            self.num_prompt[admission.sampling.seed] = admission.num_prompt_tokens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_prompt: dict[int, int] = {}
+
+
+class GrammarSimulation(Simulation):
+    """Requests whose seed is large have a grammar; it is there at once, or when ``compiled`` says so."""
+
+    def __init__(self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True) -> None:
+        super().__init__(given, ahead=ahead)
+        self.scheduler = Scheduler(given, fill_masks)
+        self.worker = MaskedWorker(given)
+        self.at_once = at_once
+        self.grammar = FakeGrammar()
+
+    def add(self, prompt: list[int], **options: Any) -> EngineRequest:
+        options.setdefault("seed", len(self.requests) * 16)
+        if options["seed"] >= CONSTRAINED_SEEDS:
+            options["structured_outputs"] = GRAMMAR
+        request = super().add(prompt, **options)
+        if self.at_once:
+            self.compiled(request.request_id)
+        return request
+
+    def compiled(self, request_id: str) -> None:
+        self.scheduler.constrain(request_id, self.grammar)
+        self.scheduler.check_integrity()
+
+    def expected(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
+        params = request.params
+        if params.structured_outputs is None:
+            return super().expected(request, index)
+        assert params.seed is not None and params.max_tokens is not None
+        length = min(self.limits.max_sequence_tokens - len(request.prompt_token_ids), params.max_tokens)
+        generated: list[int] = []
+        while len(generated) < length:
+            known = np.array([*request.prompt_token_ids, *generated], dtype=np.int64)
+            generated.append(choose(next_token(known, params.seed + index), allowed_after(generated)))
+            ends = generated[-1] == EOS or generated[-1] in params.stop_token_ids or is_over_after(generated)
+            if ends:
+                return generated, FinishReason.STOP
+        return generated, FinishReason.LENGTH
+
+
+class MixedLoad(RandomLoad):
+    """A random half of all requests has a grammar."""
+
+    def add(self) -> None:
+        simulation, rng = self.simulation, self.random
+        seed = len(simulation.requests) * 16 + (CONSTRAINED_SEEDS if rng.random() < 0.5 else 0)
+        stem = rng.choice(self.stems)
+        start = self._earlier() if rng.random() < 0.3 else stem[: rng.randint(0, len(stem))]
+        simulation.add(
+            (start + self._tokens(rng.randint(1, 6)))[: self.longest],
+            seed=seed,
+            priority=rng.choice((0, 0, 1)),
+            n=rng.choice((1, 1, 2, 3)),
+            max_tokens=rng.choice((1, 2, 5, 12, 40)),
+            stop_token_ids=rng.choice(((), (3,))),
+        )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_blocks": 8, "max_num_batched_tokens": 5, "max_model_len": 30}, {"max_num_batched_tokens": 7}],
+    ids=["room", "preemption", "chunks"],
+)
+def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
+    """Chunks, forks, preemption, the prefix cache, stops, aborts, plans ahead: no sequence sees another's grammar."""
+    num_preemptions = 0
+    for seed in range(2):
+        simulation = GrammarSimulation(limits(**changes), ahead=ahead)
+        load = MixedLoad(simulation, seed)
+        for _ in range(150):
+            load.act()
+        simulation.run()
+        num_preemptions += simulation.scheduler.stats().num_preemptions
+        assert any(len(plan.mask_rows) for plan in simulation.plans)
+    assert num_preemptions > 0 or "num_blocks" not in changes
+
+
+def test_plain_rows_go_on_while_a_few_others_wait_for_their_tokens() -> None:
+    """Oracle: with one grammar among five rows, every plan has all plain rows; the grammar's row is in every second."""
+    simulation = GrammarSimulation(limits(num_blocks=64), ahead=1)
+    for number in range(4):
+        simulation.add([number + 1] * 3, ignore_eos=True, max_tokens=20)
+    constrained = simulation.add([9, 9, 9], seed=CONSTRAINED_SEEDS, max_tokens=10)
+    simulation.run()
+    steady = simulation.plans[2:12]
+    assert all(len(set(plan.decode_rows.tolist()) - set(plan.mask_rows.tolist())) == 4 for plan in steady)
+    assert [len(plan.mask_rows) for plan in steady[:4]] in ([0, 1, 0, 1], [1, 0, 1, 0])
+    assert simulation.outputs[constrained.request_id, 0].token_ids
+
+
+def test_no_plan_is_sent_ahead_where_half_of_the_rows_wait() -> None:
+    """Oracle: two of three rows have a grammar, so every step has all three."""
+    simulation = GrammarSimulation(limits(num_blocks=64), ahead=1)
+    simulation.add([1, 2, 3], ignore_eos=True, max_tokens=8)
+    for number in range(2):
+        simulation.add([4, 5, 6 + number], seed=CONSTRAINED_SEEDS + 16 * number, max_tokens=3)
+    simulation.run()
+    assert [len(plan.decode_rows) for plan in simulation.plans[1:3]] == [3, 3]
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_nobody() -> None:
+    simulation = GrammarSimulation(limits(), at_once=False)
+    waiting = simulation.add([1, 2, 3], seed=CONSTRAINED_SEEDS, n=2, max_tokens=4, ignore_eos=True)
+    simulation.add([1, 2, 3], max_tokens=4)
+    for _ in range(4):
+        assert simulation.step() is not None
+    assert simulation.scheduler.schedule() is None and simulation.scheduler.has_unfinished
+    assert simulation.scheduler.stats().num_waiting == 2
+    simulation.compiled(waiting.request_id)
+    assert simulation.grammar.started == [True, True]
+    simulation.compiled(waiting.request_id)  # a second time changes nothing
+    assert simulation.grammar.started == [True, True]
+
+
+def test_a_request_that_waits_for_its_grammar_can_end() -> None:
+    """By an abort, or with an error when there is none; a grammar that comes later is for nobody."""
+    simulation = GrammarSimulation(limits(), at_once=False)
+    for request_id, error in (("aborted", None), ("failed", "no such rule")):
+        simulation.add([1, 2, 3], request_id=request_id, seed=CONSTRAINED_SEEDS, n=2)
+        deltas = simulation.scheduler.abort([request_id], error)
+        assert [(delta.index, delta.error) for delta in deltas] == [(0, error), (1, error)]
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        assert all(delta.finish_reason is reason for delta in deltas)
+        assert not simulation.scheduler.has_unfinished and simulation.scheduler.stats().num_waiting == 0
+        simulation.compiled(request_id)
+    assert not simulation.grammar.started
+
+
+class StubbornConstraint(FakeConstraint):
+    """Refuses the second token, or can not go on."""
+
+    def __init__(self, error: str | None) -> None:
+        super().__init__()
+        self._error = error
+
+    def accept(self, token_id: int) -> bool:
+        if self.generated:
+            self.is_over, self.error = True, self._error
+            return False
+        return super().accept(token_id)
+
+
+@pytest.mark.parametrize("error", [None, "the grammar has become too large"])
+def test_a_refused_token_ends_the_sequence_without_it(error: str | None) -> None:
+    """Oracle: the one token before; ``stop``, or the error that the grammar gives."""
+
+    class StubbornGrammar:
+        def start(self, *, ignore_eos: bool) -> FakeConstraint:
+            return StubbornConstraint(error)
+
+    simulation = GrammarSimulation(limits(), at_once=False)
+    request = simulation.add([1, 2, 3], seed=CONSTRAINED_SEEDS, max_tokens=9, logprobs=None)
+    simulation.scheduler.constrain(request.request_id, StubbornGrammar())
+    simulation.step()
+    simulation.step()
+    output = simulation.outputs[request.request_id, 0]
+    assert len(output.token_ids) == 1 and output.deltas[-1].new_token_ids == []
+    assert output.finish_reason is (FinishReason.STOP if error is None else FinishReason.ERROR)
+    assert output.deltas[-1].error == error and output.deltas[-1].ends_with_text
+    assert not simulation.scheduler.has_unfinished
+    assert simulation.scheduler.stats().num_used_blocks == 0

@@ -1,0 +1,194 @@
+"""Who may come in, and where from: keys, origins, Unix sockets, certificates, generation defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.asgi import App, run_served
+from tests.fake_engine import FakeEngine, echo
+from tests.tiny_server import chat_tokenizer
+from tp_engine.api.generation_defaults import load_generation_defaults
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.sampling import chat_params, completion_params
+from tp_engine.config import DEMO_MODEL
+from tp_engine.errors import ConfigError
+from tp_engine.server.config import ServerConfig
+from tp_engine.server.guards import OPEN_PATHS
+from tp_engine.server.listener import close_listener, listener_url, open_listener
+from tp_engine.server.server_info import public_fields
+
+
+def serve(scenario: Any, **config: Any) -> None:
+    run_served(scenario, FakeEngine(echo), chat_tokenizer(), ServerConfig(**config))
+
+
+def test_each_key_opens_and_nothing_else() -> None:
+    """Oracle: 401 in the one shape for every route of the schema but the open ones; both keys are good."""
+
+    async def scenario(app: App) -> None:
+        paths = app.app.openapi()["paths"]
+        assert set(OPEN_PATHS) <= paths.keys()
+        for path, operations in paths.items():
+            for method in operations:
+                reply = await app.start(method.upper(), path.replace("{", "").replace("}", "")).reply()
+                assert (reply.status == 401) == (path not in OPEN_PATHS), path
+        for path in ("/openapi.json", "/docs", "/redoc", "//health", "/health/x"):
+            assert (await app.get(path)).status == 401, path
+        for header in ("Bearer one", "bearer  two", "Bearer two"):
+            assert (await app.start("GET", "/v1/models", Authorization=header).reply()).status == 200, header
+        for header in ("Bearer", "Bearer three", "one", "Basic one", "Bearer one two", "Bearer ön"):
+            reply = await app.start("GET", "/v1/models", Authorization=header).reply()
+            assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer", header
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+
+    serve(scenario, api_key=("one", "two"))
+
+
+def test_the_environment_brings_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the variable's value opens, until the option says otherwise."""
+    monkeypatch.setenv("TP_ENGINE_API_KEY", "of-the-environment")
+    assert ServerConfig().api_keys == ("of-the-environment",)
+    assert ServerConfig(api_key="mine").api_keys == ("mine",)  # type: ignore[arg-type]
+    assert public_fields(ServerConfig(api_key=("mine",)))["api_key"] == "hidden"
+
+
+def test_the_root_path_is_open_where_the_server_is() -> None:
+    """Oracle: a proxy that strips the prefix, and one that does not."""
+
+    async def scenario(app: App) -> None:
+        for path in ("/health", "/llm/health"):
+            assert (await app.get(path)).status == 200, path
+        assert (await app.get("/llm/v1/models")).status == 401
+        key = {"Authorization": "Bearer one"}
+        assert (await app.start("GET", "/llm/v1/models", **key).reply()).status == 200
+        described = (await app.start("GET", "/openapi.json", **key).reply()).json()
+        assert described["servers"] == [{"url": "/llm"}]
+
+    serve(scenario, api_key=("one",), root_path="/llm")
+
+
+def test_origins() -> None:
+    """Oracle: without the option a page gets no leave; with it the named origin does, before a key is asked for."""
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+    async def closed(app: App) -> None:
+        reply = await app.start("OPTIONS", "/v1/completions", **asked).reply()
+        assert "access-control-allow-origin" not in reply.headers
+
+    async def opened(app: App) -> None:
+        reply = await app.start("OPTIONS", "/v1/completions", **asked).reply()
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://a.example"
+        reply = await app.start("OPTIONS", "/v1/completions", **{**asked, "Origin": "https://b.example"}).reply()
+        assert "access-control-allow-origin" not in reply.headers
+        refused = await app.start("GET", "/v1/models", Origin="https://a.example").reply()
+        assert refused.status == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
+
+    serve(closed)
+    serve(opened, allowed_origins='["https://a.example"]', api_key=("one",))
+
+
+def test_docs_can_be_taken_away() -> None:
+    """Oracle: 404 for all three; by default the schema lists the completions."""
+
+    async def there(app: App) -> None:
+        assert "/v1/completions" in (await app.get("/openapi.json")).json()["paths"]
+        assert (await app.get("/docs")).status == 200
+
+    async def gone(app: App) -> None:
+        for path in ("/openapi.json", "/docs", "/redoc"):
+            assert (await app.get(path)).status == 404
+
+    serve(there)
+    serve(gone, disable_fastapi_docs=True)
+
+
+def test_a_unix_socket_is_bound_replaced_and_removed(tmp_path: Path) -> None:
+    """Oracle: the file; one that a dead server left is replaced, one in use and other files are not."""
+    config = ServerConfig(uds=str(tmp_path / "s"))
+    with open_listener(config) as listener:
+        assert listener_url(listener, "/llm") == "http://localhost/llm"
+        with pytest.raises(OSError, match="in use by another program"):
+            open_listener(config)
+    open_listener(config).close()
+    assert os.path.exists(tmp_path / "s")
+    close_listener(config)
+    close_listener(config)
+    assert not os.path.exists(tmp_path / "s")
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(ConfigError, match="another kind"):
+        open_listener(config)
+    with pytest.raises(ConfigError, match="can not listen on uds"):
+        open_listener(ServerConfig(uds=str(tmp_path / "none" / "s")))
+    with pytest.raises(ConfigError, match="can not listen on uds"):
+        open_listener(ServerConfig(uds=str(tmp_path / ("x" * 200))))
+
+
+def test_certificates_are_read_before_anything_is_started(tmp_path: Path) -> None:
+    """Oracle: a refusal that names both files."""
+    for name in ("key", "cert"):
+        (tmp_path / name).write_text("no PEM")
+    config = ServerConfig(port=0, ssl_keyfile=str(tmp_path / "key"), ssl_certfile=str(tmp_path / "cert"))
+    with pytest.raises(ConfigError, match=r"ssl_certfile .*cert.* and ssl_keyfile .*key.* can not be used"):
+        open_listener(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ssl_keyfile": __file__}, "needs both ssl_keyfile and ssl_certfile"),
+        ({"ssl_cert_reqs": 2}, "are of HTTPS"),
+        ({"ssl_keyfile": "/no", "ssl_certfile": "/no"}, "there is no such file"),
+        ({"allowed_origins": ("*",), "allow_credentials": True}, "by name"),
+        ({"allowed_origins": "[1"}, "JSON list"),
+        ({"api_key": ("",)}, "api_key is not shown"),
+        ({"override_generation_config": "[1]"}, "JSON object"),
+        ({"override_generation_config": "{"}, "not JSON"),
+        ({"uvicorn_log_level": "loud"}, "choose one of"),
+        ({"body_timeout_s": 0.0}, "must be positive"),
+    ],
+    ids=str,
+)
+def test_refused_options(options: dict[str, Any], words: str) -> None:
+    """Oracle: the rule in words."""
+    with pytest.raises(ConfigError, match=words):
+        ServerConfig(**options)
+
+
+def test_generation_defaults_by_source(tmp_path: Path) -> None:
+    """Oracle: the file's fields, the overrides before them, nothing for vllm."""
+    written = {"temperature": 0.6, "top_k": 20, "do_sample": True, "max_new_tokens": 7, "eos_token_id": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    model = str(DEMO_MODEL)
+    assert load_generation_defaults(model, source="vllm") == {}
+    found = load_generation_defaults(model, source=str(tmp_path), overrides={"temperature": 0.1})
+    assert found == {"temperature": 0.1, "top_k": 20, "max_tokens": 7}
+    with pytest.raises(ConfigError, match="auto, vllm, or a folder"):
+        load_generation_defaults(model, source=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="names 'heat'"):
+        load_generation_defaults(model, source="vllm", overrides={"heat": 1})
+    with pytest.raises(ConfigError, match="temperature is -1"):
+        load_generation_defaults(model, source="vllm", overrides={"temperature": -1})
+
+
+def test_a_default_of_max_tokens_is_a_limit() -> None:
+    """Oracle: vLLM's rule: the smaller of what is asked and the default."""
+    limit = {"max_tokens": 7}
+    chat = ChatBody(messages=[{"role": "user", "content": "x"}])
+    assert chat_params(chat, limit).max_tokens == 7
+    assert chat_params(chat.model_copy(update={"max_tokens": 3}), limit).max_tokens == 3
+    assert chat_params(chat.model_copy(update={"max_tokens": 30}), limit).max_tokens == 7
+    assert completion_params(CompletionBody(prompt="x"), limit).max_tokens == 7
+    assert completion_params(CompletionBody(prompt="x"), {"max_tokens": 70}).max_tokens == 16
+
+
+def test_a_port_is_bound_as_before() -> None:
+    """Oracle: a client that connects."""
+    with open_listener(ServerConfig(port=0)) as listener:
+        socket.create_connection(listener.getsockname(), timeout=5).close()
+        assert listener_url(listener, scheme="https").startswith("https://127.0.0.1:")

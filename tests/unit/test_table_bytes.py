@@ -1,0 +1,52 @@
+"""What the rows of a batch take on the device, which the ledger sets aside.  Oracle: the shapes, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tp_engine.dist.rank import RankInfo
+from tp_engine.kernels import sampling_tables
+from tp_engine.worker import runner_parts
+from tp_engine.worker.runner_parts import RunnerParts
+
+ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 6, 100, 16, 203
+
+
+def parts(device_type: str, world_size: int = 1) -> RunnerParts:
+    """Of a rank that has a configuration, but no model."""
+    effective: Any = SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE),
+        max_model_len=MAX_LEN,
+        model=SimpleNamespace(vocab_size=VOCAB),
+    )
+    groups: Any = SimpleNamespace(info=RankInfo(rank=0, world_size=world_size, local_world_size=world_size))
+    device: Any = SimpleNamespace(type=device_type, torch_device=torch.device("cpu"))
+    nothing: Any = None
+    return RunnerParts(effective, groups, nothing, nothing, nothing, device, None)
+
+
+@pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
+def test_on_a_cpu(world_size: int, width: int) -> None:
+    """Token ids, block table, computed tokens; counts and flags of penalties for the rank's part of the vocabulary."""
+    rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
+    assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width)
+
+
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of decodes, a block table among them, and the parameters for the sampling kernels come on top."""
+    monkeypatch.setattr(runner_parts, "has_triton", lambda: True)
+    inputs = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)
+    sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8)
+    assert parts("cuda").table_bytes == parts("cpu").table_bytes + inputs + sampling
+
+
+def test_nothing_is_allocated_for_the_answer() -> None:
+    """Oracle: the tensors of the runner's own tables have as many bytes as were counted."""
+    made = parts("cpu")
+    batch, sampling = made._make_batch(torch.device("cpu")), made._make_sampling(torch.device("cpu"))
+    assert batch.num_bytes + sampling.num_bytes == made.table_bytes
+    assert sampling.penalties.tables is None

@@ -1,0 +1,231 @@
+"""Tool calls in generated text: what is found, and that no split of the text changes it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ToolParser
+from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
+from tp_engine.api.openai.tools.hermes import HermesToolParser
+from tp_engine.api.openai.tools.llama3_json import Llama3JsonToolParser
+
+NAMES = frozenset({"get_weather", "add", "größe"})
+MARKUP = ("<tool_call", "</tool_call", "<|python_tag|>", "tool_call>")
+
+
+@dataclass
+class Found:
+    """All events of one text, joined."""
+
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+
+    def add(self, event: object) -> None:
+        match event:
+            case ContentText(text):
+                assert text
+                self.content += text
+            case CallStarted(index, call_id, name):
+                assert index == len(self.calls) and call_id.startswith("call_")
+                self.calls.append((name, ""))
+            case CallArguments(index, text):
+                assert text and index == len(self.calls) - 1
+                name, before = self.calls[index]
+                self.calls[index] = (name, before + text)
+            case _:
+                raise AssertionError(event)
+        kind = "text" if isinstance(event, ContentText) else "call"
+        self.order += [kind] if self.order[-1:] != [kind] else []
+
+
+def find(parser: ToolParser, pieces: Iterable[str], cut_off: bool = False) -> Found:
+    found = Found()
+    for piece in pieces:
+        for event in parser.feed(piece):
+            found.add(event)
+    for event in parser.finish(cut_off=cut_off):
+        found.add(event)
+    return found
+
+
+def hermes() -> ToolParser:
+    return HermesToolParser()
+
+
+def llama() -> ToolParser:
+    return Llama3JsonToolParser(NAMES)
+
+
+ARGUMENTS = '{"city": "Zürich 😀", "n": {"deep": [1, {"x": "a}b]c"}]}, "q": "say \\"hi\\" </tool_call> {"}'
+
+# text -> content, calls
+HERMES: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "": ("", []),
+    " just text, 1 < 2 and <tool> \n": (" just text, 1 < 2 and <tool> \n", []),
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>': ("", [("add", '{"a": 1}')]),
+    f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>': ("", [("get_weather", ARGUMENTS)]),
+    # As Hermes 2 Pro was taught: the arguments first.
+    f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name": "get_weather"}}\n</tool_call>': (
+        "",
+        [("get_weather", ARGUMENTS)],
+    ),
+    'I look.\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "add", '
+    '"arguments": {"a": []}}\n</tool_call>\n': ("I look.", [("add", "{}"), ("add", '{"a": []}')]),
+    'Before <tool_call>{"name":"add","arguments":{}}</tool_call> after 中文 ': ("Before  after 中文", [("add", "{}")]),
+    '<tool_call>{"name": "add"}</tool_call>\n\nDone.': ("Done.", [("add", "{}")]),
+    '<tool_call>{"name": "add", "arguments": null, "id": 7}</tool_call>': ("", [("add", "{}")]),
+    '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\u00fc\\"}"}</tool_call>': ("", [("add", '{"a": "ü"}')]),
+    '<tool_call>{"name": "gr\\u00f6\\u00dfe", "arguments": {}}</tool_call>': ("", [("größe", "{}")]),
+    '<tool_call>[{"name": "add", "arguments": {}}, {"name": "x", "arguments": {}}]</tool_call>': (
+        "",
+        [("add", "{}"), ("x", "{}")],
+    ),
+    '<tool_call>{"name": "add", "arguments": {"text": "two\nlines\t."}}</tool_call>': (
+        "",
+        [("add", '{"text": "two\\nlines\\t."}')],
+    ),
+    '{"name": "add", "arguments": {}} is no call': ('{"name": "add", "arguments": {}} is no call', []),
+    # Not what was taught: nothing may be lost.
+    "<tool_call>add(1, 2)</tool_call>": ("<tool_call>add(1, 2)</tool_call>", []),
+    '<tool_call>{"function": "add"}</tool_call>!': ('<tool_call>{"function": "add"}</tool_call>!', []),
+    '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> ok': ("ok", [("add", '{"a": 1}')]),
+    '<tool_call>{"name": "add", "arguments": {}} oops</tool_call> ok': ("ok", [("add", "{}")]),
+    '<tool_call>{"name": "add", "arguments": {}}\n<tool_call>{"name": "x", "arguments": {}}': (
+        "",
+        [("add", "{}"), ("x", "{}")],
+    ),
+    "<tool_call>\n</tool_call>": ("", []),
+    "ends with <tool_ca": ("ends with <tool_ca", []),
+}
+
+LLAMA: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "": ("", []),
+    " plain {text} with { braces }\n": (" plain {text} with { braces }\n", []),
+    '{"name": "add", "parameters": {"a": 1}}': ("", [("add", '{"a": 1}')]),
+    f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}': ("", [("get_weather", ARGUMENTS)]),
+    f'<|python_tag|>{{"name": "get_weather", "parameters": {ARGUMENTS}}}': ("", [("get_weather", ARGUMENTS)]),
+    '{"type": "function", "name": "add", "arguments": {}}': ("", [("add", "{}")]),
+    '{"name": "add", "parameters": {}}; {"name": "größe", "parameters": {"x": ";"}}': (
+        "",
+        [("add", "{}"), ("größe", '{"x": ";"}')],
+    ),
+    'I add.\n{"name": "add", "parameters": {}}\nThat was it.': ("I add.\n\nThat was it.", [("add", "{}")]),
+    'I add. <|python_tag|>{"name": "add", "parameters": {}} <|python_tag|> {"name": "add", "parameters": {"b": 2}};': (
+        "I add.",
+        [("add", "{}"), ("add", '{"b": 2}')],
+    ),
+    '{"name": "add", "parameters": {}}; and so on': ("; and so on", [("add", "{}")]),
+    '{"name": "add", "parameters": null}': ("", [("add", "{}")]),
+    '{"name": "Bob", "parameters": {"age": 3}}': ('{"name": "Bob", "parameters": {"age": 3}}', []),
+    '<|python_tag|>{"name": "unheard_of", "parameters": {}}': ("", [("unheard_of", "{}")]),
+    '{"answer": {"name": "add", "parameters": {"a": 1}}}': ('{"answer": }', [("add", '{"a": 1}')]),
+    '{{"name": "add", "parameters": {}}': ("{", [("add", "{}")]),
+    '{"name": "add"}': ('{"name": "add"}', []),
+    '{"answer": 5}': ('{"answer": 5}', []),
+    "<|python_tag|>print(1)": ("print(1)", []),
+    "<|python_tag": ("<|python_tag", []),
+}
+
+CASES = [(hermes, text, *expected) for text, expected in HERMES.items()]
+CASES += [(llama, text, *expected) for text, expected in LLAMA.items()]
+Maker = Callable[[], ToolParser]
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
+def test_every_split(parser: Maker, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    """Whole, in two and three pieces, and character by character. Oracle: content and calls written out by hand."""
+    whole = find(parser(), [text])
+    assert (whole.content, whole.calls) == (content, calls)
+    assert find(parser(), text) == whole
+    places = range(len(text) + 1)
+    for first in places:
+        assert find(parser(), [text[:first], text[first:]]) == whole, text[:first]
+    pairs = [(one, other) for one in places for other in places if one < other]
+    for first, second in random.Random(3).sample(pairs, min(len(pairs), 80)):
+        assert find(parser(), [text[:first], text[first:second], text[second:]]) == whole
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), [case for case in CASES if case[3]])
+def test_cut_off_by_a_limit(parser: Maker, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    """Oracle: whatever the end, a beginning of the whole answer; no markup; streamed equals whole."""
+    for end in range(len(text)):
+        found = find(parser(), [text[:end]], cut_off=True)
+        assert find(parser(), text[:end], cut_off=True) == found
+        assert content.startswith(found.content) or found.content.rstrip(" ;{\n") in content
+        assert not any(mark in found.content for mark in MARKUP)
+        assert [name for name, _ in found.calls] == [name for name, _ in calls][: len(found.calls)]
+        for (_, part), (_, whole) in zip(found.calls, calls, strict=False):
+            assert whole.startswith(part)
+
+
+@pytest.mark.parametrize("parser", [hermes, llama])
+def test_random_splits_of_random_conversations(parser: Maker) -> None:
+    """Oracle: the text in one piece; arguments are JSON that was put in."""
+    rng = random.Random(5)
+    fragments = [*(HERMES if parser is hermes else LLAMA), "\n", "{", "<", "</tool_call>", "中", " ;"]
+    for _ in range(200):
+        text = "".join(rng.choices(fragments, k=rng.randint(1, 4)))
+        whole = find(parser(), [text])
+        pieces, rest = [], text
+        while rest:
+            size = rng.randint(1, 9)
+            pieces.append(rest[:size])
+            rest = rest[size:]
+        assert find(parser(), pieces) == whole
+
+
+def test_arguments_come_before_the_call_ends() -> None:
+    """Oracle: a stream's client sees name and first argument while the model still writes."""
+    for parser, text in (
+        (hermes(), '<tool_call>{"name": "add", "arguments": {"a": 1'),
+        (llama(), '{"name": "add", "parameters": {"a": 1'),
+    ):
+        started, arguments = parser.feed(text)
+        assert isinstance(started, CallStarted) and started.name == "add"
+        assert arguments == CallArguments(0, '{"a": 1')
+
+
+CALLS = '[{"name": "add", "parameters": {"a": [1, "]"]}}, {"name": "größe", "parameters": {}}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALLS, "", [("add", '{"a": [1, "]"]}'), ("größe", "{}")]),
+        (CALLS.replace(" ", "\n"), "", [("add", '{"a":\n[1,\n"]"]}'), ("größe", "{}")]),
+        ("no list", "no list", []),
+        ("[]", "[]", []),
+    ],
+)
+def test_required_calls(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    """Oracle: by hand; every split in two, and character by character."""
+    for first in range(len(text)):
+        found = find(CallListParser(), [text[:first], text[first:]])
+        assert (found.content, found.calls) == (content, calls)
+    assert find(CallListParser(), text).calls == calls
+
+
+def test_required_calls_cut_off() -> None:
+    """Oracle: the whole calls' beginning, and no brackets."""
+    found = find(CallListParser(), CALLS[:-25], cut_off=True)
+    assert (found.content, found.calls[0]) == ("", ("add", '{"a": [1, "]"]}'))
+
+
+def test_a_named_call_is_its_arguments() -> None:
+    """Oracle: the text itself, JSON and all."""
+    text = json.dumps({"a": "{[</tool_call>"})
+    for first in range(len(text)):
+        assert find(NamedCallParser("add"), ["\n", text[:first], text[first:]]).calls == [("add", text)]
+    assert find(NamedCallParser("add"), [" "]) == Found()
+
+
+def test_long_strings_of_braces_take_linear_time() -> None:
+    """Oracle: the text itself, in well under the test's limit."""
+    for text in ("{" * 20_000, '{"name": "' * 2_000, '{"parameters": ' * 2_000, "<|python" * 2_000):
+        assert find(llama(), [text[i : i + 4] for i in range(0, len(text), 4)]).content == text

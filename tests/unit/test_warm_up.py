@@ -1,0 +1,76 @@
+"""The first steps of a rank: within the limits, of every kind, and without a trace in what comes after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tp_engine import LLM, SamplingParams
+from tp_engine.config import EngineConfig
+from tp_engine.plan import StepPlan
+from tp_engine.worker import worker
+from tp_engine.worker.warm_up import warm_up, warms_up
+
+Checkpoint = Callable[..., Path]
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32, "max_num_seqs": 3}
+PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17]
+PARAMS = SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_eos=True)
+
+
+class PlanReader:
+    """A runner that keeps the plans; its steps end at once."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> PlanReader:
+        self.plans.append(plan)
+        return self
+
+    def result(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 8), (2, 2), (5, 5), (256, 2048)])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int) -> None:
+    """Oracle: the limits; each step releases what the one before admitted and lies in block 0."""
+    runner: Any = PlanReader()
+    warm_up(runner, EngineConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, block_size=block_size))
+    for plan in runner.plans:
+        scheduled = [*plan.decode_rows, *plan.prefill_rows]
+        assert 0 < len(scheduled) <= rows and plan.num_tokens <= tokens
+        assert scheduled == [admission.row for admission in plan.admitted] == list(range(len(scheduled)))
+        assert len(plan.released) == rows and len(plan.prefill_samples) == len(plan.prefill_rows)
+        for admission in plan.admitted:
+            assert not admission.block_ids.any() and len(admission.block_ids) * block_size >= len(admission.token_ids)
+    assert max(len(plan.decode_rows) for plan in runner.plans) == rows
+    assert len(runner.plans[0].prefill_rows) == 1
+    is_mixed = [bool(len(plan.decode_rows) and len(plan.prefill_rows)) for plan in runner.plans]
+    assert any(is_mixed) == (tokens >= 3 and rows >= 2)
+
+
+def test_gpus_warm_up() -> None:
+    """A CPU's kernels are compiled by the time they are loaded."""
+    assert warms_up("cuda") and not warms_up("cpu")
+
+
+def test_nothing_is_left_of_the_first_steps(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the tokens of an engine that has not warmed up; its phase is told, and nobody counts its steps."""
+    folder, found = checkpoint("qwen3"), []
+    for is_warm in (False, True):
+        monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="tp_engine"), LLM(str(folder), check_inputs=True, **OPTIONS) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            llm.engine.check_integrity()
+        found.append([output.outputs[0].token_ids for output in outputs])
+        assert ("warming up took" in caplog.text) == is_warm
+        assert "tables" in caplog.text
+    assert found[0] == found[1]
