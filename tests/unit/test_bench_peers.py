@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,7 +38,8 @@ class Answer:
 
 
 class LLM:
-    def __init__(self, model, dtype, skip_tokenizer_init, max_model_len, disable_log_stats, mode="good"):
+    def __init__(self, model, dtype, skip_tokenizer_init, max_model_len, disable_log_stats, mode="good",
+                 tensor_parallel_size=1):
         assert dtype == "float32" and skip_tokenizer_init and max_model_len > 0
         self.cached, self.mode = set(), mode
         if mode == "refuses":
@@ -135,6 +137,8 @@ def test_peers_that_are_absent_are_told(tmp_path: Path, stand_in: Path) -> None:
 def test_the_child_gets_what_its_documentation_recommends(tmp_path: Path) -> None:
     """Oracle: a core per thread; libraries are preloaded only where they exist."""
     assert peer_environment("ctranslate2", sys.executable, 1)["OMP_NUM_THREADS"] == "1"
+    bound = peer_environment("vllm", sys.executable, 2, num_ranks=2)["VLLM_CPU_OMP_THREADS_BIND"]
+    assert bound == "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     python, system = tmp_path / "environment" / "bin" / "python", tmp_path / "system"
     assert faster_libraries(python, system) == []
     libraries = [system / "arch" / "libtcmalloc_minimal.so.4", tmp_path / "environment" / "lib" / "libiomp5.so"]
@@ -269,6 +273,20 @@ def test_a_run_with_a_peer(stand_in: Path, capsys: pytest.CaptureFixture[str]) -
     assert result["equal_answers"] == {"vllm": 0.0} and report["matmul_tflops"] > 0
     assert result["engines"]["tp_engine TP 1"]["share_of_roofline"] > 0
     assert list(report["skipped"]) == ["llama.cpp"] and "llama.cpp left out: " in printed
+
+
+def test_a_run_with_several_numbers_of_ranks(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same tokens from one rank and from two, each in a process of its own; vLLM's ranks follow."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
+    (stand_in / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
+    arguments = ["--model", str(stand_in), "--workloads", "shared_prefix", "--rounds", "1", "--peer", "vllm"]
+    arguments += ["--tensor-parallel-size", "1,2", "--engine-options", '{"load_format": "dummy"}']
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (result,) = report["workloads"]
+    assert list(result["engines"]) == [f"{name} TP {size}" for name in ("tp_engine", "vllm") for size in (1, 2)]
+    assert result["equal_answers"]["tp_engine TP 2"] == 1.0
 
 
 def test_rate_of_matrix_products() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import time
 from typing import Any
 
 import numpy as np
@@ -256,8 +255,8 @@ def test_arrays_received_are_writable_views() -> None:
     assert np.shares_memory(plan.decode_rows, np.frombuffer(buffer, np.uint8))
 
 
-def test_a_steady_decode_is_small_and_quick() -> None:
-    """Oracle: 2048 bytes and 20 microseconds (the limit tested is generous: test machines are shared)."""
+def test_a_steady_decode_is_small() -> None:
+    """Oracle: a header, three columns of 256, 16 and 16 ids; how quick it is, scripts/bench_control_plane.py shows."""
     plan = StepPlan(
         step_id=9,
         block_rows=np.arange(16, dtype=np.int32),
@@ -265,9 +264,3 @@ def test_a_steady_decode_is_small_and_quick() -> None:
         decode_rows=np.arange(256, dtype=np.int32),
     )
     assert len(encode_plan(plan)) == 1208
-    times = []
-    for _ in range(500):
-        began = time.perf_counter()
-        decode_plan(encode_plan(plan))
-        times.append(time.perf_counter() - began)
-    assert np.percentile(times, 10) < 100e-6

@@ -129,6 +129,10 @@ class LLM(Closing):
         run_searches(searches, generate, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm)
         return [beam_search_output(search, self.output_processor.decoder) for search in searches]
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is changed, while requests run."""
+        return self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Stop all ranks and free the device; safe to call twice."""
         self._close()

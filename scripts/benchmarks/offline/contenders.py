@@ -36,9 +36,9 @@ _WARM_UP_SEED = 1_000_000
 def engine_makers(args: argparse.Namespace, model: str) -> Makers:
     """What makes each engine: ours at every size, then the peers."""
     makers: Makers = {}
-    for size in args.tensor_parallel_size.split(","):
-        options = engine_options(args, int(size))
-        makers[f"tp_engine TP {size}"] = lambda options=options: TpEngine(model, options)  # type: ignore[misc]
+    sizes = args.tensor_parallel_size.split(",")
+    for size in sizes:
+        makers[f"tp_engine TP {size}"] = partial(_make_ours, args, model, int(size), alone=len(sizes) == 1)
     if "transformers" in args.peer:
         compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
         makers["transformers generate" + compiled] = lambda: TransformersGenerate(
@@ -47,6 +47,18 @@ def engine_makers(args: argparse.Namespace, model: str) -> Makers:
     if args.nano_vllm_path:
         makers["nano-vllm"] = lambda: nano_vllm(args, Path(model))
     return makers
+
+
+def _make_ours(args: argparse.Namespace, model: str, size: int, *, alone: bool) -> Engine:
+    """This project in this process; on CPUs, where each number of ranks has its own number of threads, in its own."""
+    options = engine_options(args, size)
+    if alone or torch.cuda.is_available():
+        return TpEngine(model, options)
+    dtype, max_model_len = options.pop("dtype"), options.pop("max_model_len")
+    settings = {"dtype": dtype, "max_model_len": max_model_len, "options": options}
+    return PeerProcess(
+        "tp_engine", sys.executable, model, threads=args.threads, timeout_s=args.peer_timeout_s, **settings
+    )
 
 
 def peer_makers(args: argparse.Namespace, model: str) -> tuple[Makers, dict[str, str]]:
@@ -61,10 +73,20 @@ def peer_makers(args: argparse.Namespace, model: str) -> tuple[Makers, dict[str,
         if isinstance(found, str):
             skipped[name] = found
             continue
-        settings = load | {"options": args.peer_options.get(name, {}), "threads": args.threads}
-        make = partial(PeerProcess, name, found.python, model, timeout_s=args.peer_timeout_s, **settings)
-        makers[f"{name} {found.version}".strip()] = make
+        for ranks, options in _peer_sizes(args, name).items():
+            settings = load | {"options": options, "threads": args.threads}
+            make = partial(PeerProcess, name, found.python, model, timeout_s=args.peer_timeout_s, **settings)
+            makers[f"{name} {found.version}".strip() + ranks] = make
     return makers, skipped
+
+
+def _peer_sizes(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
+    """A peer's options, by what its name is followed by: vLLM runs with as many ranks as we do."""
+    options = args.peer_options.get(name, {})
+    sizes = args.tensor_parallel_size.split(",")
+    if name != "vllm" or sizes == ["1"]:
+        return {"": options}
+    return {f" TP {size}": options | {"tensor_parallel_size": int(size)} for size in sizes}
 
 
 def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Another engine in a process of its own, under an interpreter that has it; it needs nothing of this project there.
+"""An engine in a process of its own, under an interpreter that has it; a peer needs nothing of this project there.
 
 ``python -m benchmarks.offline.peer_side NAME``.  Commands are JSON lines on standard input, answers are lines on
 standard output that begin with ``ANSWER``::
@@ -11,6 +11,7 @@ What goes wrong is answered too: {"error": "..."}.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 ANSWER = "ANSWER "
 
@@ -26,23 +27,32 @@ ANSWER = "ANSWER "
 class Vllm:
     """vLLM, greedy; its prefix cache forgets a prompt between the run to the first token and the whole one."""
 
-    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
-        from vllm import LLM
+    MODULE = "vllm"
+    SETTINGS: ClassVar[dict[str, Any]] = {"skip_tokenizer_init": True, "disable_log_stats": True}
+    WANTED: ClassVar[dict[str, Any]] = {"detokenize": False}
 
-        settings = {"skip_tokenizer_init": True, "max_model_len": max_model_len, "disable_log_stats": True}
-        self._llm = LLM(model=model, dtype=dtype, **(settings | options))
+    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+        self._api = importlib.import_module(self.MODULE)
+        self._llm = self._api.LLM(
+            model=model, **({"dtype": dtype, "max_model_len": max_model_len} | self.SETTINGS | options)
+        )
 
     def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=count, detokenize=False) for count in counts
-        ]
+        make, wanted = self._api.SamplingParams, {"temperature": 0, "ignore_eos": True} | self.WANTED
+        params = [make(max_tokens=count, **wanted) for count in counts]
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [list(one.outputs[0].token_ids) for one in self._llm.generate(asked, params, use_tqdm=False)]
 
     def forget(self) -> None:
         self._llm.reset_prefix_cache()
+
+
+class TpEngine(Vllm):
+    """This project, whose classes have vLLM's names."""
+
+    MODULE = "tp_engine"
+    SETTINGS: ClassVar[dict[str, Any]] = {}
+    WANTED: ClassVar[dict[str, Any]] = {}
 
 
 class Ctranslate2:
@@ -123,7 +133,7 @@ def link_with_tokenizer(model: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-ENGINES = {"vllm": Vllm, "ctranslate2": Ctranslate2, "llama.cpp": LlamaCpp}
+ENGINES = {"tp_engine": TpEngine, "vllm": Vllm, "ctranslate2": Ctranslate2, "llama.cpp": LlamaCpp}
 
 
 def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class PeerProcess:
         self._process = subprocess.Popen(
             [python, "-m", MODULE, name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=peer_environment(name, python, threads),
+            env=peer_environment(name, python, threads, load.get("options", {}).get("tensor_parallel_size", 1)),
         )  # fmt: skip
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_follow, args=(self._process.stdout, self._answers), daemon=True).start()
@@ -128,16 +128,23 @@ class PeerProcess:
         return f"; it said last: {lines[-1]}" if lines else ""
 
 
-def peer_environment(name: str, python: str, threads: int) -> dict[str, str]:
-    """What its own documentation recommends on CPUs: a core per thread, and faster libraries where they are found."""
+def peer_environment(name: str, python: str, threads: int, num_ranks: int = 1) -> dict[str, str]:
+    """What its own documentation recommends on CPUs: a core per thread, and faster libraries where they are found.
+
+    This project needs nothing but the number of threads, if one was chosen.
+    """
     cores = sorted(os.sched_getaffinity(0))[: threads or None]
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if name == "vllm":
         found |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-        found |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+        share = max(1, len(cores) // num_ranks)
+        bound = [",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(num_ranks)]
+        found |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
         if libraries := faster_libraries(Path(python)):
             found["LD_PRELOAD"] = ":".join(libraries)
+    elif name == "tp_engine":
+        found |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     else:
         found |= {"CT2_USE_MKL": "0", "OMP_NUM_THREADS": str(len(cores))}
     return found
