@@ -14,13 +14,11 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.dist.collectives import Communicator, SingleRank
 from tp_engine.kernels.activation import silu_and_mul
 from tp_engine.kernels.rope import apply_rotary, norm_heads
-from tp_engine.layers import linear_method
 from tp_engine.layers.attention import attend_fresh
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.forward_context import current_metadata, forward_context
 from tp_engine.layers.linear import RowParallelLinear
-from tp_engine.layers.linear_method import PackedLinear, PlainLinear, choose_linear_method
 from tp_engine.layers.norm import QKNorm, RMSNorm
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.rope import RopeConfig
@@ -84,38 +82,6 @@ def test_silu_and_mul() -> None:
     """Oracle: the formula."""
     x = torch.randn(5, 14)
     torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :7]) * x[:, 7:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 2, 33])
-@pytest.mark.parametrize("bias", [False, True])
-def test_chosen_method_equals_the_plain_product(dtype: torch.dtype, num_rows: int, bias: bool) -> None:
-    """Oracle: the product in float64, to within the type's rounding."""
-    weight, x = torch.randn(96, 64, dtype=dtype), torch.randn(num_rows, 64, dtype=dtype)
-    offset = torch.randn(96, dtype=dtype) if bias else None
-    expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-    found = choose_linear_method(weight)(x, offset)
-    assert found.dtype == dtype and found.shape == (num_rows, 96)
-    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
-
-
-def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: without oneDNN's functions, or with wrong results of theirs, the plain product is chosen."""
-    weight = torch.randn(31, 17)
-
-    class Missing(PackedLinear):
-        def __init__(self, weight: torch.Tensor) -> None:
-            raise RuntimeError("not compiled with oneDNN")
-
-    class Wrong(PackedLinear):
-        def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return F.linear(x, weight, bias) * 1.001
-
-    for broken in (Missing, Wrong):
-        monkeypatch.setattr(linear_method, "PackedLinear", broken)
-        monkeypatch.setattr(linear_method, "_trusted", {})
-        assert isinstance(choose_linear_method(weight), PlainLinear)
-    assert isinstance(choose_linear_method(weight.half()), PlainLinear)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

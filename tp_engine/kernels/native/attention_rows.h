@@ -3,37 +3,6 @@
 
 #include "attention_types.h"
 
-#if VW == 16
-#define LANES(lane) lane(0), lane(1), lane(2), lane(3)
-#elif VW == 8
-#define LANES(lane) lane(0), lane(1)
-#else
-#define LANES(lane) lane(0)
-#endif
-#define LOW_ITEMS(i) 4 * i, VW + 4 * i, 4 * i + 1, VW + 4 * i + 1
-#define HIGH_ITEMS(i) 4 * i + 2, VW + 4 * i + 2, 4 * i + 3, VW + 4 * i + 3
-#define LOW_PAIRS(i) 4 * i, 4 * i + 1, VW + 4 * i, VW + 4 * i + 1
-#define HIGH_PAIRS(i) 4 * i + 2, 4 * i + 3, VW + 4 * i + 2, VW + 4 * i + 3
-#define FOLD(a, b, low, high) (__builtin_shufflevector(a, b, LANES(low)) + __builtin_shufflevector(a, b, LANES(high)))
-
-typedef float v4f __attribute__((vector_size(16)));
-typedef float v4f_memory __attribute__((vector_size(16), aligned(4), may_alias));
-
-/* The sums of four vectors, side by side. */
-INLINE v4f sums_of_four(vf a, vf b, vf c, vf d)
-{
-    const vf ab = FOLD(a, b, LOW_ITEMS, HIGH_ITEMS), cd = FOLD(c, d, LOW_ITEMS, HIGH_ITEMS);
-    const vf lanes = FOLD(ab, cd, LOW_PAIRS, HIGH_PAIRS);
-#if VW == 16
-    const v4f low = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11);
-    return low + (__builtin_shufflevector(lanes, lanes, 4, 5, 6, 7) + __builtin_shufflevector(lanes, lanes, 12, 13, 14, 15));
-#elif VW == 8
-    return __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7);
-#else
-    return (v4f)lanes;
-#endif
-}
-
 /* Memory that will be needed soon: `left` lines from line `next` on of the rows at `places`, in the order of memory. */
 typedef struct {
     const char *cache;

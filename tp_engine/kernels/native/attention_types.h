@@ -18,7 +18,7 @@
 
 #include "simd.h"
 
-enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256, ROW_BLOCK = 4, KEY_BLOCK = 4, DIM_BLOCK = 4, CACHE_LINE = 64 };
+enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256, ROW_BLOCK = 4, KEY_BLOCK = 4, DIM_BLOCK = 4 };
 
 /* Multiply-adds below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_WORK = 1 << 16 };
@@ -61,9 +61,6 @@ typedef struct {
     int32_t request, first_head, end_head, first_row, end_row, first_key, end_key;
     int64_t part;
 } Task;
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The key of a row's own token. */
 static int64_t position_of(const Call *call, const Task *task, int64_t row)

@@ -26,7 +26,10 @@ typedef uint16_t vh __attribute__((vector_size(2 * VW)));
 typedef float vf_memory __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * VW), aligned(2), may_alias));
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, CACHE_LINE = 64 };
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 INLINE int64_t item_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
@@ -75,6 +78,37 @@ INLINE vf max_of(vf x)
 #endif
     x = max_vector(x, SWAPPED(x, 2));
     return max_vector(x, SWAPPED(x, 1));
+}
+
+#if VW == 16
+#define LANES(lane) lane(0), lane(1), lane(2), lane(3)
+#elif VW == 8
+#define LANES(lane) lane(0), lane(1)
+#else
+#define LANES(lane) lane(0)
+#endif
+#define LOW_ITEMS(i) 4 * i, VW + 4 * i, 4 * i + 1, VW + 4 * i + 1
+#define HIGH_ITEMS(i) 4 * i + 2, VW + 4 * i + 2, 4 * i + 3, VW + 4 * i + 3
+#define LOW_PAIRS(i) 4 * i, 4 * i + 1, VW + 4 * i, VW + 4 * i + 1
+#define HIGH_PAIRS(i) 4 * i + 2, 4 * i + 3, VW + 4 * i + 2, VW + 4 * i + 3
+#define FOLD(a, b, low, high) (__builtin_shufflevector(a, b, LANES(low)) + __builtin_shufflevector(a, b, LANES(high)))
+
+typedef float v4f __attribute__((vector_size(16)));
+typedef float v4f_memory __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* The sums of four vectors, side by side. */
+INLINE v4f sums_of_four(vf a, vf b, vf c, vf d)
+{
+    const vf ab = FOLD(a, b, LOW_ITEMS, HIGH_ITEMS), cd = FOLD(c, d, LOW_ITEMS, HIGH_ITEMS);
+    const vf lanes = FOLD(ab, cd, LOW_PAIRS, HIGH_PAIRS);
+#if VW == 16
+    const v4f low = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11);
+    return low + (__builtin_shufflevector(lanes, lanes, 4, 5, 6, 7) + __builtin_shufflevector(lanes, lanes, 12, 13, 14, 15));
+#elif VW == 8
+    return __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7);
+#else
+    return (v4f)lanes;
+#endif
 }
 
 /* 2^x to float32's precision: Cephes' polynomial around the nearest integer.  Below 2^-126 the result is 0. */
@@ -174,6 +208,20 @@ INLINE void store_tail(void *row, int64_t i, int64_t count, vf x, int dtype)
     float items[VW];
     store_items(items, 0, x, dtype);
     memcpy((char *)row + i * item_bytes(dtype), items, count * item_bytes(dtype));
+}
+
+/* VW elements of a row of `width`, or what there is of them at its end. */
+INLINE vf load_some(const void *row, int64_t i, int64_t width, const int dtype)
+{
+    return i + VW <= width ? load_items(row, i, dtype) : load_tail(row, i, width - i, dtype);
+}
+
+INLINE void store_some(void *row, int64_t i, int64_t width, vf x, const int dtype)
+{
+    if (i + VW <= width)
+        store_items(row, i, x, dtype);
+    else
+        store_tail(row, i, width - i, x, dtype);
 }
 
 /* A row of `count` elements as float32, with zeros up to a multiple of VW. */

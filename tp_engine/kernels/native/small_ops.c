@@ -1,24 +1,12 @@
 /* Row by row: root mean square normalisation, and SwiGLU's product.  Rows are contiguous; float32 inside. */
 
 #include "simd.h"
+#include "tape.h"
 
 /* Items below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_ITEMS = 1 << 14 };
 
 #define LOG2_E 1.4426950408889634f
-
-INLINE vf load_some(const void *row, int64_t i, int64_t width, const int dtype)
-{
-    return i + VW <= width ? load_items(row, i, dtype) : load_tail(row, i, width - i, dtype);
-}
-
-INLINE void store_some(void *row, int64_t i, int64_t width, vf x, const int dtype)
-{
-    if (i + VW <= width)
-        store_items(row, i, x, dtype);
-    else
-        store_tail(row, i, width - i, x, dtype);
-}
 
 /* `x` as it would be after being stored. */
 INLINE vf rounded(vf x, const int dtype)
@@ -81,4 +69,15 @@ int silu_and_mul(const char *gate_up, char *out, int64_t rows, int64_t width, in
         FOR_DTYPE(silu_row(gate, gate + bytes, out + row * bytes, width, TYPE))
     }
     return 0;
+}
+
+int play_rms_norm(const Word *a)
+{
+    return rms_norm(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].number,
+                    a[7].integer, a[8].integer);
+}
+
+int play_silu_and_mul(const Word *a)
+{
+    return silu_and_mul(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer);
 }

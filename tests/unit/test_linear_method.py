@@ -1,0 +1,160 @@
+"""The ways to compute ``x @ weight.T + bias``, and the choice among them, against float64 and ``F.linear``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tp_engine.dist.collectives import SingleRank
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.linear import few_rows_linear
+from tp_engine.layers import linear_method
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.linear_method import LinearByRows, NativeLinear, PackedLinear, PlainLinear, choose_linear_method
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(1, 1), (3, 5), (37, 83), (16, 32), (33, 31), (70, 1100)]  # (out, in)
+ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 65]
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL:
+    library = native_library()
+    if library is None:
+        pytest.skip("the native kernels can not be built here")
+    return library
+
+
+def operands(size: tuple[int, int], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, whose rows are strided and begin anywhere; weight, bias."""
+    out_size, in_size = size
+    x = torch.randn(rows, in_size + 3).to(dtype)[:, 1 : in_size + 1]
+    weight = torch.randn(out_size * in_size + 1).to(dtype)[1:].view(out_size, in_size)
+    return x, weight, torch.randn(out_size).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int], has_bias: bool) -> None:
+    """Oracle: float64: half a unit of the type, and float32's epsilon of the summands' magnitudes; in 16 bits the mean
+    error is that of ``F.linear``."""
+    for rows in ROWS:
+        x, weight, bias = operands(size, rows, dtype)
+        offset = bias if has_bias else torch.zeros_like(bias)
+        exact = F.linear(x.double(), weight.double(), offset.double())
+        magnitude = F.linear(x.double().abs(), weight.double().abs(), offset.double().abs())
+        found = few_rows_linear(library, x, weight, bias if has_bias else None)
+        assert found.dtype is dtype
+        error = (found.double() - exact).abs()
+        allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2 * torch.finfo(torch.float32).eps * magnitude
+        assert (error <= allowed + torch.finfo(dtype).smallest_normal).all()
+        if dtype is not torch.float32:
+            assert error.mean() <= 1.01 * (F.linear(x, weight, offset).double() - exact).abs().mean() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_s_result_depends_on_nothing_else(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Oracle: itself: with one, two and three threads, and alone instead of in a batch, bit by bit."""
+    x, weight, bias = operands((131, 1100), 64, dtype)
+    whole = few_rows_linear(library, x, weight, bias)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(few_rows_linear(library, x, weight, bias), whole)
+    for row in (0, 17, 63):
+        assert torch.equal(few_rows_linear(library, x[row : row + 1], weight, bias), whole[row : row + 1])
+        assert torch.equal(few_rows_linear(library, x[row : row + 1].expand(9, -1), weight, bias)[8], whole[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_stays_so(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Oracle: ``F.linear``: NaN and infinities of the weight, in whole vectors and in the rest of a row."""
+    x, weight = torch.ones(7, 75, dtype=dtype), torch.ones(6, 75, dtype=dtype)
+    weight[1, 2], weight[2, 74] = float("nan"), float("nan")
+    weight[3, 40], weight[4, 70] = float("inf"), float("-inf")
+    torch.testing.assert_close(few_rows_linear(library, x, weight, None), F.linear(x, weight), equal_nan=True)
+
+
+def test_columns_that_are_not_neighbours(library: ctypes.CDLL) -> None:
+    """Oracle: ``F.linear``."""
+    x, weight = torch.randn(40, 3).T, torch.randn(5, 40)
+    torch.testing.assert_close(few_rows_linear(library, x, weight, None), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_native", [False, True])
+@pytest.mark.parametrize("meets_many_rows", [False, True])
+def test_chosen_method_equals_the_plain_product(
+    dtype: torch.dtype, has_native: bool, meets_many_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the product in float64, to within the type's rounding; with the compiled kernels and without."""
+    if not has_native:
+        monkeypatch.setattr(linear_method, "native_library", lambda: None)
+    weight, bias = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
+    method = choose_linear_method(weight, meets_many_rows=meets_many_rows)
+    for rows in (0, 1, 2, 16, 17, 33, 100):
+        for offset in (None, bias):
+            x = torch.randn(rows, 64, dtype=dtype)
+            expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+            found = method(x, offset)
+            assert found.dtype == dtype and found.shape == (rows, 96)
+            torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: without C and oneDNN's functions, or with wrong results of theirs, the plain product is chosen."""
+    monkeypatch.setattr(linear_method, "native_library", lambda: None)
+    weight = torch.randn(31, 17)
+
+    class Missing(PackedLinear):
+        def __init__(self, weight: torch.Tensor) -> None:
+            raise RuntimeError("not compiled with oneDNN")
+
+    class Wrong(PackedLinear):
+        def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return F.linear(x, weight, bias) * 1.001
+
+    for broken in (Missing, Wrong):
+        monkeypatch.setattr(linear_method, "PackedLinear", broken)
+        monkeypatch.setattr(linear_method, "_trusted", {})
+        assert isinstance(choose_linear_method(weight), PlainLinear)
+    assert isinstance(choose_linear_method(weight.half()), PlainLinear)
+
+
+class FakeLibrary:
+    """A processor with or without products of bfloat16."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+
+    def has_bfloat16_products(self) -> int:
+        return self.answer
+
+
+@pytest.mark.parametrize("has_products", [0, 1])
+def test_the_choice_by_type_and_processor(has_products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the table in the module's description."""
+    monkeypatch.setattr(linear_method, "native_library", lambda: FakeLibrary(has_products))
+    weight = torch.randn(48, 32)
+    assert isinstance(choose_linear_method(weight), LinearByRows)
+    assert isinstance(choose_linear_method(weight.bfloat16()), PackedLinear if has_products else NativeLinear)
+    assert isinstance(choose_linear_method(weight.half()), NativeLinear)
+    assert isinstance(choose_linear_method(weight.double()), PlainLinear)
+    assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)
+
+
+def test_a_tied_head_reads_the_embedding_s_weight(library: ctypes.CDLL) -> None:
+    """Oracle: the embedding's tensor, which the head still holds after loading."""
+    context = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+    embedding = VocabParallelEmbedding(203, 8, context=context)
+    head = ParallelLMHead(203, 8, context=context, tied=embedding)
+    head.finish_loading()
+    assert head.weight is embedding.weight
+    head.weight.copy_(torch.randn(head.weight.shape))
+    hidden = torch.randn(30, 8)
+    torch.testing.assert_close(head(hidden), F.linear(hidden, embedding.weight[:203]))
+    torch.testing.assert_close(head(hidden[:2]), F.linear(hidden[:2], embedding.weight[:203]))
