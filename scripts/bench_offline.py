@@ -4,6 +4,7 @@
     python scripts/bench_offline.py --model PATH --dtype bfloat16 --workloads latency,throughput --rounds 5
     python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16,B:float32,C:float32 --threads 2 \\
         --peer transformers vllm ctranslate2 --peer-python vllm=~/vllm/bin/python
+    python scripts/bench_offline.py --shape B --quantization none,int8 --no-peer             on a CPU
     python scripts/bench_offline.py --shape qwen3-0.6b --nano-vllm-path ~/nano-vllm          on a GPU
     python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --devices 0,0 --no-peer
 

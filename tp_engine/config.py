@@ -19,6 +19,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
+QUANTIZATIONS = ("int8",)
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
@@ -52,6 +53,13 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto", "type of the KV cache; auto takes dtype; fp8 and int8 are quantised", choices=KV_CACHE_DTYPES
     )
+    quantization: str | None = option(
+        None,
+        "int8: the decoder's linear weights in 8 bits, on CPUs; the embedding and the output head keep dtype "
+        "(default: none)",
+        choices=QUANTIZATIONS,
+        flags=("-q",),
+    )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     attention_backend: str = option(
         "auto",
@@ -66,7 +74,9 @@ class EngineConfig:
     fuse_all_reduce_norm: bool = option(
         False, "add up, add to the residual and normalise in one kernel, where all_reduce uses shared memory"
     )
-    enforce_eager: bool = option(False, "never use CUDA graphs", flags=("--disable-cuda-graph",))
+    enforce_eager: bool = option(
+        False, "launch every kernel of every step: no CUDA graphs, no tapes on CPUs", flags=("--disable-cuda-graph",)
+    )
     cuda_graph_sizes: str | None = option(
         None, "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)"
     )
@@ -113,7 +123,7 @@ class EngineConfig:
     def _check_types_and_choices(self) -> None:
         for spec in dataclasses.fields(self):
             value, choices = getattr(self, spec.name), spec.metadata.get("choices")
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(choices)}")
             check_type(spec.name, value, str(spec.type))
         if self.devices is not None:

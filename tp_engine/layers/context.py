@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,15 +10,20 @@ from torch import nn
 
 from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.layer_ops import LayerOps, layer_ops
+from tp_engine.layers.linear_method import LinearMethod, choose_linear_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The ranks that share a layer, and where and how its weights are kept."""
+    """The ranks that share a layer, and where and how its weights are kept.
+
+    ``make_linear`` prepares the weights of the decoder's linear layers, once they have their values.
+    """
 
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
+    make_linear: Callable[[torch.Tensor], LinearMethod] = choose_linear_method
 
     @property
     def ops(self) -> LayerOps:

@@ -9,16 +9,17 @@ them, and their logits are cut off before anyone sees them::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tp_engine.dist.rank import RankInfo
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.linear_method import choose_linear_method
 from tp_engine.units import round_up
 
 VOCAB_ALIGNMENT = 16
@@ -71,18 +72,18 @@ class VocabParallelEmbedding(nn.Module):
         self._num_rows = padded_vocab_size(vocab_size, info.world_size) // info.world_size
         self._first_row = info.rank * self._num_rows
         self.weight = context.empty(self._num_rows, hidden_size)
+        self._embed = context.ops.embed
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self._communicator.info.world_size == 1:
-            return F.embedding(token_ids, self.weight)
-        rows = token_ids - self._first_row
-        is_mine = (rows >= 0) & (rows < self._num_rows)
-        hidden = F.embedding(rows.mul_(is_mine), self.weight).mul_(is_mine.unsqueeze(-1))
-        return self._communicator.all_reduce(hidden)
+        first_row = None if self._communicator.info.world_size == 1 else self._first_row
+        return self._communicator.all_reduce(self._embed(token_ids, self.weight, first_row))
 
 
 class ParallelLMHead(LocalLinear):
-    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares the embedding's weight."""
+    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares the embedding's weight.
+
+    Its weight keeps the model's type, whatever ``quantization`` says: errors here reach the tokens directly.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, context: LayerContext, tied: VocabParallelEmbedding | None = None
@@ -90,7 +91,8 @@ class ParallelLMHead(LocalLinear):
         world_size = context.communicator.info.world_size
         num_rows = padded_vocab_size(vocab_size, world_size) // world_size
         weight = tied.weight if tied is not None else None
-        super().__init__(hidden_size, num_rows, bias=False, context=context, weight=weight)
+        choose = partial(choose_linear_method, meets_many_rows=False)  # there are few rows to sample from
+        super().__init__(hidden_size, num_rows, bias=False, context=context, weight=weight, make_method=choose)
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
 

@@ -14,32 +14,48 @@ A column-parallel layer followed by a row-parallel one needs a single all-reduce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.linear_method import LinearMethod, PlainLinear, choose_linear_method
+from tp_engine.layers.linear_method import LinearMethod, PlainLinear
 
 
 class LocalLinear(nn.Module):
-    """This rank's part of a linear layer: ``weight`` (out_size, in_size), perhaps another layer's, and ``bias``."""
+    """This rank's part of a linear layer: ``weight`` (out_size, in_size), perhaps another layer's, and ``bias``.
+
+    ``make_method`` prepares the weight, instead of the context's ``make_linear``.
+    """
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, context: LayerContext, weight: nn.Parameter | None = None
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        context: LayerContext,
+        weight: nn.Parameter | None = None,
+        make_method: Callable[[torch.Tensor], LinearMethod] | None = None,
     ) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = context.empty(out_size, in_size) if weight is None else weight
         self.bias = context.empty(out_size) if bias else None
         self._method: LinearMethod = PlainLinear(self.weight)
+        self._make_method = make_method or context.make_linear
 
     def finish_loading(self) -> None:
         """Prepare the loaded weight for fast products; its plain form is given up where they no longer need it."""
         assert self.weight is not None, "finish_loading was called twice"
-        self._method = choose_linear_method(self.weight)
+        self._method = self._make_method(self.weight)
         if not self._method.needs_weight:
             self.weight = None
+
+    @property
+    def native_rows(self) -> int:
+        """Up to how many rows the product is compiled code, which a tape can hold."""
+        return self._method.native_rows
 
 
 class ColumnParallelLinear(LocalLinear):

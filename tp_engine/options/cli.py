@@ -49,7 +49,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def make_parser(prog: str, description: str, tables: Mapping[str, type[Any]]) -> OptionsParser:
     """A parser whose namespace holds only what was given, keyed by field name, ``config`` and ``print_config``."""
-    parser = OptionsParser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    # A command's own flag goes before the engine's of the same name: the -q of ``tp-engine chat``.
+    parser = OptionsParser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        conflict_handler="resolve",
+    )
     files = ", ".join(f"[{name}]" for name in tables)
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with any of the tables {files}")
     if any(spec.metadata.get("positional") for kind in tables.values() for spec in dataclasses.fields(kind)):

@@ -20,8 +20,6 @@ REFUSED_FLAGS = {
     "--enable-expert-parallel": _NO_OTHER_PARALLELISM,
     "--nnodes": "the ranks of one engine share a host; leave it out",
     "--trust-remote-code": "code that comes with a model is never run; leave it out",
-    "--quantization": "weights are used in the types of --dtype; leave it out, and see --kv-cache-dtype for the cache",
-    "-q": "weights are used in the types of --dtype; leave it out",
     "--enable-lora": _NO_LORA,
     "--lora-modules": _NO_LORA,
     "--lora-paths": _NO_LORA,

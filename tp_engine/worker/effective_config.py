@@ -13,6 +13,7 @@ from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
+from tp_engine.layers.int8_linear import check_int8
 from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.capture_sizes import capture_sizes
@@ -71,6 +72,8 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     model, path = load_model_config(config.model, config.revision)
     check_tensor_parallel(model, config.tensor_parallel_size)
     device = _resolve_device(config)
+    if config.quantization is not None:
+        check_int8(device)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     effective = dataclasses.replace(
         config,

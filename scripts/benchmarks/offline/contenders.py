@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -34,11 +35,13 @@ _WARM_UP_SEED = 1_000_000
 
 
 def engine_makers(args: argparse.Namespace, model: str) -> Makers:
-    """What makes each engine: ours at every size, then the peers."""
+    """What makes each engine: ours at every size and quantization, then the peers."""
     makers: Makers = {}
-    sizes = args.tensor_parallel_size.split(",")
-    for size in sizes:
-        makers[f"tp_engine TP {size}"] = partial(_make_ours, args, model, int(size), alone=len(sizes) == 1)
+    sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
+    for size, kind in itertools.product(sizes, kinds):
+        name = f"tp_engine TP {size}" + ("" if kind == "none" else f" {kind}")
+        options = engine_options(args, int(size)) | ({} if kind == "none" else {"quantization": kind})
+        makers[name] = partial(_make_ours, args, model, options, alone=len(sizes) == 1)
     if "transformers" in args.peer:
         compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
         makers["transformers generate" + compiled] = lambda: TransformersGenerate(
@@ -49,13 +52,11 @@ def engine_makers(args: argparse.Namespace, model: str) -> Makers:
     return makers
 
 
-def _make_ours(args: argparse.Namespace, model: str, size: int, *, alone: bool) -> Engine:
+def _make_ours(args: argparse.Namespace, model: str, options: dict[str, Any], *, alone: bool) -> Engine:
     """This project in this process; on CPUs, where each number of ranks has its own number of threads, in its own."""
-    options = engine_options(args, size)
     if alone or torch.cuda.is_available():
         return TpEngine(model, options)
-    dtype, max_model_len = options.pop("dtype"), options.pop("max_model_len")
-    settings = {"dtype": dtype, "max_model_len": max_model_len, "options": options}
+    settings = {"dtype": options["dtype"], "max_model_len": options["max_model_len"], "options": options}
     return PeerProcess(
         "tp_engine", sys.executable, model, threads=args.threads, timeout_s=args.peer_timeout_s, **settings
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.offline.peers import PACKAGES, PEERS, parse_pythons
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES
 from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
+from tp_engine.config import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
 
@@ -22,6 +23,7 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; bfloat16 for Qwen3 shapes")
     parser.add_argument("--workloads", help="comma-separated: " + ", ".join(WORKLOADS))
     parser.add_argument("--tensor-parallel-size", default="1", help="one size, or several: 1,2,4")
+    parser.add_argument("--quantization", default="none", help="none, int8 (on CPUs), or both side by side: none,int8")
     parser.add_argument("--devices", help="device of each rank, such as 0,0: several ranks on one GPU")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per engine; the median counts")
     parser.add_argument("--threads", type=int, default=0, help="torch threads per rank (default: torch's choice)")
@@ -34,6 +36,10 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     args.workloads = args.workloads or ",".join(LARGE_WORKLOADS if args.is_dummy else SMALL_WORKLOADS)
     if unknown := set(args.workloads.split(",")) - set(WORKLOADS):
         parser.error(f"--workloads names {', '.join(sorted(unknown))}; choose among {', '.join(WORKLOADS)}")
+    if unknown := set(args.quantization.split(",")) - {"none", *QUANTIZATIONS}:
+        parser.error(
+            f"--quantization names {', '.join(sorted(unknown))}; choose among none, {', '.join(QUANTIZATIONS)}"
+        )
     _check_peers(parser, args)
     return args
 

@@ -1,0 +1,150 @@
+"""What quantised weights cost in accuracy: logits beside the unquantised model's, and the demo model's own tasks; and
+how long one product takes by each of torch's ways.
+
+    python scripts/bench_quantization.py --shape B --dtype float32 --tokens 64
+    python scripts/bench_quantization.py --demo --samples 50
+    python scripts/bench_quantization.py --products 4096x1024 --dtype bfloat16
+
+Logits are compared at every position of one random prompt, on one rank: relative root mean square error, mean KL
+divergence in nats, and how often the likeliest token is the same.  Weights are random, so their distribution is that of
+a model which has just been initialised.  The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.int8_products import product_times_us
+from benchmarks.machine import processor_name
+from benchmarks.shapes import DUMMY_SHAPES, SHAPES, make_folder
+from demo_tasks import QUICK, held_out_dialogs
+
+from tp_engine.config import QUANTIZATIONS
+
+ROWS = [1, 8, 32, 256]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="B")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--tokens", type=int, default=64, help="length of the prompt")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default=QUANTIZATIONS[0])
+    parser.add_argument("--demo", action="store_true", help="the demo model's accuracy instead of a shape's logits")
+    parser.add_argument("--samples", type=int, default=50, help="held-out samples per task for --demo")
+    parser.add_argument("--products", metavar="OUTxIN", help="microseconds of one linear layer of this size, by rows")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time per candidate and number of rows")
+    args = parser.parse_args()
+    report = {"benchmark": "quantization", "machine": processor_name(), "quantization": args.quantization}
+    if args.products:
+        report |= time_products(args)
+    else:
+        report |= compare_answers(args) if args.demo else compare_logits(args)
+    for key, value in report.items():
+        print(f"{key:<24}{value}")
+    print(json.dumps(report))
+    return 0
+
+
+def time_products(args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of each candidate at each of ``ROWS``."""
+    out_size, in_size = map(int, args.products.split("x"))
+    times = product_times_us((out_size, in_size), getattr(torch, args.dtype), ROWS, args.seconds)
+    return {"shape": args.products, "dtype": args.dtype, "threads": torch.get_num_threads(), "rows": ROWS} | times
+
+
+def compare_logits(args: argparse.Namespace) -> dict[str, Any]:
+    """The quantised model's logits against the other's."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_folder(Path(name), args.shape, args.dtype)
+        exact, found = (prompt_logits(folder, args, kind) for kind in (None, args.quantization))
+    log_exact, log_found = exact.log_softmax(-1), found.log_softmax(-1)
+    divergence = (log_exact.exp() * (log_exact - log_found)).sum(-1)
+    return {
+        "shape": args.shape,
+        "dtype": args.dtype,
+        "tokens": args.tokens,
+        "relative_rms_error": round(float((found - exact).norm() / exact.norm()), 5),
+        "mean_kl_nats": float(f"{divergence.mean():.3g}"),
+        "same_top_token": round(float((found.argmax(-1) == exact.argmax(-1)).double().mean()), 4),
+    }
+
+
+def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | None) -> torch.Tensor:
+    """Logits (tokens, vocabulary) in float64 of a random prompt, without a KV cache."""
+    from tp_engine.attention.needs import AttentionNeeds
+    from tp_engine.attention.registry import select_backend
+    from tp_engine.dist.collectives import SingleRank
+    from tp_engine.layers.forward_context import forward_context
+    from tp_engine.model_config import load_model_config
+    from tp_engine.models.registry import build_model
+    from tp_engine.weights.loader import load_weights
+
+    config, path = load_model_config(str(folder))
+    dtype, device, rank = getattr(torch, args.dtype), torch.device("cpu"), SingleRank()
+    needs = AttentionNeeds(
+        device_type="cpu", dtype=dtype, kv_cache_dtype=dtype, block_size=16, head_dim=config.head_dim, capability=None
+    )
+    model = build_model(
+        config,
+        communicator=rank,
+        dtype=dtype,
+        device=device,
+        backend=select_backend("torch", needs),
+        max_model_len=args.tokens,
+        quantization=quantization,
+    )
+    load_format = "dummy" if args.shape in DUMMY_SHAPES else "auto"
+    load_weights(dict(model.named_parameters()), config, path, info=rank.info, load_format=load_format)
+    model.finish_loading()
+    tokens = torch.randint(3, config.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), forward_context(one_prompt(args.tokens)):
+        return model.compute_local_logits(model(tokens, torch.arange(args.tokens))).double()
+
+
+def one_prompt(num_tokens: int) -> Any:
+    """The metadata of one new request whose tokens are stored nowhere."""
+    from tp_engine.attention.base import AttentionMetadata
+
+    lens = np.array([num_tokens], dtype=np.int32)
+    return AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64),
+        block_table=torch.zeros((1, 1), dtype=torch.int32),
+        seq_lens=torch.from_numpy(lens),
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
+        host_query_lens=lens,
+        host_seq_lens=lens,
+    )
+
+
+def compare_answers(args: argparse.Namespace) -> dict[str, Any]:
+    """Share of exactly right replies per task of the demo model: (unquantised, quantised)."""
+    scores = [answer_scores(kind, args.samples) for kind in (None, args.quantization)]
+    return {"samples": args.samples} | {name: [score[name] for score in scores] for name in QUICK}
+
+
+def answer_scores(quantization: str | None, samples: int) -> dict[str, float]:
+    """Greedy replies to held-out dialogs, in the checkpoint's type."""
+    from tp_engine import LLM, SamplingParams
+
+    scores = {}
+    with LLM(device="cpu", quantization=quantization, num_gpu_blocks_override=2048, max_num_seqs=64) as llm:
+        for name in QUICK:
+            dialogs, expected = zip(*held_out_dialogs(name, samples), strict=True)
+            outputs = llm.chat(list(dialogs), SamplingParams(temperature=0, max_tokens=96), use_tqdm=False)
+            right = [output.outputs[0].text == reply for output, reply in zip(outputs, expected, strict=True)]
+            scores[name] = sum(right) / samples
+    return scores
+
+
+if __name__ == "__main__":
+    sys.exit(main())

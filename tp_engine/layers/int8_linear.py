@@ -1,0 +1,125 @@
+"""``x @ weight.T + bias`` with int8 weights on CPUs: dynamic quantisation, integer products by oneDNN.
+
+::
+
+    weight[o, i]  ~  w[o, i] * w_scale[o]        int8, symmetric: w_scale[o] = max |weight[o]| / 127, found at load
+    x[n, i]       ~  (u[n, i] - 128) * scale[n]  8 bits, symmetric, one scale per row, found in every step
+
+    out[n, o] = scale[n] * w_scale[o] * (sum_i u[n, i] w[o, i] - 128 sum_i w[o, i]) + bias[o]
+                                        int32                    a constant of the weight
+
+Under tensor parallelism each rank quantises its own shard: of a column-parallel weight that changes nothing, as a row
+of it has its scale either way; of a row-parallel one each rank has scales for its own columns, which are finer.
+
+oneDNN's product with a packed weight (``torch.ops.onednn.qlinear_pointwise``) takes one scale for all of ``x``; it is
+given 1, and the rows' scales are applied before and after it (``kernels/int8_rows.py``).  It was chosen over
+``torch.ops.quantized.linear_dynamic``, whose one scale for all rows lets a request change its neighbours' results and
+whose quantised tensors PyTorch has deprecated; over ``torch._weight_int8pack_mm``, which computes in floats; and over
+``torch._int_mm``, which keeps no packed weight.  docs/benchmarks.md has the times.  The functions belong to torch's
+private interface, so they are probed, and their results compared, before they are trusted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from tp_engine.errors import ConfigError
+from tp_engine.kernels.int8_rows import CODE_OFFSET, LARGEST_CODE
+from tp_engine.kernels.layer_ops import int8_rows
+
+_REMEDY = "leave quantization out, or use a PyTorch for x86 with oneDNN on a CPU with VNNI"
+_SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
+
+_trusted: dict[torch.Size, bool] = {}
+
+
+class Int8Linear:
+    """A weight (out, in) as int8 in oneDNN's blocked order; the original is no longer needed.
+
+    Raises ``AttributeError`` or ``RuntimeError`` where oneDNN can not take it.
+    """
+
+    needs_weight = False
+    native_rows = 0
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """``codes`` (out, in) int8, ``scales`` (out,) float32."""
+        self._packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
+        self._scales = scales
+        self._offset = codes.sum(1, dtype=torch.int32) * scales * -CODE_OFFSET
+        self._zeros = torch.zeros(len(codes), dtype=torch.int8)
+        self._rows = int8_rows()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, in) -> (N, out), in the type of ``x``."""
+        codes, scales = self._rows.quantise(x)
+        return self._rows.scale(self.products(codes), scales, bias, x.dtype)
+
+    def products(self, codes: torch.Tensor) -> torch.Tensor:
+        """``codes`` (N, in) uint8 -> (N, out) float32: ``(codes - 128) @ weight.T``, the weight's scales included."""
+        found: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes, 1.0, 0, self._packed, self._scales, self._zeros, self._offset,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return found
+
+
+def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight`` (out, in) -> codes (out, in) int8 and scales (out,) float32, one per output channel."""
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_min(_SMALLEST_LARGEST) / LARGEST_CODE
+    return (wide / scales.unsqueeze(1)).round_().to(torch.int8), scales
+
+
+def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
+    """The method for ``weight``, compared with plain arithmetic once per shape.  Raises ``ConfigError``."""
+    codes, scales = quantise_weight(weight)
+    try:
+        method = Int8Linear(codes, scales)
+        if weight.shape not in _trusted:
+            _trusted[weight.shape] = _agrees(method, codes, scales)
+    except (AttributeError, RuntimeError) as error:
+        raise _refusal(f"oneDNN refuses a weight of shape {tuple(weight.shape)}: {error}") from error
+    if not _trusted[weight.shape]:
+        raise _refusal(f"oneDNN's product with a weight of shape {tuple(weight.shape)} is wrong")
+    return method
+
+
+def check_int8(device_type: str) -> None:
+    """Raise ``ConfigError`` unless int8 weights can be had on ``device_type``; tried on a small product, once."""
+    if device_type != "cpu":
+        raise ConfigError(
+            f"quantization is int8, which is for CPUs, but the model runs on {device_type}; leave quantization out, or "
+            "set device=cpu"
+        )
+    if found := _problem():
+        raise _refusal(found)
+
+
+@cache
+def _problem() -> str | None:
+    """What is wrong with this machine's products of the largest codes; without VNNI their sums saturate 16 bits."""
+    codes = torch.full((32, 64), LARGEST_CODE, dtype=torch.int8)
+    codes[::2] *= -1
+    scales = torch.ones(32)
+    try:
+        agrees = _agrees(Int8Linear(codes, scales), codes, scales)
+    except (AttributeError, RuntimeError) as error:
+        return f"this PyTorch has no oneDNN product of int8 weights ({error})"
+    return None if agrees else "this machine's products of 8-bit integers are not exact"
+
+
+def _agrees(method: Int8Linear, codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether products equal those in float64 to within float32's rounding: one row of largest codes, one of random."""
+    x = torch.randint(1, 256, (2, codes.shape[1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x[0] = 255
+    wide = x.double() - CODE_OFFSET
+    expected = torch.stack([(codes * row).sum(1, dtype=torch.float64) for row in wide]) * scales
+    size = (x.double() @ torch.ones(codes.shape[1]).double()).max() * LARGEST_CODE * scales.max()
+    return bool((method.products(x) - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size)
+
+
+def _refusal(found: str) -> ConfigError:
+    return ConfigError(f"quantization is int8, but {found}; {_REMEDY}")
