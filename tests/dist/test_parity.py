@@ -47,8 +47,9 @@ TIGHT = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 24,
     "enable_prefix_caching": False,
+    "enforce_eager": True,  # the others have their small decodes recorded
 }
-CACHED = {**TIGHT, "enable_prefix_caching": True, "num_gpu_blocks_override": 48}
+CACHED = {**TIGHT, "enable_prefix_caching": True, "num_gpu_blocks_override": 48, "enforce_eager": False}
 
 
 def make_prompts(vocab_size: int, num_prompts: int = 16) -> list[list[int]]:

@@ -57,7 +57,7 @@ def test_decode_inputs_in_a_graph() -> None:
 
     def step() -> None:
         ops.prepare(tables, inputs)
-        ops.advance(tables, inputs.rows, on_device)
+        ops.advance(tables, inputs, on_device)
 
     graph = captured(step)  # all rows are padding so far: nothing has changed
     for rows in ([0, 5, -1, 3], [5, -1, -1, 0], [5, -1, -1, 0]):
@@ -65,7 +65,7 @@ def test_decode_inputs_in_a_graph() -> None:
             kept.rows.copy_(torch.tensor(rows, dtype=torch.int32))
         graph.replay()
         twin.prepare(twin_tables, twin_inputs)
-        twin.advance(twin_tables, twin_inputs.rows, sampled)
+        twin.advance(twin_tables, twin_inputs, sampled)
         for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
             torch.testing.assert_close(getattr(inputs, name).cpu(), getattr(twin_inputs, name), msg=name)
         assert torch.equal(tables.token_ids.cpu(), twin_tables.token_ids)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.decode_inputs import DecodeInputs, DecodeOps, RowTables, decode_ops, triton_decode_ops
+from tp_engine.kernels.decode_inputs import TORCH_DECODE_OPS, DecodeInputs, DecodeOps, RowTables, triton_decode_ops
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.slots import slots_for
 
@@ -42,7 +42,7 @@ def check(device: str, ops: DecodeOps, rows: list[int], max_len: int, block_size
         ops.prepare(tables, inputs)
         compare(inputs, kept, token_ids, lengths, block_table, block_size)
         sampled = np.arange(len(rows), dtype=np.int32) + 2000 + step
-        ops.advance(tables, inputs.rows, torch.from_numpy(sampled).to(device))
+        ops.advance(tables, inputs, torch.from_numpy(sampled).to(device))
         for request, row in kept:
             lengths[row] += 1
             token_ids[row, lengths[row]] = sampled[request]
@@ -87,7 +87,7 @@ def make_cases(ops: DecodeOps) -> dict[str, Callable[[str], None]]:
     return cases
 
 
-TWIN_CASES = make_cases(decode_ops("cpu"))
+TWIN_CASES = make_cases(TORCH_DECODE_OPS)
 CASES = make_cases(triton_decode_ops()) if has_triton() else {}
 
 
@@ -103,7 +103,7 @@ def launch_all() -> None:
         )
         inputs = DecodeInputs.allocate(256, tables)
         triton_decode_ops().prepare(tables, inputs)
-        triton_decode_ops().advance(tables, inputs.rows, empty(256))
+        triton_decode_ops().advance(tables, inputs, empty(256))
 
 
 def main() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.kernel_cases_decode_inputs import TWIN_CASES
+from tests.unit.kernel_cases_decode_inputs import TWIN_CASES, make_cases
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+from tp_engine.kernels.decode_inputs import native_decode_ops
+from tp_engine.kernels.native.library import native_library
 
 CASES = "kernel_cases_decode_inputs"
 
@@ -14,6 +16,15 @@ CASES = "kernel_cases_decode_inputs"
 def test_twin(case: str) -> None:
     """Oracle: the host's arithmetic, over three steps with padding among the rows."""
     TWIN_CASES[case]("cpu")
+
+
+@pytest.mark.parametrize("case", TWIN_CASES)
+def test_native(case: str) -> None:
+    """Oracle: as for the twin; skipped where nothing can be compiled."""
+    library = native_library()
+    if library is None:
+        pytest.skip("the native kernels can not be built here")
+    make_cases(native_decode_ops(library))[case]("cpu")
 
 
 @needs_triton

@@ -65,7 +65,7 @@ def launch_decode_inputs_and_sampling(num_rows: int) -> None:
     )
     inputs = DecodeInputs.allocate(MAX_ROWS, tables).first(num_rows)
     triton_decode_ops().prepare(tables, inputs)
-    triton_decode_ops().advance(tables, inputs.rows, empty(num_rows, dtype=torch.int32))
+    triton_decode_ops().advance(tables, inputs, empty(num_rows, dtype=torch.int32))
     rows, positions = (empty(num_rows, dtype=torch.int64) for _ in range(2))
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(MAX_ROWS, torch.device("meta"))
     sampling_best_triton.best_keys_triton(logits, rows, positions, sampling, first_id=0)

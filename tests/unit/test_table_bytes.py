@@ -14,6 +14,7 @@ from tp_engine.worker import runner_parts
 from tp_engine.worker.runner_parts import RunnerParts
 
 ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 6, 100, 16, 203
+INPUTS = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)  # of decodes, a block table among them
 
 
 def parts(device_type: str, world_size: int = 1) -> RunnerParts:
@@ -30,18 +31,23 @@ def parts(device_type: str, world_size: int = 1) -> RunnerParts:
 
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
-def test_on_a_cpu(world_size: int, width: int) -> None:
-    """Token ids, block table, computed tokens; counts and flags of penalties for the rank's part of the vocabulary."""
+def test_on_a_cpu(world_size: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ids, block table, computed tokens; counts and flags of penalties for the rank's part of the vocabulary.
+
+    The inputs of decodes come on top where compiled code makes them.
+    """
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
-    assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width)
+    for is_compiled, inputs in ((False, 0), (True, INPUTS)):
+        monkeypatch.setattr(runner_parts, "has_decode_kernels", lambda device_type, answer=is_compiled: answer)
+        assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + inputs
 
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs of decodes, a block table among them, and the parameters for the sampling kernels come on top."""
     monkeypatch.setattr(runner_parts, "has_triton", lambda: True)
-    inputs = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)
+    tables = ROWS * (4 * (MAX_LEN + 1) + 4 * 7 + 4 + 5 * VOCAB)
     sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8)
-    assert parts("cuda").table_bytes == parts("cpu").table_bytes + inputs + sampling
+    assert parts("cuda").table_bytes == tables + INPUTS + sampling
 
 
 def test_nothing_is_allocated_for_the_answer() -> None:

@@ -51,8 +51,9 @@ class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache.
 
     One layer's cache is (2, blocks, block_size, local KV heads, head_dim): keys at 0, values at 1.  A quantised one has
-    scales beside it (kernels/kv_quant.py).  ``can_capture_decodes`` says that a step of decodes can be captured in a
-    CUDA graph: ``forward`` then launches the same kernels whatever the lengths, which it reads from the device.
+    scales beside it (kernels/kv_quant.py).  ``can_capture_decodes`` says that a step of decodes can be recorded,
+    in a CUDA graph or on a tape: ``forward`` then launches the same kernels whatever the lengths, which they read
+    themselves.
     """
 
     name: str

@@ -17,7 +17,7 @@ class NativeBackend:
     """One call per layer, for decodes and chunks alike: a request's result does not depend on the batch it is in."""
 
     name = "native"
-    can_capture_decodes = False
+    can_capture_decodes = True
 
     def __init__(self) -> None:
         library = native_library()

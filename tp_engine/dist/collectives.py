@@ -21,7 +21,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class Communicator(Protocol):
     """Collectives over the tensor-parallel ranks.  Every rank calls the same one, in the same order.
 
-    ``can_capture``: a CUDA graph may hold them.
+    ``can_capture``: recorded steps may hold them, as a CUDA graph does, or, on CPUs, a tape.
     """
 
     info: RankInfo

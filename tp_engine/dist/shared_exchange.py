@@ -15,6 +15,8 @@ from tp_engine.dist.collectives import Communicator
 from tp_engine.errors import RankError
 from tp_engine.faults import PhaseNote
 from tp_engine.ipc.rank_slots import RankSlots
+from tp_engine.kernels.native.exchange import NativeExchange
+from tp_engine.kernels.native.tape import call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,12 +92,14 @@ class TorchExchange:
 
 
 class SharedMemoryCommunicator:
-    """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, through ``exchange``."""
+    """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, through ``exchange``.
 
-    can_capture = False
+    A tape holds an all-reduce as a call of Python, for the sake of its phase, its deadline and its time.
+    """
 
     def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, note: PhaseNote) -> None:
         self.info = library.info
+        self.can_capture = isinstance(exchange, NativeExchange)  # then all ranks have the compiled kernels
         self._library = library
         self._exchange = exchange
         self._patience = patience
@@ -104,6 +108,10 @@ class SharedMemoryCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in DTYPES or not tensor.is_contiguous():
             return self._library.all_reduce(tensor)
+        call(self._all_reduce, tensor)
+        return tensor
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
         self._note.collective()
         self._patience.started_ns = started_ns = monotonic_ns()
         try:
@@ -112,7 +120,6 @@ class SharedMemoryCommunicator:
             self._exchange = _Broken(failure)
             raise
         self._note.collected(started_ns)
-        return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if not 0 < tensor.nbytes <= self._exchange.slot_bytes or tensor.dim() == 0:

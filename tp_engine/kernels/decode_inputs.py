@@ -17,11 +17,13 @@ Nothing waits for the device and no shape depends on a length, so a CUDA graph c
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
+from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.plan import PAD_SLOT
 
@@ -92,7 +94,7 @@ class DecodeOps:
     """One implementation of ``prepare_decodes`` and ``advance_decodes``."""
 
     prepare: Callable[[RowTables, DecodeInputs], None]
-    advance: Callable[[RowTables, torch.Tensor, torch.Tensor], None]
+    advance: Callable[[RowTables, DecodeInputs, torch.Tensor], None]
 
 
 def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
@@ -109,8 +111,9 @@ def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
     inputs.block_table.copy_(tables.block_table.index_select(0, rows))
 
 
-def advance_decodes(tables: RowTables, rows: torch.Tensor, sampled: torch.Tensor) -> None:
-    """The tokens of ``rows`` (B,) int32 are computed, and ``sampled`` (B,) int32 follow them; padding is skipped."""
+def advance_decodes(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
+    """The tokens of ``inputs`` are computed, and ``sampled`` (B,) int32 follow them; padding is skipped."""
+    rows = inputs.rows
     is_kept = rows >= 0
     places = rows.clamp(min=0).to(torch.int64)
     columns = (tables.num_computed.index_select(0, places) + 1).clamp_(max=tables.token_ids.shape[1] - 1)
@@ -122,10 +125,28 @@ def advance_decodes(tables: RowTables, rows: torch.Tensor, sampled: torch.Tensor
 
 
 def decode_ops(device_type: str) -> DecodeOps:
-    """Triton's on CUDA where Triton is installed, plain PyTorch elsewhere."""
-    if device_type != "cuda" or not has_triton():
-        return DecodeOps(prepare=prepare_decodes, advance=advance_decodes)
-    return triton_decode_ops()
+    """Triton's on CUDA where Triton is installed, C's on CPUs where they can be had, plain PyTorch elsewhere."""
+    if device_type == "cuda" and has_triton():
+        return triton_decode_ops()
+    if device_type == "cpu" and (library := native_library()) is not None:
+        return native_decode_ops(library)
+    return TORCH_DECODE_OPS
+
+
+def has_decode_kernels(device_type: str) -> bool:
+    """Whether inputs of decodes are better made on such a device than by the host."""
+    return device_type == "cuda" or (device_type == "cpu" and native_library() is not None)
+
+
+TORCH_DECODE_OPS = DecodeOps(prepare=prepare_decodes, advance=advance_decodes)
+
+
+def native_decode_ops(library: ctypes.CDLL) -> DecodeOps:
+    """The kernels in C."""
+    from tp_engine.kernels.native.decodes import NativeDecodes
+
+    ops = NativeDecodes(library)
+    return DecodeOps(prepare=ops.prepare, advance=ops.advance)
 
 
 def triton_decode_ops() -> DecodeOps:

@@ -103,8 +103,9 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
     )
 
 
-def advance_decodes_triton(tables: RowTables, rows: torch.Tensor, sampled: torch.Tensor) -> None:
+def advance_decodes_triton(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
     """``decode_inputs.advance_decodes``."""
+    rows = inputs.rows
     assert rows.dtype == sampled.dtype == torch.int32 and rows.is_contiguous() and sampled.is_contiguous()
     advance_decodes_kernel[(triton.cdiv(len(rows), _ADVANCE_BLOCK),)](
         tables.token_ids,

@@ -9,11 +9,19 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels import activation, embedding, norm, rope
+from tp_engine.kernels.int8_rows import Int8Rows, TorchInt8Rows
+from tp_engine.kernels.native.int8_rows import NativeInt8Rows
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
 from tp_engine.kernels.triton_support import has_triton
+
+
+class Embed(Protocol):
+    """As ``embedding.embed``."""
+
+    def __call__(self, token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, /) -> torch.Tensor: ...
 
 
 class RmsNorm(Protocol):
@@ -57,6 +65,7 @@ class LayerOps:
     """One implementation; layers take its functions when they are built."""
 
     name: str
+    embed: Embed
     rms_norm: RmsNorm
     add_rms_norm: AddRmsNorm
     silu_and_mul: SiluAndMul
@@ -65,6 +74,7 @@ class LayerOps:
 
 TORCH_OPS = LayerOps(
     name="torch",
+    embed=embedding.embed,
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     silu_and_mul=activation.silu_and_mul,
@@ -82,6 +92,13 @@ def layer_ops(device_type: str) -> LayerOps:
     return TORCH_OPS
 
 
+@cache
+def int8_rows() -> Int8Rows:
+    """What linear layers with int8 weights do to the rows on a CPU: in C where it can be had, else in plain PyTorch."""
+    library = native_library()
+    return TorchInt8Rows() if library is None else NativeInt8Rows(library)
+
+
 def triton_ops() -> LayerOps:
     """The Triton kernels, which run on CUDA and in Triton's interpreter; imported when they are asked for."""
     from tp_engine.kernels.activation_triton import silu_and_mul_triton
@@ -90,6 +107,7 @@ def triton_ops() -> LayerOps:
 
     return LayerOps(
         name="triton",
+        embed=embedding.embed,
         rms_norm=rms_norm_triton,
         add_rms_norm=add_rms_norm_triton,
         silu_and_mul=silu_and_mul_triton,
@@ -102,6 +120,7 @@ def native_ops(library: ctypes.CDLL) -> LayerOps:
     ops = NativeOps(library)
     return LayerOps(
         name="native",
+        embed=ops.embed,
         rms_norm=ops.rms_norm,
         add_rms_norm=ops.add_rms_norm,
         silu_and_mul=ops.silu_and_mul,

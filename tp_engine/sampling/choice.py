@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from tp_engine.dist.collectives import Communicator
+from tp_engine.kernels.native.decodes import best_tokens
+from tp_engine.kernels.native.library import native_library
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
@@ -34,8 +37,61 @@ def make_sampler(state: SamplingState, communicator: Communicator) -> TokenSampl
     return general if state.tables is None else KernelSampler(state, DeviceSampler(state, communicator), general)
 
 
+class RecordedSampler(TokenSampler, Protocol):
+    """A sampler of which some steps can be recorded: those of ``kinds``."""
+
+    kinds: tuple[StepKind, ...]
+
+    def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
+        """The kind of a step that a recording may sample, if there is one for this kind; None: none may."""
+
+    def sample_recorded(
+        self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """What a recording holds: token ids (n,) int32 from ``logits`` (n, width).
+
+        ``rows`` (n,) int32 and the ``positions`` (n,) int64 of their last tokens are read when the recording runs.
+        """
+
+
+def recorded_sampler(sampler: TokenSampler, state: SamplingState, communicator: Communicator) -> RecordedSampler:
+    """``sampler`` for steps that are recorded; without kernels only greedy ones of a single rank can be."""
+    if isinstance(sampler, KernelSampler):
+        return sampler
+    is_alone = communicator.info.world_size == 1 and state.device.type == "cpu"
+    return GreedySampler(sampler, state, native_library() if is_alone else None)
+
+
+class GreedySampler:
+    """``general``, but greedy steps are recorded with ``library``, unless it is None."""
+
+    def __init__(self, general: TokenSampler, state: SamplingState, library: ctypes.CDLL | None) -> None:
+        self._general, self._state, self._library = general, state, library
+        self.kinds: tuple[StepKind, ...] = () if library is None else (StepKind(),)
+
+    def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
+        """See ``RecordedSampler``: of rows without anything but a greedy choice."""
+        state = self._state
+        return StepKind() if state.is_plain[rows].all() and not state.masks.any_of(rows) else None
+
+    def sample_recorded(
+        self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``RecordedSampler``."""
+        assert self._library is not None
+        return best_tokens(self._library, logits)
+
+    def sample(
+        self, logits: torch.Tensor, rows: IntArray, positions: IntArray
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """As ``general``."""
+        return self._general.sample(logits, rows, positions)
+
+
 class KernelSampler:
     """Steps that kernels can sample are sampled by ``device``, the others by ``general``; the tokens are the same."""
+
+    kinds: tuple[StepKind, ...] = (StepKind(), StepKind(ranked=True))
 
     def __init__(self, state: SamplingState, device: DeviceSampler, general: TokenSampler) -> None:
         self._state = state
@@ -45,6 +101,12 @@ class KernelSampler:
     def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
         """The kind of a step that a recording may sample: masks come with the step and are no part of one."""
         return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
+
+    def sample_recorded(
+        self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``RecordedSampler``."""
+        return self.device.sample(kind, logits, rows.to(torch.int64), positions + 1)
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, positions: IntArray

@@ -9,8 +9,8 @@
 What follows the model depends on the rows, so it is a recording of its own, in two kinds: *plain*, where every row is
 greedy or samples by temperature alone, and *ranked*, where some have top_k or top_p.  Other steps launch their sampler
 behind the recorded forward pass: penalties, whose counts are allocated for the first row that has some; min_p alone,
-which is rare; and what no kernel samples.  Logits are the largest tensor of all and live only within the second part,
-so that all sizes share their room.
+which is rare; and what no kernel samples.  On a CPU (``tape_recorder``) the only kind is greedy.  Logits are the
+largest tensor of all and live only within the second part, so that all sizes share their room.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray
-from tp_engine.sampling.choice import KernelSampler
+from tp_engine.sampling.choice import RecordedSampler
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.worker.decode_batch import DecodeBatch
 from tp_engine.worker.decode_graphs import DecodeGraphs
 from tp_engine.worker.graph_recorder import Recorder
-
-_RECORDED_KINDS = (StepKind(), StepKind(ranked=True))
 
 
 class CapturedDecodes:
@@ -46,22 +43,20 @@ class CapturedDecodes:
         model: CausalLM,
         backend: AttentionBackend,
         decodes: DecodeBatch,
-        sampler: KernelSampler,
+        sampler: RecordedSampler,
     ) -> None:
         self._model = model
         self._backend = backend
         self._decodes = decodes
         self._sampler = sampler
-        self._hidden: dict[int, torch.Tensor] = {}
         decodes.set_rows(NO_IDS, sizes[-1])
         self._forward = DecodeGraphs(sizes, recorder, self._run_model)
-        self._finish = {kind: DecodeGraphs(sizes, recorder, partial(self._sample, kind)) for kind in _RECORDED_KINDS}
+        self._finish = {kind: DecodeGraphs(sizes, recorder, partial(self._sample, kind)) for kind in sampler.kinds}
 
     def close(self) -> None:
         """Destroy the recordings."""
         for graphs in (self._forward, *self._finish.values()):
             graphs.close()
-        self._hidden.clear()
 
     @property
     def largest(self) -> int:
@@ -79,7 +74,7 @@ class CapturedDecodes:
         hidden = self._forward.run(num_rows)
         kind = self._sampler.recorded_kind(rows, positions)
         finish = None if kind is None else self._finish.get(kind)
-        if finish is not None:
+        if finish is not None and self._forward.is_settled(num_rows):
             return finish.run(num_rows), None
         tokens, logprobs = self._sampler.sample(self._model.compute_local_logits(hidden), rows, positions)
         self._decodes.advance(num_rows, tokens)
@@ -88,16 +83,16 @@ class CapturedDecodes:
     def _run_model(self, size: int) -> torch.Tensor:
         """Hidden states (size, hidden); those of padding rows mean nothing."""
         inputs = self._decodes.prepare(size)
-        metadata = self._decodes.metadata(inputs, np.zeros(size, dtype=np.int32))
+        metadata = self._decodes.metadata(inputs, self._decodes.recorded_seq_lens(inputs))
         self._backend.prepare(metadata)
         with forward_context(metadata):
-            self._hidden[size] = self._model(inputs.input_ids, inputs.positions)
-        return self._hidden[size]
+            hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions)
+        return hidden
 
     def _sample(self, kind: StepKind, size: int) -> torch.Tensor:
         """Token ids (size,), from the hidden states that ``_run_model`` left."""
         inputs = self._decodes.inputs(size)
-        rows, logits = inputs.rows.to(torch.int64), self._model.compute_local_logits(self._hidden[size])
-        tokens = self._sampler.device.sample(kind, logits, rows, inputs.positions + 1)
+        logits = self._model.compute_local_logits(self._forward.output(size))
+        tokens = self._sampler.sample_recorded(kind, logits, inputs.rows, inputs.positions)
         self._decodes.advance(size, tokens)
         return tokens

@@ -33,6 +33,8 @@ class DecodeBatch:
 
     def set_rows(self, rows: IntArray, size: int) -> None:
         """The next step is of ``rows`` (n,), padded to ``size`` requests."""
+        if len(rows) == size and np.array_equal(rows, self._rows[:size]):
+            return
         wanted: IntArray = np.full(size, PAD_ROW, dtype=np.int32)
         wanted[: len(rows)] = rows
         if not np.array_equal(wanted, self._rows[:size]):
@@ -54,7 +56,14 @@ class DecodeBatch:
 
     def advance(self, size: int, sampled: torch.Tensor) -> None:
         """Each row has one more computed token, and ``sampled`` (size,) int32 follow."""
-        self._ops.advance(self._tables, self._inputs.rows[:size], sampled)
+        self._ops.advance(self._tables, self.inputs(size), sampled)
+
+    def recorded_seq_lens(self, inputs: DecodeInputs) -> IntArray:
+        """The lengths as the host knows them while a step is recorded: zeros; on a CPU they are the device's own."""
+        if inputs.seq_lens.device.type == "cpu":
+            lengths: IntArray = inputs.seq_lens.numpy()
+            return lengths
+        return np.zeros(len(inputs.seq_lens), dtype=np.int32)
 
     def metadata(self, inputs: DecodeInputs, host_seq_lens: IntArray) -> AttentionMetadata:
         """What attention sees of ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,16 +15,14 @@ class DecodeGraphs:
     """One recording per size of ``sizes`` (rising); a batch runs in the smallest that holds it.
 
     ``step(size)`` runs a decode step of ``size`` rows, padding included, from inputs that stay at one place, and
-    returns its output, whose first dimension is ``size``.  It is called once before it is recorded, for what happens
-    only the first time: compilation, libraries' workspaces.
+    returns its output, whose first dimension is ``size``.
     """
 
     def __init__(self, sizes: Sequence[int], recorder: Recorder, step: Callable[[int], torch.Tensor]) -> None:
         self._sizes = list(sizes)
         self._recordings: dict[int, Recording] = {}
         for size in reversed(self._sizes):
-            step(size)
-            self._recordings[size] = recorder.record(lambda size=size: step(size))  # type: ignore[misc]
+            self._recordings[size] = recorder.record(partial(step, size))
 
     def close(self) -> None:
         """Destroy the recordings, and with them what they hold of the device and of the ranks' collectives."""
@@ -38,6 +37,14 @@ class DecodeGraphs:
         """The size of the recording that ``num_rows`` rows run in."""
         assert 0 < num_rows <= self.largest
         return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def output(self, size: int) -> torch.Tensor:
+        """What the step of ``size`` rows returned last."""
+        return self._recordings[size].output
+
+    def is_settled(self, num_rows: int) -> bool:
+        """Whether the output of the step that ``num_rows`` rows run in is always at the same place."""
+        return self._recordings[self.padded_size(num_rows)].is_settled
 
     def run(self, num_rows: int) -> torch.Tensor:
         """Run the step, whose inputs are in place; the first ``num_rows`` rows of its output."""

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
 from tp_engine.dist.collectives import Communicator
+from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.log import get_logger
+from tp_engine.models.causal_lm import CausalLM
 from tp_engine.worker.capture_sizes import capture_sizes
 from tp_engine.worker.device import Device
 from tp_engine.worker.graph_recorder import CudaRecorder, Recorder
 from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.tape_recorder import TapeRecorder
 
 logger = get_logger(__name__)
+
+# With more rows, what a tape saves is a small part of a step.
+_MAX_TAPE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +33,17 @@ class GraphPlan:
     make_recorder: Callable[[], Recorder] = CudaRecorder
 
 
-def graph_plan(config: EngineConfig, backend: AttentionBackend, communicator: Communicator) -> GraphPlan | None:
+def graph_plan(
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+) -> GraphPlan | None:
     """What to record, the same on every rank; None where steps are launched one kernel after another.
 
     The reason is logged where CUDA graphs could have been expected.
     """
-    if config.device != "cuda" or config.enforce_eager:
+    if config.enforce_eager:
         return None
+    if config.device != "cuda":
+        return _tape_plan(config, backend, communicator, model.native_rows)
     obstacle = _obstacle(config, backend, communicator)
     if obstacle is not None:
         logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
@@ -51,6 +61,19 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Com
     if not has_triton():
         return "the triton package is not installed"
     return None
+
+
+def _tape_plan(
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, native_rows: int
+) -> GraphPlan | None:
+    """Tapes, one for each number of rows, as far as the linear layers are compiled code."""
+    library = native_library()
+    if library is None or config.check_inputs or not (backend.can_capture_decodes and communicator.can_capture):
+        return None
+    sizes = range(1, min(config.max_num_seqs, native_rows, _MAX_TAPE_ROWS) + 1)
+    if not sizes:
+        return None
+    return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
 
 
 def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:

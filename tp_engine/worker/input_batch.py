@@ -7,8 +7,8 @@ Per row, changed only by plans::
     num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
 
-On CUDA the device makes the inputs of steps that only decode (decode_batch.py).  The host never needs the value of a
-generated token, so a step can be prepared before the last one has ended.
+Steps that only decode have their inputs made by the device (decode_batch.py), on CPUs by compiled code.  The host never
+needs the value of a generated token, so a step can be prepared before the last one has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import RowTables
+from tp_engine.kernels.decode_inputs import RowTables, has_decode_kernels
 from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.slots import slots_for
@@ -58,7 +58,7 @@ class InputBatch:
         device: torch.device,
         decodes_on_device: bool | None = None,
     ) -> None:
-        """``decodes_on_device`` None: on CUDA."""
+        """``decodes_on_device`` None: where kernels make the inputs of decodes."""
         self._block_size = block_size
         self._device = device
         self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, though nobody reads it
@@ -70,7 +70,7 @@ class InputBatch:
         self._computed = MirroredTable((max_num_seqs,), device)
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
-        on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
+        on_device = has_decode_kernels(device.type) if decodes_on_device is None else decodes_on_device
         self.decodes = DecodeBatch(self.row_tables(), max_num_seqs) if on_device else None
 
     @property

@@ -16,7 +16,7 @@ from tp_engine.layers.forward_context import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
-from tp_engine.sampling.choice import KernelSampler, make_sampler
+from tp_engine.sampling.choice import make_sampler, recorded_sampler
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
@@ -83,14 +83,14 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:
         """Record decode steps of each of ``sizes`` (rising) rows; a collective.  ``graph_plan`` says whether it can."""
-        assert self._batch.decodes is not None and isinstance(self._sampler, KernelSampler)
+        assert self._batch.decodes is not None
         self._captured = CapturedDecodes(
             sizes,
             recorder,
             model=self._model,
             backend=self._backend,
             decodes=self._batch.decodes,
-            sampler=self._sampler,
+            sampler=recorded_sampler(self._sampler, self._sampling, self._communicator),
         )
         return self._captured
 

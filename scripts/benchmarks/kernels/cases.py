@@ -159,7 +159,7 @@ def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advan
     if not advances:
         return lambda: ops.prepare(tables, inputs)
     sampled = torch.zeros(num_requests, dtype=torch.int32, device=shape.device)
-    return lambda: ops.advance(tables, inputs.rows, sampled)
+    return lambda: ops.advance(tables, inputs, sampled)
 
 
 def random_cache(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

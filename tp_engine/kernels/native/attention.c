@@ -2,6 +2,7 @@
 
 #include "attention_plan.h"
 #include "attention_task.h"
+#include "tape.h"
 
 static void store_token(const Call *call, int64_t token)
 {
@@ -83,4 +84,10 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         }
     }
     return 0;
+}
+
+int play_paged_attention(const Word *a)
+{
+    return paged_attention(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
+                           a[7].integer, a[8].integer);
 }

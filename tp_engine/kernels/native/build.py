@@ -15,12 +15,22 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tp_engine import env
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "exchange.c", "heads.c", "small_ops.c")
+SOURCES = (
+    "attention.c",
+    "decodes.c",
+    "exchange.c",
+    "heads.c",
+    "int8_rows.c",
+    "linear.c",
+    "small_ops.c",
+    "tape.c",
+)
 COMPILE_FLAGS = ("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 120.0
 _DIGEST_BYTES = 32
@@ -88,8 +98,12 @@ def _compile(compiler: Path, openmp: Path, folder: Path) -> Path:
     It is linked to the runtime that torch has loaded: a second one would have threads of its own, and too many.
     """
     objects = [folder / Path(name).with_suffix(".o") for name in SOURCES]
-    for name, target in zip(SOURCES, objects, strict=True):
+
+    def compile_one(name: str, target: Path) -> None:
         _run([str(compiler), *COMPILE_FLAGS, "-c", str(FOLDER / name), "-o", str(target)])
+
+    with ThreadPoolExecutor(len(SOURCES)) as threads:
+        list(threads.map(compile_one, SOURCES, objects))
     library = folder / "native.so"
     _run([str(compiler), "-shared", "-o", str(library), *map(str, objects), str(openmp), "-lm"])
     content = library.read_bytes()

@@ -5,6 +5,7 @@
        (a, b) -> (a cos - b sin, b cos + a sin) */
 
 #include "simd.h"
+#include "tape.h"
 
 enum { MAX_HEAD_DIM = 256 };
 
@@ -62,4 +63,10 @@ int prepare_heads(char *heads, int64_t stride, const int64_t *positions, const c
         FOR_DTYPE(turn_token(own, num_heads, head_dim, row, weights, eps, TYPE))
     }
     return 0;
+}
+
+int play_prepare_heads(const Word *a)
+{
+    return prepare_heads(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].number, a[6].integer,
+                         a[7].integer, a[8].integer, a[9].integer, a[10].integer);
 }

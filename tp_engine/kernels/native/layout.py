@@ -10,7 +10,9 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Step(ctypes.Structure):
-    """What all layers of a step share; whoever fills it keeps the arrays alive."""
+    """What all layers of a step share; ``arrays`` are those that the addresses are of."""
+
+    arrays: tuple[object, ...]
 
     _fields_ = (
         ("num_requests", ctypes.c_int64),

@@ -12,6 +12,7 @@ from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
 from tp_engine.kernels.native.layout import Layer, Step
 from tp_engine.kernels.native.self_check import disagreement
+from tp_engine.kernels.native.tape import Recordable
 from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)
@@ -22,9 +23,27 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT, _INT),
     "prepare_heads": (_POINTER, _INT, *[_POINTER] * 3, _FLOAT, *[_INT] * 5),
     "silu_and_mul": (_POINTER, _POINTER, *[_INT] * 4),
+    "few_rows_linear": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 5),
+    "prepare_decodes": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 5),
+    "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
+    "embed": (*[_POINTER] * 3, *[_INT] * 4),
+    "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
+    "has_bfloat16_products": (),
+    "quantise_rows": (*[_POINTER] * 3, *[_INT] * 4),
+    "scale_rows": (*[_POINTER] * 4, *[_INT] * 4),
     "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
+    "run_tape": (_POINTER, _INT, _POINTER),
 }
+# Those that a tape can hold have a player of the same name.
+_UNRECORDED = (
+    "has_bfloat16_products",
+    "quantise_rows",
+    "scale_rows",
+    "shared_all_reduce",
+    "shared_all_gather",
+    "run_tape",
+)
 
 
 @cache
@@ -49,6 +68,8 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
+        if name not in _UNRECORDED:
+            setattr(library, name, Recordable(function, getattr(library, f"play_{name}")))
     return library
 
 

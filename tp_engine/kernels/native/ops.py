@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels import activation, embedding, norm, rope
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
 
@@ -17,9 +17,22 @@ class NativeOps:
     """The operations of ``kernels.layer_ops.LayerOps``, by the functions of ``library``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._embed = library.embed
         self._rms_norm = library.rms_norm
         self._silu_and_mul = library.silu_and_mul
         self._prepare_heads = library.prepare_heads
+
+    def embed(self, token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None) -> torch.Tensor:
+        """See ``embedding.embed``."""
+        if token_ids.dtype != torch.int32 or not (token_ids.is_contiguous() and weight.is_contiguous()):
+            return embedding.embed(token_ids, weight, first_id)
+        num_ids, width = weight.shape
+        out = torch.empty((len(token_ids), width), dtype=weight.dtype)
+        row_bytes = width * weight.itemsize
+        self._embed(
+            token_ids.data_ptr(), weight.data_ptr(), out.data_ptr(), len(token_ids), row_bytes, first_id or 0, num_ids
+        )
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``norm.rms_norm``."""

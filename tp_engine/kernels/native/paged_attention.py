@@ -19,9 +19,7 @@ class PagedAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.paged_attention
-        self._step = Step()
-        self._step_pointer = ctypes.pointer(self._step)
-        self._step_arrays: tuple[object, ...] = ()
+        self._step_pointer: ctypes._Pointer[Step] | None = None
         # By the address of the cache, with what the description was made from.
         self._layers: dict[int, tuple[tuple[object, ...], _LayerPointer]] = {}
 
@@ -34,17 +32,21 @@ class PagedAttention:
         slot_mapping: torch.Tensor,
     ) -> None:
         """``query_lens``, ``starts`` (a request's first token), ``seq_lens`` (B,) int32, ``block_table`` (B, M) int32,
-        ``slot_mapping`` (N,) int64; requests without queries are left out."""
+        ``slot_mapping`` (N,) int64; requests without queries are left out.  A recorded step keeps its description."""
         lengths = [np.ascontiguousarray(array, dtype=np.int32) for array in (query_lens, starts, seq_lens)]
         assert block_table.dtype == torch.int32 and block_table.stride(1) == 1
         assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
-        self._step_arrays = (*lengths, block_table, slot_mapping)
-        step = self._step
-        step.num_requests, step.num_tokens = len(query_lens), len(slot_mapping)
-        step.query_lens, step.query_starts, step.seq_lens = (array.ctypes.data for array in lengths)
-        step.block_table, step.table_stride = block_table.data_ptr(), block_table.stride(0)
-        step.slots = slot_mapping.data_ptr()
-        step.num_threads = torch.get_num_threads()
+        step = Step(
+            len(query_lens),
+            len(slot_mapping),
+            *(array.ctypes.data for array in lengths),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            slot_mapping.data_ptr(),
+            torch.get_num_threads(),
+        )
+        step.arrays = (*lengths, block_table, slot_mapping)
+        self._step_pointer = ctypes.pointer(step)
 
     def __call__(
         self,

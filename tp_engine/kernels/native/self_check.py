@@ -6,9 +6,13 @@ import ctypes
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels.int8_rows import TorchInt8Rows
+from tp_engine.kernels.native.int8_rows import NativeInt8Rows
 from tp_engine.kernels.native.layout import DTYPE_CODES
+from tp_engine.kernels.native.linear import few_rows_linear
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.kernels.native.paged_attention import PagedAttention
 
@@ -24,7 +28,9 @@ def disagreement(library: ctypes.CDLL) -> str | None:
         generator = torch.Generator().manual_seed(0)
         for name, found, expected in (
             *_small_operations(ops, dtype, generator),
+            ("few_rows_linear", *_linear(library, dtype, generator)),
             ("paged_attention", *_attention(attention, dtype, generator)),
+            *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
             tolerance = 16 * torch.finfo(dtype).eps
             if not torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance):
@@ -53,6 +59,29 @@ def _small_operations(
         ),
         ("silu_and_mul", ops.silu_and_mul(x), activation.silu_and_mul(x)),
         ("prepare_heads", torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs], 1)),
+    ]
+
+
+def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seven rows times a weight whose sizes are no multiples of anything, and the same by PyTorch, in float32."""
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((7, 83), (37, 83), (37,)))
+    return few_rows_linear(library, x, weight, bias), F.linear(x.float(), weight.float(), bias.float())
+
+
+def _int8_rows(
+    rows: NativeInt8Rows, dtype: torch.dtype, generator: torch.Generator
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Names, results and their twins' results, of numbers that are codes already, so that none lies between two."""
+    twin = TorchInt8Rows()
+    x = torch.randint(-127, 128, (3, 40), generator=generator).to(dtype)
+    x[:, 7] = -127
+    products, bias = torch.randn(3, 40, generator=generator), torch.randn(40, generator=generator).to(dtype)
+    (codes, scales), (expected, expected_scales) = rows.quantise(x), twin.quantise(x)
+    found = rows.scale(products, scales, bias, dtype)
+    return [
+        ("quantise_rows", codes, expected),
+        ("quantise_rows", scales, expected_scales),
+        ("scale_rows", found, twin.scale(products, expected_scales, bias, dtype)),
     ]
 
 

@@ -1,0 +1,250 @@
+"""Decode steps on tapes, against the same steps run without; skipped where the native kernels can not be built."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from tp_engine import LLM, SamplingParams
+from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.dist.collectives import SingleRank
+from tp_engine.dist.rank import RankInfo
+from tp_engine.kernels.native.decodes import best_tokens
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.tape import Tape, call, recording
+from tp_engine.model_config import load_model_config
+from tp_engine.models.registry import build_model
+from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
+from tp_engine.sampling.choice import make_sampler, recorded_sampler
+from tp_engine.sampling.ranking import row_argmax
+from tp_engine.sampling.state import SamplingState
+from tp_engine.weights.loader import load_weights
+from tp_engine.worker.captured_decodes import CapturedDecodes
+from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
+from tp_engine.worker.tape_memory import TapeMemory
+from tp_engine.worker.tape_recorder import TapeRecorder, TapeRecording
+
+LIBRARY = native_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can not be built here")
+
+CPU = torch.device("cpu")
+NUM_ROWS, MAX_LEN, BLOCK_SIZE = 4, 600, 4
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"architecture": "qwen2", "tie": True},
+    "qwen3": {"architecture": "qwen3", "head_dim": 24, "tie": True},
+    "window": {"architecture": "mistral", "sliding_window": 9, "head_dim": 12},
+}
+
+
+class Rows:
+    """Rows that decode a model with random K/V behind them, on tapes."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, lengths: tuple[int, ...] = (3, 4, 250, 17)) -> None:
+        assert LIBRARY is not None
+        config, folder = load_model_config(str(folder))
+        backend, alone = NativeBackend(), SingleRank()
+        self.model = build_model(
+            config, communicator=alone, dtype=dtype, device=CPU, backend=backend, max_model_len=MAX_LEN
+        )
+        load_weights(dict(self.model.named_parameters()), config, folder, info=RankInfo())
+        self.model.finish_loading()
+        columns = MAX_LEN // BLOCK_SIZE
+        shape = KvCacheShape(
+            num_layers=config.num_layers,
+            block_size=BLOCK_SIZE,
+            local_num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+        self.cache = allocate_kv_cache(shape, columns * NUM_ROWS, CPU).normal_()
+        bind_kv_cache(self.cache, self.model.attention_layers, None)
+        self.batch = InputBatch(max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=CPU)
+        blocks = torch.randperm(columns * NUM_ROWS).view(NUM_ROWS, columns).to(torch.int32).numpy()
+        self.batch.apply(StepPlan(step_id=1, admitted=tuple(map(admission, range(NUM_ROWS), lengths, blocks))))
+        state = SamplingState(max_num_seqs=NUM_ROWS, vocab_size=config.vocab_size, device=CPU, info=RankInfo())
+        assert self.batch.decodes is not None
+        self.captured = CapturedDecodes(
+            range(1, NUM_ROWS + 1),
+            TapeRecorder(LIBRARY, alone),
+            model=self.model,
+            backend=backend,
+            decodes=self.batch.decodes,
+            sampler=recorded_sampler(make_sampler(state, alone), state, alone),
+        )
+
+    def expected(self, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, greedy tokens and the cache of the next step of ``rows``, without a tape."""
+        before = self.cache.clone()
+        assert self.batch.decodes is not None
+        self.batch.decodes.set_rows(rows, len(rows))
+        with torch.inference_mode():
+            hidden = self.captured._run_model(len(rows)).clone()
+            tokens = row_argmax(self.model.compute_local_logits(hidden))
+        after = self.cache.clone()
+        self.cache.copy_(before)
+        return hidden, tokens, after
+
+    def check_step(self, rows: IntArray) -> None:
+        """One step of ``rows``, and where it leaves them."""
+        hidden, tokens, cache = self.expected(rows)
+        computed = self.batch.num_computed.copy()
+        with torch.inference_mode():
+            found, _ = self.captured.run(rows, computed[rows] + 1)
+        assert torch.equal(self.captured._forward.output(len(rows)), hidden)
+        assert torch.equal(found, tokens) and torch.equal(self.cache, cache)
+        computed[rows] += 1
+        np.testing.assert_array_equal(self.batch.num_computed, computed)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            assert self.batch.following_tokens(int(row), int(computed[row]), 1).tolist() == [token]
+
+    def recordings(self, num_rows: int) -> list[Any]:
+        """Of the forward pass and of what follows."""
+        graphs = (self.captured._forward, *self.captured._finish.values())
+        return [one._recordings[num_rows] for one in graphs]
+
+
+def admission(row: int, length: int, blocks: IntArray) -> Admission:
+    return Admission(
+        row=row,
+        token_ids=np.arange(length, dtype=np.int32) % 90,
+        num_prompt_tokens=length,
+        num_computed_tokens=length - 1,
+        block_ids=blocks,
+        sampling=RowSampling(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_equal_those_without_a_tape(name: str, dtype: torch.dtype, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the same step without a tape, bit by bit: beyond the ends of blocks and ranges, rows mixed."""
+    rows = Rows(checkpoint(**MODELS[name]), dtype)
+    for step in range(7):
+        for count in range(1, NUM_ROWS + 1):
+            order = np.random.default_rng(step).permutation(NUM_ROWS)[:count].astype(np.int32)
+            rows.check_step(order)
+    for count in range(1, NUM_ROWS + 1):
+        assert all(one.is_settled and one._run_count == 2 for one in rows.recordings(count))
+
+
+def test_a_step_with_an_operation_of_torch_is_not_recorded(
+    checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the step without a tape; the log names the operation once."""
+    rows = Rows(checkpoint(**MODELS["llama"]), torch.float32)
+    norm = rows.model.norm
+    plain = norm._rms_norm
+    with patch.object(norm, "_reduce_add_norm", lambda x, residual, *rest: plain(residual.add_(x), *rest)):
+        for _ in range(4):
+            rows.check_step(np.array([2, 0], dtype=np.int32))
+    forward, finish = rows.recordings(2)
+    assert not forward.is_settled and finish._run_count == 0
+    assert [record.message for record in caplog.records if "is not recorded" in record.message] == [
+        "a decode step is not recorded, so it is slower: aten.add_.Tensor is no compiled kernel"
+    ]
+
+
+def test_a_recording_with_another_result_is_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+    """A step whose input moves, so that the tape reads the first one's place.  Oracle: the step itself."""
+    assert LIBRARY is not None
+    scores = [torch.eye(7)[i : i + 1] for i in range(5)]
+    turns = iter(scores)
+    recording_ = TapeRecorder(LIBRARY, SingleRank()).record(lambda: best_tokens(LIBRARY, next(turns)))
+    found = [recording_.run().item() for _ in range(3)]
+    assert found == [0, 2, 3]  # in the second run the step is made twice
+    assert not recording_.is_settled and "its recording gave another result" in caplog.text
+
+
+def test_python_between_the_kernels() -> None:
+    """What ``call`` calls is called again in its place, and what it calls itself is not recorded.  Oracle: the sums."""
+    assert LIBRARY is not None
+    ids, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    rows, token_ids, computed = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
+    advance = partial(
+        LIBRARY.advance_decodes, rows.data_ptr(), ids.data_ptr(), out.data_ptr(), 1, token_ids.data_ptr(), 1
+    )
+
+    def increase() -> None:
+        ids.add_(1)
+        advance(computed.data_ptr())
+
+    tape, seen = Tape(LIBRARY), torch.zeros(1, dtype=torch.int32)
+    with recording(tape):
+        advance(computed.data_ptr())
+        call(increase)
+        advance(seen.data_ptr())
+    assert (len(tape._parts), seen.item()) == (3, 1)
+    for turn in range(2, 5):
+        tape.run()
+        assert (ids.item(), seen.item(), computed.item()) == (turn, turn, turn)
+
+
+def test_memory_is_used_again_and_never_twice() -> None:
+    """Random allocations.  Oracle: a set of bytes that are in use."""
+    memory, rng = TapeMemory(), np.random.default_rng(0)
+    held: list[torch.Tensor] = []
+    for _ in range(500):
+        if held and rng.random() < 0.5:
+            held.pop(int(rng.integers(len(held))))
+        made = memory.allocate(torch.Size((int(rng.integers(1, 3000)), 2)), torch.float32)
+        assert made.data_ptr() % 64 == 0 and made.is_contiguous()
+        spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in held)
+        assert all(made.data_ptr() >= end or made.data_ptr() + made.nbytes <= start for start, end in spans)
+        held.append(made.view(-1)[: int(made.numel())])
+        del made
+        if len(held) > 20:
+            held.clear()
+    del held
+    gc.collect()
+    assert sum(end - first for _, first, end in memory._free) == memory.num_bytes
+    assert len(memory._free) == len(memory._slabs) <= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_best_tokens(dtype: torch.dtype) -> None:
+    """Oracle: ``row_argmax``: the first of equal ones, NaN above all, rows apart, infinities."""
+    assert LIBRARY is not None
+    for width in (1, 5, 16, 17, 1000):
+        scores = torch.randn(12, width + 3).to(dtype)[:, :width]
+        scores[1] = 3.0
+        scores[2] = float("-inf")
+        scores[3, width // 2] = float("inf")
+        scores[4, width // 2 :] = float("nan")
+        scores[5] = scores[5].sort().values
+        scores[6, :] = 0.0
+        scores[6, width // 3] = -0.0
+        assert torch.equal(best_tokens(LIBRARY, scores), row_argmax(scores.contiguous()).to(torch.int32))
+
+
+def test_an_engine_with_tapes_says_the_same(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: ``enforce_eager``.  Greedy and sampled rows, more than tapes are made for, of different lengths."""
+    folder = str(checkpoint("qwen3"))
+    prompts = [[3 + i, 9, 4 + 2 * i] * (1 + i) for i in range(10)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 3 == 2), seed=i, max_tokens=9 + 3 * i, ignore_eos=True) for i in range(10)
+    ]
+    options: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "block_size": 4, "max_model_len": 96, "num_gpu_blocks_override": 90,
+    }  # fmt: skip
+    found, used = [], []
+    compare = TapeRecording._compare
+    for is_eager in (True, False):
+        with (
+            patch.object(TapeRecording, "_compare", lambda self, tape: (used.append(self), compare(self, tape))[1]),
+            LLM(folder, enforce_eager=is_eager, **options) as llm,
+        ):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+        assert bool(used) != is_eager
+    assert found[0] == found[1]
+    assert all(one.is_settled for one in used)

@@ -1,0 +1,123 @@
+/* What begins and ends a decode step: inputs made from the rows' tables, embedding, the best token. */
+
+#include "simd.h"
+#include "tape.h"
+
+/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Of a block table only what is in use is copied. */
+int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
+                    const int32_t *num_computed, const int32_t *tables, int64_t table_stride, int64_t block_size,
+                    int32_t *input_ids, int64_t *positions, int64_t *slots, int32_t *seq_lens, int32_t *block_table)
+{
+    for (int64_t i = 0; i < num_requests; i++) {
+        const int64_t row = rows[i];
+        if (row < 0) {
+            input_ids[i] = seq_lens[i] = 0;
+            positions[i] = 0;
+            slots[i] = -1;
+            continue;
+        }
+        const int64_t computed = num_computed[row];
+        const int32_t *const table = tables + row * table_stride;
+        input_ids[i] = token_ids[row * token_stride + computed];
+        positions[i] = computed;
+        slots[i] = table[computed / block_size] * block_size + computed % block_size;
+        seq_lens[i] = (int32_t)computed + 1;
+        memcpy(block_table + i * table_stride, table, (computed / block_size + 1) * sizeof(int32_t));
+    }
+    return 0;
+}
+
+int play_prepare_decodes(const Word *a)
+{
+    return prepare_decodes(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer, a[6].integer,
+                           a[7].integer, a[8].pointer, a[9].pointer, a[10].pointer, a[11].pointer, a[12].pointer);
+}
+
+/* The end of that step: its tokens are computed, and `sampled` follow.  Doing it twice changes nothing. */
+int advance_decodes(const int32_t *rows, const int32_t *seq_lens, const int32_t *sampled, int64_t num_requests,
+                    int32_t *token_ids, int64_t token_stride, int32_t *num_computed)
+{
+    for (int64_t i = 0; i < num_requests; i++) {
+        if (rows[i] < 0)
+            continue;
+        const int64_t column = smaller(seq_lens[i], token_stride - 1);
+        token_ids[rows[i] * token_stride + column] = sampled[i];
+        num_computed[rows[i]] = seq_lens[i];
+    }
+    return 0;
+}
+
+int play_advance_decodes(const Word *a)
+{
+    return advance_decodes(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].pointer, a[5].integer, a[6].pointer);
+}
+
+/* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`; zeros for ids beyond. */
+int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first, int64_t num_ids)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t row = ids[i] - first;
+        if (row >= 0 && row < num_ids)
+            memcpy(out + i * row_bytes, weight + row * row_bytes, row_bytes);
+        else
+            memset(out + i * row_bytes, 0, row_bytes);
+    }
+    return 0;
+}
+
+int play_embed(const Word *a)
+{
+    return embed(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer);
+}
+
+INLINE vf load_scores(const char *row, int64_t i, int64_t width, const int dtype)
+{
+    if (i + VW <= width)
+        return load_items(row, i, dtype);
+    vf scores = load_tail(row, i, width - i, dtype);
+    for (int64_t lane = width - i; lane < VW; lane++)
+        scores[lane] = -INFINITY;
+    return scores;
+}
+
+/* The first maximum of a row; a NaN is above all numbers. */
+INLINE int32_t best_of_row(const char *row, int64_t width, const int dtype)
+{
+    vf best = splat(-INFINITY);
+    vi nan = {0};
+    for (int64_t i = 0; i < width; i += VW) {
+        const vf scores = load_scores(row, i, width, dtype);
+        best = max_vector(scores, best);
+        nan |= scores != scores;
+    }
+    const vf wanted = max_of(best);
+    int has_nan = 0;
+    for (int lane = 0; lane < VW; lane++)
+        has_nan |= nan[lane];
+    for (int64_t i = 0; i < width; i += VW) {
+        const vf scores = load_scores(row, i, width, dtype);
+        const vi hits = has_nan ? scores != scores : scores == wanted;
+        int any = 0;
+        for (int lane = 0; lane < VW; lane++)
+            any |= hits[lane];
+        for (int lane = 0; any && lane < VW; lane++)
+            if (hits[lane])
+                return (int32_t)(i + lane);
+    }
+    return 0;
+}
+
+/* out (n,) = the first maximum of each row of `scores` (n, width), whose rows are `stride` elements apart. */
+int best_tokens(const char *scores, int64_t stride, int32_t *out, int64_t n, int64_t width, int64_t dtype)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const char *row = scores + i * stride * item_bytes((int)dtype);
+        FOR_DTYPE(out[i] = best_of_row(row, width, TYPE))
+    }
+    return 0;
+}
+
+int play_best_tokens(const Word *a)
+{
+    return best_tokens(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer);
+}

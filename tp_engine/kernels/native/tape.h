@@ -1,0 +1,20 @@
+/* A recorded call: a player, which takes a function's arguments from words, and the words. */
+#pragma once
+
+#include <stdint.h>
+
+enum { MAX_WORDS = 14 };
+
+typedef union {
+    void *pointer;
+    int64_t integer;
+    float number;
+} Word;
+
+typedef int (*Player)(const Word *words);
+
+/* Mirrored in tape.py. */
+typedef struct {
+    Player play;
+    Word words[MAX_WORDS];
+} TapeEntry;
