@@ -140,7 +140,7 @@ def test_processors_steer_the_choice(llm: LLM) -> None:
 
 
 def test_prefix_cache_and_salt(llm: LLM) -> None:
-    """The second run finds all full blocks but the last token's; another salt finds none; the tokens are the same."""
+    """The second run finds all full blocks but the last one; another salt, or a forgotten cache, none; one answer."""
     prompt = [(17 * i) % 200 + 3 for i in range(64)]
     params = {"temperature": 0, "max_tokens": 5}
     first, second, salted, salted_again = (
@@ -149,6 +149,9 @@ def test_prefix_cache_and_salt(llm: LLM) -> None:
     )
     assert [o.num_cached_tokens for o in (first, second, salted, salted_again)] == [0, 48, 0, 48]
     assert len({tuple(o.outputs[0].token_ids) for o in (first, second, salted, salted_again)}) == 1
+    assert llm.reset_prefix_cache()
+    again = llm.generate([prompt], SamplingParams(**params), use_tqdm=False)[0]  # type: ignore[arg-type]
+    assert again.num_cached_tokens == 0 and again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_ends_with_length(folder: Path) -> None:
