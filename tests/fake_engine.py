@@ -153,6 +153,7 @@ def fake_rank(rank: int, num_steps: int) -> RankReport:
         step_time=fake_distribution(STEP_TIME_S, num_steps),
         collective_wait=fake_distribution(WAIT_S, num_steps),
         recent_step_s=[0.0005] * min(num_steps, 4),
+        startup_s={"loading weights": 0.75, "profiling memory": 0.25},
     )
 
 

@@ -65,6 +65,11 @@ def otel_service_name() -> str:
     return os.environ.get("OTEL_SERVICE_NAME", "tp_engine")
 
 
+def silence_advice() -> None:
+    """Set ``TRANSFORMERS_NO_ADVISORY_WARNINGS``: transformers does not say that there is no torch."""
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+
 def fault() -> str:
     """``TP_ENGINE_FAULT``: what the tests make ranks suffer; see ``tp_engine.faults``."""
     return os.environ.get("TP_ENGINE_FAULT", "")

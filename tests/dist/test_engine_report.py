@@ -17,7 +17,7 @@ NOT_SPENT = ("total", "requested", "kv_cache_available", "kv_cache")
 
 def test_a_report_of_two_ranks(checkpoint: Callable[..., Path]) -> None:
     """Oracle: 20 prompt tokens in chunks of 8 and 12 generated ones: 3 + 11 steps on both ranks, 31 tokens in all;
-    the ledger adds up as the log says; asking twice counts nothing twice."""
+    the ledger adds up as the log says; each rank's start has its phases; asking twice counts nothing twice."""
     options = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64}
     with LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, device="cpu", dtype="float32", **options) as llm:
         llm.generate([list(range(5, 25))], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
@@ -36,6 +36,8 @@ def test_a_report_of_two_ranks(checkpoint: Callable[..., Path]) -> None:
             for spread in (rank.step_time, rank.plan_wait, rank.collective_wait):
                 assert sum(spread.counts) == 14
             assert 0 < rank.collective_s < rank.step_time.total and rank.resident_bytes > 0 and rank.cpu_s > 0
+            assert {"loading weights", "packing weights", "profiling memory"} < rank.startup_s.keys()
+            assert all(taken_s > 0 for taken_s in rank.startup_s.values())
             memory = rank.memory
             assert memory.keys() == set(MEMORY_LINES) and memory["weights"] > 0
             spent = sum(size for line, size in memory.items() if line not in NOT_SPENT)

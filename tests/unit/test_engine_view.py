@@ -33,7 +33,7 @@ SHOWN = (
 )
 RANK = (
     "began_last collective_s cpu_s heartbeat_age_s mean_collective_wait_s mean_plan_wait_s mean_step_s memory pid rank "
-    "recent_step_s resident_bytes state steps"
+    "recent_step_s resident_bytes startup_s state steps"
 )
 
 

@@ -80,6 +80,7 @@ request_prompt_tokens histogram - {TOKENS}
 request_queue_time_seconds histogram - {LATENCY}
 request_success counter finished_reason
 request_time_per_output_token_seconds histogram - {NEXT}
+startup_phase_seconds gauge rank,phase
 step_skew_seconds histogram - {WAIT}
 steps_not_observed counter
 time_to_first_token_seconds histogram - {FIRST}
@@ -249,6 +250,7 @@ def test_the_engine_and_its_ranks() -> None:
         assert num_steps == app.service.engine.num_steps >= 4  # type: ignore[attr-defined]
         assert value(families["num_free_blocks"]) == 256 and value(families["kv_cache_usage_perc"]) == 0
         assert value(families["rank_memory_bytes"], rank="1", line="kv_cache") == 1001
+        assert value(families["startup_phase_seconds"], rank="1", phase="loading weights") == 0.75
         assert value(families["rank_collective_seconds"], "_total", rank="1") == 0.125
         assert value(families["rank_last_to_begin"], "_total", rank="1") == num_steps
         for name in ("rank_step_time_seconds", "rank_plan_wait_seconds", "rank_collective_wait_seconds"):

@@ -104,6 +104,19 @@ def test_nothing_has_run() -> None:
     assert 0 <= rank.heartbeat_age_s < 60 and rank.collective_s == 0.0
 
 
+def test_the_phases_of_the_start_are_on_the_board() -> None:
+    """Oracle: what was noted, in the order of a start; phases that this rank did not have are not there."""
+    slot = JobBoard.create(1).slots[0]
+    assert slot.startup_s == {}
+    slot.note_startup({"packing weights": 0.25, "loading weights": 1.5, "opening the device": 0.0})
+    assert list(slot.startup_s.items()) == [
+        ("opening the device", pytest.approx(1e-6)),
+        ("loading weights", pytest.approx(1.5)),
+        ("packing weights", pytest.approx(0.25)),
+    ]
+    assert slot.failure_text == "" and slot.memory == {}
+
+
 def test_memory_and_collectives_are_on_the_board() -> None:
     """Oracle: what was noted; time counts only within steps."""
     slot = JobBoard.create(1).slots[0]

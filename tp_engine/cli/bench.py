@@ -27,6 +27,7 @@ BENCHMARKS = {
     "offline": Benchmark("bench_offline", (), "the engine without HTTP, on several workloads, beside transformers"),
     "latency": Benchmark("bench_offline", ("--no-peer", "--workloads", "latency"), "one request at a time"),
     "throughput": Benchmark("bench_offline", ("--no-peer", "--workloads", "throughput"), "as many requests as fit"),
+    "startup": Benchmark("bench_startup", (), "from the begin of a process to the first token, beside vLLM"),
     "frontend": Benchmark("bench_frontend", (), "the HTTP process alone, in front of an engine that computes nothing"),
 }
 

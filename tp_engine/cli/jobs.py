@@ -8,7 +8,6 @@ from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
 from tp_engine.options.launch import run_launched
-from tp_engine.server.batch import run_launched_batch
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
 
@@ -25,6 +24,8 @@ def serve_job(options: Options) -> int:
 
 def batch_job(options: Options) -> int:
     """Run the requests that have no result yet."""
+    from tp_engine.server.batch import run_launched_batch  # torch, which a server needs only after its frontend
+
     return run_launched_batch(options.build("engine", EngineConfig), options.build("batch", BatchConfig))
 
 

@@ -31,6 +31,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         undo.callback(worker.close)
         num_blocks = worker.start()
         job.slot.note_memory(worker.memory)
+        job.slot.note_startup(worker.startup_s)
         publisher = _open_channel(effective, groups, job)
         if publisher is not None:
             undo.callback(publisher.close)

@@ -32,7 +32,7 @@ class RankReport:
     in the step's first collective.  ``collective_s``: seconds in collectives, waiting included, where the host does
     them (CPU).  ``num_last`` steps were begun by this rank last.  ``recent_step_s`` are its last steps' times, oldest
     first.  ``memory`` has bytes by line of the ledger (``MEMORY_LINES`` of the board), ``resident_bytes`` the process's
-    host memory now.
+    host memory now, ``startup_s`` has seconds by phase of its start.
     """
 
     rank: int
@@ -49,6 +49,7 @@ class RankReport:
     step_time: Distribution
     collective_wait: Distribution
     recent_step_s: list[float] = field(default_factory=list)
+    startup_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

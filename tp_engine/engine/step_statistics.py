@@ -133,6 +133,7 @@ def _report(slot: RankSlot, tally: _RankTally, now_ns: int) -> RankReport:
         step_time=tally.step_time.distribution(),
         collective_wait=tally.collective_wait.distribution(),
         recent_step_s=list(tally.recent),
+        startup_s=slot.startup_s,
     )
 
 

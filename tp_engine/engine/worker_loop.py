@@ -23,6 +23,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
         stack.callback(worker.close)
         worker.start()
         job.slot.note_memory(worker.memory)
+        job.slot.note_startup(worker.startup_s)
         name = groups.host.broadcast_bytes(b"").decode()
         subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
         stack.callback(subscriber.close)

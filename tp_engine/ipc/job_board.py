@@ -16,7 +16,8 @@
      16..31 echo of step s at s mod 16: step id << 32 | low half of the plan's checksum     the rank itself
      32..47 the same with the digest of the step's inputs (only where that is asked for)    the rank itself
      48..56 the memory ledger, bytes, see ``MEMORY_LINES``; all 0 before it is known          the rank itself
-     57..   failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512           the rank itself
+     57..67 the phases of the start, us, see ``STARTUP_PHASES``; 0 for those it has not       the rank itself
+     68..   failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512           the rank itself
 
 There is no lock.  Each word has one writing process and is an aligned 8-byte store and load (``memoryview`` and numpy
 copy an item of that size at once), which x86-64 and ARM never tear.  Nothing here orders two words, and nobody depends
@@ -53,6 +54,11 @@ MEMORY_LINES = (
     "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "kv_cache_available",
     "kv_cache",
 )  # fmt: skip
+STARTUP_PHASES = (
+    "opening the device", "first snapshot", "sharing memory", "sharing memory between GPUs", "loading weights",
+    "packing weights", "warming up", "measuring CUDA graphs", "profiling memory", "allocating the KV cache",
+    "recording decode steps",
+)  # fmt: skip
 NUM_ECHOES: Final = 16
 PHASE_WORD: Final = 9
 COLLECTIVE_WORD: Final = 15
@@ -60,7 +66,7 @@ COLLECTIVE_WORD: Final = 15
 _MAGIC = 0x31647261_6F627074  # "tpboard1"
 _HEADER_WORDS = 8
 _TEXT_BYTES = 8192
-_ECHO, _INPUTS, _MEMORY, _TEXT = 16, 32, 48, 57
+_ECHO, _INPUTS, _MEMORY, _STARTUP, _TEXT = 16, 32, 48, 57, 68
 _RECORDS = _TEXT + _TEXT_BYTES // 8
 _SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
 _EXIT_BIAS = 1000
@@ -125,6 +131,11 @@ class RankSlot:
         """Show where this rank's memory goes: bytes of each of ``MEMORY_LINES``."""
         for index, name in enumerate(MEMORY_LINES):
             self.words[_MEMORY + index] = lines[name]
+
+    def note_startup(self, seconds: Mapping[str, float]) -> None:
+        """Show how long this rank's start took: seconds of those of ``STARTUP_PHASES`` that it had."""
+        for name, taken_s in seconds.items():
+            self.words[_STARTUP + STARTUP_PHASES.index(name)] = max(1, round(taken_s * 1e6))
 
     def begin_step(self, step_id: int) -> None:
         """The step begins here."""
@@ -216,6 +227,12 @@ class RankSlot:
         """Bytes of each of ``MEMORY_LINES``; empty before they are known."""
         words = self.words[_MEMORY : _MEMORY + len(MEMORY_LINES)].tolist()
         return dict(zip(MEMORY_LINES, words, strict=True)) if any(words) else {}
+
+    @property
+    def startup_s(self) -> dict[str, float]:
+        """Seconds of the phases of its start, in order; empty before it is ready."""
+        words = self.words[_STARTUP : _STARTUP + len(STARTUP_PHASES)].tolist()
+        return {name: taken_us * 1e-6 for name, taken_us in zip(STARTUP_PHASES, words, strict=True) if taken_us}
 
     @property
     def collective_ns(self) -> int:

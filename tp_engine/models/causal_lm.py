@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -47,11 +49,26 @@ class CausalLM(nn.Module):
         """One per layer, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
+    @property
+    def native_rows(self) -> int:
+        """Up to how many rows all linear layers are compiled code, once ``finish_loading`` was called."""
+        return min(module.native_rows for module in self.modules() if isinstance(module, LocalLinear))
+
     def finish_loading(self) -> None:
         """Prepare the layers for running, once, after all weights have their values."""
         for module in self.modules():
             if isinstance(module, (LocalLinear, QKNorm)):
                 module.finish_loading()
+
+    @contextmanager
+    def shortened(self, num_layers: int) -> Iterator[None]:
+        """Within, only the first ``num_layers`` layers run: all need the same memory, one after the other."""
+        layers = self.layers
+        self.layers = layers[:num_layers]
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``."""

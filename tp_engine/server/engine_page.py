@@ -103,6 +103,7 @@ def _rank(rank: RankReport) -> JsonObject:
         "mean_collective_wait_s": _mean(rank.collective_wait),
         "collective_s": rank.collective_s,
         "recent_step_s": rank.recent_step_s,
+        "startup_s": rank.startup_s,
     }
 
 

@@ -29,7 +29,10 @@ class EnginePulse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the frontend is told, as JSON on its standard input."""
+    """What the frontend is told, as JSON on its standard input.
+
+    ``tokenizer`` is a folder whose tokenizer it may load while the engine starts; else the engine tells where it is.
+    """
 
     server: dict[str, Any]
     model_names: list[str]
@@ -39,6 +42,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     startup_timeout_s: float
     pulse: EnginePulse | None = None
     log_format: str = "text"
+    tokenizer: str | None = None
 
     def server_config(self) -> ServerConfig:
         """The configuration that ``start_frontend`` was given."""
@@ -62,6 +66,7 @@ class FrontendProcess:
         startup_timeout_s: float,
         pulse: EnginePulse | None = None,
         log_format: str = "text",
+        tokenizer: str | None = None,
     ) -> FrontendProcess:
         """Start the frontend on a listening socket, of which the caller may then close its own handle."""
         settings = FrontendSettings(
@@ -73,6 +78,7 @@ class FrontendProcess:
             startup_timeout_s=startup_timeout_s,
             pulse=pulse,
             log_format=log_format,
+            tokenizer=tokenizer,
         )
         # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
         process = subprocess.Popen(

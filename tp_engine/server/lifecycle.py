@@ -17,15 +17,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from tp_engine import env
 from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.api.openai.requests import default_model_name
 from tp_engine.config import EngineConfig
-from tp_engine.dist.error_file import record_error
-from tp_engine.engine.engine import Engine
 from tp_engine.engine.processes import die_with_launcher
-from tp_engine.engine.rank_group import serve_rank, start_engine
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
@@ -36,6 +34,9 @@ from tp_engine.server.listener import close_listener, open_listener
 from tp_engine.server.rank0_presence import announce_rank0, rank0_lives
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
+
+if TYPE_CHECKING:
+    from tp_engine.engine.engine import Engine
 
 logger = get_logger(__name__)
 
@@ -56,6 +57,23 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
         except StopRequested:
             return 0
         return _run(engine, frontend, address, signals, server_config.shutdown_timeout_s)
+
+
+def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
+    """As ``rank_group.start_engine``.
+
+    Torch, which takes seconds to import, comes with it: by now the frontend process has begun to import what it needs.
+    """
+    from tp_engine.engine import rank_group
+
+    return rank_group.start_engine(config, ends_process=ends_process, pulse=pulse)
+
+
+def serve_rank(config: EngineConfig) -> None:
+    """As ``rank_group.serve_rank``, which is imported, and torch with it, when it is needed."""
+    from tp_engine.engine import rank_group
+
+    rank_group.serve_rank(config)
 
 
 def run_interruptible(job: Callable[[Callable[[], bool]], int]) -> int:
@@ -113,6 +131,7 @@ def _start(
             startup_timeout_s=config.startup_timeout_s,
             pulse=EnginePulse(address=pulse.address, hard_limit_s=config.hang_hard_limit_s),
             log_format=config.log_format,
+            tokenizer=config.tokenizer_source,
         )
         stack.callback(frontend.end)
     engine = start_engine(config, ends_process=True, pulse=pulse)
@@ -160,6 +179,8 @@ def _recorded() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        from tp_engine.dist.error_file import record_error  # torch.distributed
+
         record_error(error)
         raise
 

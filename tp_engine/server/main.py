@@ -9,14 +9,18 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
 
+from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.engine.processes import die_with_parent
-from tp_engine.errors import EngineDeadError
+from tp_engine.engine.tokenizer_loading import load_tokenizer
+from tp_engine.errors import ConfigError, EngineDeadError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.server import event_loop
@@ -90,9 +94,11 @@ class Frontend:
 
     async def _attend_engine(self) -> None:
         """Connect, say that the server is ready, and return when the engine has ended."""
+        settings = self._settings
         try:
-            llm = await AsyncLLM.connect(self._settings.address, timeout_s=self._settings.startup_timeout_s)
-        except EngineDeadError as error:
+            tokenizer = await asyncio.to_thread(_load_early, settings.tokenizer)  # while the engine loads the weights
+            llm = await AsyncLLM.connect(settings.address, tokenizer=tokenizer, timeout_s=settings.startup_timeout_s)
+        except (ConfigError, EngineDeadError) as error:
             logger.error("%s", error)
             return
         model = llm.model_info
@@ -132,6 +138,20 @@ class Frontend:
         )
 
 
+def _load_early(source: str | None) -> Any | None:
+    """The tokenizer of a local folder; None for others, which rank 0 may be downloading, and where there is none."""
+    return load_tokenizer(source) if source is not None and Path(source).expanduser().is_dir() else None
+
+
+def _do_without_torch() -> None:
+    """Tokenizers of transformers, grammars and HTTP need no torch, but transformers imports it where it is installed.
+
+    That would take more time than all else that this process does at its start, and a few hundred MB.
+    """
+    env.silence_advice()
+    sys.modules["torch"] = None  # type: ignore[assignment]  # to Python: a module that is not there
+
+
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     config = state.config
     return uvicorn.Config(
@@ -159,6 +179,7 @@ async def _serve(settings: FrontendSettings) -> int:
 
 def main() -> int:
     """Read the settings and serve; the process ends with the one that started it."""
+    _do_without_torch()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontendSettings)
     die_with_parent(settings.parent_pid, grace_s=_LAST_ANSWERS_S)
     configure_logging("http", settings.log_format, others=("uvicorn", "asyncio", "opentelemetry"))

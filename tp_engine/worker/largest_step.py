@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 
@@ -14,6 +16,8 @@ from tp_engine.sampling.choice import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig
+
+_PROFILED_LAYERS = 2  # the second has what the first has not: a part of the residual stream that waits to be added
 
 
 @torch.inference_mode()
@@ -28,6 +32,9 @@ def run_largest_step(
 
     Where the model's layers have a KV cache, ``backend`` attends to its first block, again and again; it may be of one
     block alone.  A collective: every rank calls it.
+
+    On CPUs only two layers run: the others are equal, and each frees what it took before the next begins.  There are
+    no kernels to load in them and no allocator whose state depends on them, and all of them would take seconds.
     """
     config = effective.config
     num_tokens = config.max_num_batched_tokens
@@ -35,7 +42,8 @@ def run_largest_step(
     metadata = _fresh_prompts(num_tokens, effective.max_model_len, config.block_size, device)
     positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
     backend.prepare(metadata)
-    with forward_context(metadata):
+    part = model.shortened(_PROFILED_LAYERS) if device.type == "cpu" else nullcontext()
+    with part, forward_context(metadata):
         hidden = model(input_ids, positions)
     state = SamplingState(
         max_num_seqs=config.max_num_seqs,

@@ -17,17 +17,19 @@ Result = TypeVar("Result")
 
 
 class Phases:
-    """Runs one phase after another on all ranks."""
+    """Runs one phase after another on all ranks; ``seconds`` has the time of each on this rank, by its name."""
 
     def __init__(self, group: HostGroup, note: PhaseNote) -> None:
         self._group = group
         self._note = note
+        self.seconds: dict[str, float] = {}
 
     def run(self, name: str, body: Callable[[], Result]) -> Result:
         """A phase that may contain collectives: a failure ends this rank, which its peers notice by themselves."""
         started_s = time.perf_counter()
         result = body()
-        logger.info("%s took %.2f s", name, time.perf_counter() - started_s)
+        self.seconds[name] = time.perf_counter() - started_s
+        logger.info("%s took %.2f s", name, self.seconds[name])
         return result
 
     def run_together(self, name: str, body: Callable[[], Result]) -> Result:

@@ -70,10 +70,12 @@ class Worker:
         effective, info = self._effective, self._groups.info
         device = self._phases.run_together("opening the device", self._open_device)
         profiler = self._phases.run_together("first snapshot", lambda: self._make_profiler(device))
+        gc.freeze()  # the libraries' objects: the collections that follow need not look at them
         share_memory(effective, self._groups, self._phases, device.torch_device)
         model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
+        self._phases.run_together("packing weights", model.finish_loading)
         parts = RunnerParts(effective, self._groups, model, self._backend, self._kv_shape, device, self._note_inputs)
-        graphs = graph_plan(effective.config, self._backend, self._groups.communicator)
+        graphs = graph_plan(effective.config, self._backend, self._groups.communicator, model)
         graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
         profiler.weights_loaded()
         ledger = self._phases.run("profiling memory", lambda: self._profile(parts, profiler, graph_bytes))
@@ -108,6 +110,11 @@ class Worker:
             self._profiler.stop()
 
     @property
+    def startup_s(self) -> dict[str, float]:
+        """Seconds of each phase of ``start``, by the name that the log has."""
+        return dict(self._phases.seconds)
+
+    @property
     def configuration(self) -> dict[str, Any]:
         """The effective configuration, by field."""
         return dataclasses.asdict(self._effective.config)
@@ -129,8 +136,8 @@ class Worker:
         """
         if self._profiler is not None:
             self._profiler.close()
+        gc.unfreeze()
         if self._runner is not None:
-            gc.unfreeze()
             self._runner.forget_captured()
         self._runner = None
         self._monitor = None
@@ -165,6 +172,7 @@ class Worker:
             device=device,
             backend=self._backend,
             max_model_len=effective.max_model_len,
+            quantization=config.quantization,
         )
         report = load_weights(
             dict(model.named_parameters()),
@@ -174,7 +182,6 @@ class Worker:
             load_format=config.load_format,
             seed=config.seed,
         )
-        model.finish_loading()
         rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
         logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
         return model

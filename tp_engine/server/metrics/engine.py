@@ -67,6 +67,8 @@ def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:
         )
     lines = [((str(rank.rank), line), size) for rank in ranks for line, size in rank.memory.items()]
     yield numbers(f.RANK_MEMORY, model_name, lines)
+    phases = [((str(rank.rank), phase), taken_s) for rank in ranks for phase, taken_s in rank.startup_s.items()]
+    yield numbers(f.STARTUP, model_name, phases)
 
 
 def cache_config(info: ModelInfo, model_name: str) -> Metric:

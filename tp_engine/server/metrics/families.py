@@ -129,5 +129,6 @@ RANK_CPU = Family("counter", "rank_cpu_seconds", "CPU time of a rank's process",
 RANK_SILENCE = Family("gauge", "rank_heartbeat_age_seconds", "time since a rank's last sign of life", _RANK)
 RANK_RESIDENT = Family("gauge", "rank_resident_memory_bytes", "host memory of a rank's process", _RANK)
 RANK_MEMORY = Family("gauge", "rank_memory_bytes", "a line of a rank's memory ledger", ("rank", "line"))
+STARTUP = Family("gauge", "startup_phase_seconds", "a phase of a rank's start", ("rank", "phase"))
 
 FAMILIES: dict[str, Family] = {one.name: one for one in tuple(globals().values()) if isinstance(one, Family)}

@@ -1,0 +1,52 @@
+"""What each kind of process must not have imported: each of these takes a good part of a second, or several.
+
+Oracle of all: ``sys.modules`` of a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs" / "demo_model"
+COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "torch.onnx")
+HTTP = ("fastapi", "pydantic", "uvicorn")
+MODELLING = ("transformers.modeling_utils", "transformers.activations", "transformers.generation.utils")
+
+# What a process does at its start -> what it must not have imported then.
+STARTS = {
+    "import tp_engine": ("torch", "transformers", "tokenizers", "numpy", "zmq", *HTTP),
+    # rank 0 of a server, until its frontend has been started
+    "import tp_engine.cli.jobs": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
+    # a rank that rank 0 started, before and after it has shown that it lives
+    "import tp_engine.engine.rank_main": ("torch", "transformers", *HTTP),
+    "import tp_engine.engine.rank_group": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),
+    "from tp_engine import LLM": ("transformers", "tokenizers", "triton", *COMPILERS, "fastapi", "uvicorn"),
+    f"from tp_engine.engine.tokenizer_loading import load_tokenizer; load_tokenizer({str(DEMO)!r})": (
+        *COMPILERS,
+        *MODELLING,
+    ),
+    # the frontend process, which loads a tokenizer too
+    f"from tp_engine.server import main; main._do_without_torch(); main._load_early({str(DEMO)!r})": (
+        "torch.nn",
+        "triton",
+        "tp_engine.worker",
+        "tp_engine.engine.rank_group",
+        *COMPILERS,
+        *MODELLING,
+    ),
+}
+
+
+@pytest.mark.parametrize(("start", "heavy"), STARTS.items(), ids=range(len(STARTS)))
+def test_a_process_does_not_import(start: str, heavy: tuple[str, ...]) -> None:
+    """Nothing heavy that it does not need."""
+    code = f"import sys; {start}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""

@@ -1,0 +1,60 @@
+"""A tokenizer that is loaded without the model's configuration class is the one that transformers chooses with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from tp_engine.engine.tokenizer_loading import _plain_config, load_tokenizer
+
+CASES = [
+    ("byte level", "PreTrainedTokenizerFast", "llama"),
+    ("byte level", "LlamaTokenizerFast", "llama"),  # transformers sees that this is not one of Llama's
+    ("byte level", "Qwen2Tokenizer", "qwen3"),
+    ("byte level", "Qwen2TokenizerFast", "llama"),
+    ("byte level", "GPT2Tokenizer", "mistral"),
+    ("byte level", "NoSuchTokenizer", "qwen2"),
+    ("byte fallback", "LlamaTokenizer", "llama"),
+    ("byte fallback", "PreTrainedTokenizerFast", "no_such_model"),
+]
+
+
+def save(folder: Path, kind: str, tokenizer_class: str | None, model_type: str, **fields: Any) -> Path:
+    made = byte_level_tokenizer() if kind == "byte level" else byte_fallback_tokenizer()
+    made.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class} | fields
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    config = {"model_type": model_type, "vocab_size": 400, "hidden_size": 8, "num_attention_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "tokenizer_class", "model_type"), CASES)
+def test_the_tokenizer_is_that_of_transformers(
+    kind: str, tokenizer_class: str, model_type: str, tmp_path: Path
+) -> None:
+    """Oracle: AutoTokenizer, left to itself: the class, the whole of its backend, special tokens, and a template."""
+    folder = save(tmp_path, kind, tokenizer_class, model_type)
+    assert _plain_config(folder) is not None
+    loaded, expected = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(str(folder))
+    expected.encode("")
+    assert loaded is not None and type(loaded) is type(expected)
+    assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert loaded.special_tokens_map == expected.special_tokens_map
+    assert loaded.chat_template == expected.chat_template and loaded.name_or_path == expected.name_or_path
+
+
+def test_the_models_configuration_decides_where_the_tokenizer_does_not_say(tmp_path: Path) -> None:
+    """Oracle: the rule; a tokenizer without a class, or with code of a model's own, is transformers' to choose."""
+    assert _plain_config(save(tmp_path / "a", "byte level", None, "qwen3")) is None
+    auto_map = {"AutoTokenizer": ["code.Slow", "code.Fast"]}
+    assert _plain_config(save(tmp_path / "b", "byte level", "Qwen2Tokenizer", "qwen3", auto_map=auto_map)) is None
+    assert _plain_config(tmp_path / "c") is None
+    (tmp_path / "a" / "tokenizer_config.json").write_text("[]")
+    assert _plain_config(tmp_path / "a") is None
