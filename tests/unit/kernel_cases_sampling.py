@@ -241,15 +241,14 @@ def launch_all() -> None:
     sampling_filter_triton.draw_filtered_triton(wide, rows, None, tables, token_ids, noise_keys=keys)
 
 
-def main() -> None:
+def main(ranks: str) -> None:
+    """The cases of ``one`` rank, or those of ``several``."""
     sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = 256  # several blocks of few tokens
     for name, check in CASES.items():
+        if (name[-2:] in ("-2", "-3")) != (ranks == "several"):
+            continue
         try:
             check("cpu")
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     print(AGREEMENT)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,15 +34,15 @@ needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not instal
 quiet = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
-def interpreted(module: str, timeout_s: float = 170.0) -> None:
-    """Run ``main`` of ``tests.unit.<module>``, interpreted; it must print ``AGREEMENT``.
+def interpreted(module: str, *arguments: str, timeout_s: float = 170.0) -> None:
+    """Run ``main(*arguments)`` of ``tests.unit.<module>``, interpreted; it must print ``AGREEMENT``.
 
     A process of its own, as Triton reads TRITON_INTERPRET when it is imported.
     """
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         pytest.skip("the interpreter of Triton before 3.7 can not loop with numpy from 2.4 on: update one of them")
     result = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernel_interpreter", module],
+        [sys.executable, "-m", "tests.unit.kernel_interpreter", module, *arguments],
         cwd=ROOT,
         env=env.child_environment(TRITON_INTERPRET="1"),
         capture_output=True,

@@ -59,4 +59,4 @@ def round_as_a_device_does() -> None:
 
 if __name__ == "__main__":
     round_as_a_device_does()
-    importlib.import_module(f"tests.unit.{sys.argv[1]}").main()
+    importlib.import_module(f"tests.unit.{sys.argv[1]}").main(*sys.argv[2:])

@@ -19,9 +19,10 @@ CASES = "kernel_cases_sampling"
 
 
 @needs_triton
-def test_interpreted_kernels() -> None:
-    """Oracle: ``Sampler``; hashes bit by bit.  One rank and three, with padding rows, ties and padded vocabularies."""
-    interpreted(CASES)
+@pytest.mark.parametrize("ranks", ["one", "several"])
+def test_interpreted_kernels(ranks: str) -> None:
+    """Oracle: ``Sampler``; hashes bit by bit.  With padding rows, ties and padded vocabularies."""
+    interpreted(CASES, ranks)
 
 
 @needs_triton
