@@ -64,6 +64,7 @@ def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any) -> None:
         shown.wait("#status[data-state=live]")
         assert (number(shown, "used"), number(shown, "free")) == (0, 2048)
         shown.wait("#examples button", "12+34=").click()
+        shown.wait(".message.assistant footer", "stop")
         shown.wait(".message.assistant", "first token")
         assert shown.text(".message.assistant .text") == "46"
         shown.page.click("#clear")
