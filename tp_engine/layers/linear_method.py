@@ -3,7 +3,7 @@
 =========  ==========================  ===================================  ==========================
 type       processor                   few rows                             more rows
 =========  ==========================  ===================================  ==========================
-float32    any                         C, up to ``MAX_FLOAT32_ROWS``        oneDNN, packed weight
+float32    any                         C, up to ``max_float32_rows``        oneDNN, packed weight
 16 bits    without bfloat16 products   C                                    C
 bfloat16   with them                   oneDNN, packed weight                the same
 float16    with them                   C                                    C
@@ -34,8 +34,11 @@ from tp_engine.kernels.native.linear import few_rows_linear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
-# In float32, C is ahead of oneDNN up to this many rows.
+# In float32, C is ahead of oneDNN up to 16 rows.  At 64 it takes up to a quarter longer, which for a small weight is
+# less than what a tape saves, and a tape holds C alone.
 MAX_FLOAT32_ROWS = 16
+MAX_SMALL_FLOAT32_ROWS = 64
+SMALL_FLOAT32_ELEMENTS = 1 << 20
 
 # A float32 product of one row with a weight this small is faster by F.linear than by oneDNN.
 SMALL_WEIGHT_ELEMENTS = 1 << 19
@@ -119,10 +122,15 @@ def choose_linear_method(weight: torch.Tensor, *, meets_many_rows: bool = True) 
     native = NativeLinear(library, weight)
     if weight.dtype == torch.float32:
         many = _packed(weight) if meets_many_rows else None
-        return LinearByRows(native, many or PlainLinear(weight), MAX_FLOAT32_ROWS)
+        return LinearByRows(native, many or PlainLinear(weight), max_float32_rows(weight))
     if weight.dtype == torch.bfloat16 and library.has_bfloat16_products():
         return _packed(weight) or native
     return native
+
+
+def max_float32_rows(weight: torch.Tensor) -> int:
+    """Up to how many rows C multiplies a float32 weight."""
+    return MAX_SMALL_FLOAT32_ROWS if weight.numel() <= SMALL_FLOAT32_ELEMENTS else MAX_FLOAT32_ROWS
 
 
 def _without_native(weight: torch.Tensor) -> LinearMethod:

@@ -22,7 +22,7 @@ from tp_engine.worker.tape_recorder import TapeRecorder
 logger = get_logger(__name__)
 
 # With more rows, what a tape saves is a small part of a step.
-_MAX_TAPE_ROWS = 16
+_MAX_TAPE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
