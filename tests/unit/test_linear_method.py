@@ -126,22 +126,22 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
 
 
 class FakeLibrary:
-    """A processor with or without products of bfloat16."""
+    """A processor with or without instructions for matrices of bfloat16."""
 
     def __init__(self, answer: int) -> None:
         self.answer = answer
 
-    def has_bfloat16_products(self) -> int:
+    def has_bfloat16_matrices(self) -> int:
         return self.answer
 
 
-@pytest.mark.parametrize("has_products", [0, 1])
-def test_the_choice_by_type_and_processor(has_products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_matrices", [0, 1])
+def test_the_choice_by_type_and_processor(has_matrices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the table in the module's description."""
-    monkeypatch.setattr(linear_method, "native_library", lambda: FakeLibrary(has_products))
+    monkeypatch.setattr(linear_method, "native_library", lambda: FakeLibrary(has_matrices))
     weight = torch.randn(48, 32)
     assert isinstance(choose_linear_method(weight), LinearByRows)
-    assert isinstance(choose_linear_method(weight.bfloat16()), PackedLinear if has_products else NativeLinear)
+    assert isinstance(choose_linear_method(weight.bfloat16()), PackedLinear if has_matrices else NativeLinear)
     assert isinstance(choose_linear_method(weight.half()), NativeLinear)
     assert isinstance(choose_linear_method(weight.double()), PlainLinear)
     assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from tp_engine.dist.collectives import SingleRank
 from tp_engine.dist.rank import RankInfo
 from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.tape import Tape, call, recording
+from tp_engine.kernels.native.tape import Tape, call, naming_calls, recording
+from tp_engine.layers import linear_method
 from tp_engine.model_config import load_model_config
 from tp_engine.models.registry import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
@@ -57,7 +59,8 @@ class Rows:
             config, communicator=alone, dtype=dtype, device=CPU, backend=backend, max_model_len=MAX_LEN
         )
         load_weights(dict(self.model.named_parameters()), config, folder, info=RankInfo())
-        self.model.finish_loading()
+        with patch.object(linear_method, "_packed", lambda weight: None):  # C, whatever the processor
+            self.model.finish_loading()
         columns = MAX_LEN // BLOCK_SIZE
         shape = KvCacheShape(
             num_layers=config.num_layers,
@@ -166,7 +169,8 @@ def test_a_recording_with_another_result_is_thrown_away(caplog: pytest.LogCaptur
 
 
 def test_python_between_the_kernels() -> None:
-    """What ``call`` calls is called again in its place, and what it calls itself is not recorded.  Oracle: the sums."""
+    """What ``call`` calls is called again in its place, and what it calls itself is not recorded.  Oracle: the sums;
+    while calls are named, the names in their order."""
     assert LIBRARY is not None
     ids, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     rows, token_ids, computed = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
@@ -187,6 +191,18 @@ def test_python_between_the_kernels() -> None:
     for turn in range(2, 5):
         tape.run()
         assert (ids.item(), seen.item(), computed.item()) == (turn, turn, turn)
+    names: list[str] = []
+
+    def naming(name: str) -> AbstractContextManager[None]:
+        names.append(name)
+        return nullcontext()
+
+    with naming_calls(naming):
+        tape.run()
+        advance(seen.data_ptr())
+    tape.run()
+    assert names == ["advance_decodes", "collective", "advance_decodes", "advance_decodes", "advance_decodes"]
+    assert (ids.item(), computed.item()) == (6, 6)
 
 
 def test_memory_is_used_again_and_never_twice() -> None:

@@ -1,13 +1,13 @@
 """How ``x @ weight.T + bias`` is computed on a CPU, by the weight's type and the number of rows of ``x``.
 
-=========  ==========================  ===================================  ==========================
-type       processor                   few rows                             more rows
-=========  ==========================  ===================================  ==========================
-float32    any                         C, up to ``max_float32_rows``        oneDNN, packed weight
-16 bits    without bfloat16 products   C                                    C
-bfloat16   with them                   oneDNN, packed weight                the same
-float16    with them                   C                                    C
-=========  ==========================  ===================================  ==========================
+==========  ==================================  =================================  ======================
+type        processor                           few rows                           more rows
+==========  ==================================  =================================  ======================
+float32     any                                 C, up to ``max_float32_rows``      oneDNN, packed weight
+bfloat16    with instructions for matrices of   oneDNN, packed weight              the same
+            it (AMX; ARM)
+16 bits     otherwise                           C                                  C
+==========  ==================================  =================================  ======================
 
 The bounds are fixed: they follow from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md),
 not from times taken at each start, so that a model's tokens are the same in every run on a machine.  C reads the plain
@@ -123,7 +123,7 @@ def choose_linear_method(weight: torch.Tensor, *, meets_many_rows: bool = True) 
     if weight.dtype == torch.float32:
         many = _packed(weight) if meets_many_rows else None
         return LinearByRows(native, many or PlainLinear(weight), max_float32_rows(weight))
-    if weight.dtype == torch.bfloat16 and library.has_bfloat16_products():
+    if weight.dtype == torch.bfloat16 and library.has_bfloat16_matrices():
         return _packed(weight) or native
     return native
 

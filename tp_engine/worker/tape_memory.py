@@ -98,6 +98,12 @@ class TapeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_view(result: Any, arguments: Iterable[Any]) -> bool:
     """Whether ``result`` is nothing but views of tensors among ``arguments``."""
-    known = {one.untyped_storage().data_ptr() for one in arguments if isinstance(one, torch.Tensor)}
-    found = result if isinstance(result, (list, tuple)) else [result]
-    return all(isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() in known for one in found)
+    known = {_storage(one) for one in arguments} - {None}
+    return all(_storage(one) in known for one in (result if isinstance(result, (list, tuple)) else [result]))
+
+
+def _storage(one: Any) -> int | None:
+    """The address of a tensor's memory; None for what is none, and for one in an order of oneDNN's own."""
+    if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+        return None
+    return one.untyped_storage().data_ptr()

@@ -49,13 +49,23 @@ typedef struct {
     float results[TILE_ROWS][MAX_BLOCK];
 } Unfinished;
 
+/* STEP items, as add_product wants them. */
 typedef struct {
     vf first, second;
 } Pair;
 
-/* STEP items.  Those of bfloat16 come out as the even and the odd ones: two instructions instead of four. */
+#if defined(__AVX512BF16__)
+enum { MULTIPLIES_BFLOAT16 = 1 };
+#else
+enum { MULTIPLIES_BFLOAT16 = 0 };
+#endif
+
+/* Those of bfloat16 stay as they are where the processor multiplies them; elsewhere they come out as the even and the odd
+   ones: two instructions instead of four. */
 INLINE Pair load_pair(const char *row, int64_t i, const int dtype)
 {
+    if (dtype == BFLOAT16 && MULTIPLIES_BFLOAT16)
+        return (Pair){load_vector((const float *)(row + 2 * i)), (vf){0}};
     if (dtype == BFLOAT16) {
         const vu both = (vu)load_vector((const float *)(row + 2 * i));
         return (Pair){(vf)(both << 16), (vf)(both & 0xffff0000)};
@@ -82,6 +92,16 @@ INLINE Pair load_pair_tail(const char *row, int64_t size, int64_t count, const i
     return load_pair((const char *)items, 0, dtype);
 }
 
+INLINE vf add_product(vf sum, Pair x, Pair weight, const int dtype)
+{
+#if defined(__AVX512BF16__)
+    if (dtype == BFLOAT16)
+        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.first, (__m512bh)weight.first);
+#endif
+    sum += x.first * weight.first;
+    return sum + x.second * weight.second;
+}
+
 /* Adds the products of items i to i + STEP, or of the last `tail` items, to the sums of a tile. */
 INLINE void add_products(Sums sums, const Linear *p, const char *x, const char *const *weights, int64_t i, int64_t tail,
                          const int rows, const int dtype)
@@ -95,10 +115,8 @@ INLINE void add_products(Sums sums, const Linear *p, const char *x, const char *
         const char *row = x + r * p->x_stride;
         const Pair item = tail ? load_pair_tail(row, p->in_size, tail, dtype) : load_pair(row, i, dtype);
 #pragma GCC unroll 4
-        for (int o = 0; o < OUTPUTS; o++) {
-            sums[r][o] += item.first * weight[o].first;
-            sums[r][o] += item.second * weight[o].second;
-        }
+        for (int o = 0; o < OUTPUTS; o++)
+            sums[r][o] = add_product(sums[r][o], item, weight[o], dtype);
     }
 }
 
@@ -219,10 +237,10 @@ int play_few_rows_linear(const Word *a)
                            a[7].integer, a[8].integer, a[9].integer);
 }
 
-/* Whether the processor multiplies bfloat16 by instructions of its own, which oneDNN then uses. */
-int has_bfloat16_products(void)
+/* Whether the processor multiplies bfloat16 by instructions that oneDNN uses and this file does not. */
+int has_bfloat16_matrices(void)
 {
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return 1;
 #else
     return 0;
