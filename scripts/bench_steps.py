@@ -1,10 +1,11 @@
-"""Decode steps from the inside: time per step, and how long the GPU waits between two of them.
+"""Decode steps from the inside: time per step; how long a GPU waits between two of them, or what a CPU does in them.
 
     python scripts/bench_steps.py --shape qwen3-0.6b --batch-size 256 --context-len 512
+    python scripts/bench_steps.py --shape B --dtype bfloat16 --batch-size 32 --context-len 72 --threads 2   on a CPU
 
 All requests decode together.  First the period of a step is timed without any tool; then as many steps run under
 torch's profiler, and the GPU's idle time is what its kernels and copies leave uncovered.  The gap between two steps is
-the longest idle time in each step's period.  Without a GPU only the period is measured.  Ends with one JSON line.
+the longest idle time in each step's period.  On a CPU: the time of each of rank 0's kernels.  Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name, read_bandwidth
+from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
 from benchmarks.roofline import Ceilings, decode_step_s, model_cost
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES, make_folder
+from benchmarks.step_kernels import kernel_times
 
 Interval = tuple[float, float]
 
@@ -35,6 +37,7 @@ _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 def main() -> int:
     """Measure and print."""
     args = parse_arguments()
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(args.model) if args.model else make_folder(Path(name), args.shape, args.dtype)
         report = measure(args, folder, Path(name) / "trace.json" if args.trace is None else args.trace)
@@ -53,6 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context-len", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=64, help="steps that are timed, and steps that are profiled")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--threads", type=int, help="on a CPU; default: torch's")
     parser.add_argument("--devices", help="device of each rank, such as 0,0")
     parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"enforce_eager": true}')
     parser.add_argument("--trace", type=Path, help="keep the profiler's trace in this file")
@@ -68,7 +72,10 @@ def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, An
     with LLM(str(folder), **_engine_options(args)) as llm:
         _start_requests(llm, args, config["vocab_size"])
         period_s = _period(llm, args.steps)
-        device = _profiled(llm, args.steps, trace) if torch.cuda.is_available() else {}
+        if torch.cuda.is_available():
+            found = _profiled(llm, args.steps, trace)
+        else:
+            found = {"kernels_us": kernel_times(llm.engine.step, args.steps, period_s * 1e6)}
     cost, rows = model_cost(config, args.dtype), args.batch_size
     tokens = rows * (args.context_len + _WARM_UP_STEPS + args.steps // 2)
     least_s = decode_step_s(cost, ceilings, num_rows=rows, num_context_tokens=tokens)
@@ -85,7 +92,7 @@ def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, An
         "tokens_per_s": round(args.batch_size / period_s, 1),
         "roofline_ms": round(least_s * 1e3, 4),
         "share_of_roofline": round(least_s / period_s, 3),
-        **device,
+        **found,
     }
 
 
@@ -146,7 +153,7 @@ def _output_len(args: argparse.Namespace) -> int:
 
 def _ceilings(args: argparse.Namespace) -> Ceilings:
     if not torch.cuda.is_available():
-        return Ceilings(bytes_per_s=read_bandwidth())
+        return Ceilings(bytes_per_s=read_bandwidth(), flops_per_s=cpu_matmul_rate(getattr(torch, args.dtype)))
     num_devices = len(set(args.devices.split(","))) if args.devices else args.tensor_parallel_size
     rate = matmul_rate(getattr(torch, args.dtype))
     return Ceilings(bytes_per_s=copy_bandwidth() * num_devices, flops_per_s=rate * num_devices)

@@ -57,5 +57,6 @@ def test_a_run_on_the_cpu() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["batch_size"] == 3 and report["step_ms"] > 0 and "gap_us_median" not in report
+    assert list(report["kernels_us"])[-1] == "other" and min(report["kernels_us"].values()) >= 0
     assert {figure.unit for figure in figures_of(report)} == {"ms/step", "of the roofline"}
     assert report["tokens_per_s"] == pytest.approx(3 / report["step_ms"] * 1e3, rel=0.01)

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.kernels.native.tape import naming_calls
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -73,7 +74,7 @@ class StepProfiler:
         if self._trace is None:
             yield
             return
-        with record_function(f"step {step_id}"):
+        with record_function(f"step {step_id}"), naming_calls(record_function):
             yield
         self._first, self._last = self._first or step_id, step_id
         if step_id + 1 not in self._steps and not self._on_demand:

@@ -28,7 +28,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
     "embed": (*[_POINTER] * 3, *[_INT] * 4),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
-    "has_bfloat16_products": (),
+    "has_bfloat16_matrices": (),
     "quantise_rows": (*[_POINTER] * 3, *[_INT] * 4),
     "scale_rows": (*[_POINTER] * 4, *[_INT] * 4),
     "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 # Those that a tape can hold have a player of the same name.
 _UNRECORDED = (
-    "has_bfloat16_products",
+    "has_bfloat16_matrices",
     "quantise_rows",
     "scale_rows",
     "shared_all_reduce",
@@ -69,7 +69,7 @@ def _load(path: Path) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
         if name not in _UNRECORDED:
-            setattr(library, name, Recordable(function, getattr(library, f"play_{name}")))
+            setattr(library, name, Recordable(name, function, getattr(library, f"play_{name}")))
     return library
 
 

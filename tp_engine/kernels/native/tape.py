@@ -6,43 +6,44 @@
     tape           entries of C         a Python call            entries of C
 
 Arguments are recorded as they are: numbers, and addresses of memory whose owners keep it where it is.  What a step must
-do in Python, a collective with its deadlines, divides the tape.
+do in Python, a collective with its deadlines, divides the tape.  While a profile is made, each call is made one by one
+under its function's name (``naming_calls``), on a tape and elsewhere.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-MAX_WORDS = 14
-
-
-class TapeEntry(ctypes.Structure):
-    """``TapeEntry`` of ``tape.h``."""
-
-    _fields_ = (("play", ctypes.c_void_p), ("words", ctypes.c_int64 * MAX_WORDS))
+from tp_engine.kernels.native.tape_parts import Entries, Naming, Part, PythonCall, TapeEntry, word_of
 
 
 class Recordable:
-    """A function of the library, whose calls go on the tape that is being recorded.
+    """The library's function ``name``, whose calls go on the tape that is being recorded.
 
     It returns 0, or, by the rule of all of them, another number where memory ran out.  ``player`` calls it with
     arguments from words.
     """
 
-    def __init__(self, function: Any, player: Any) -> None:
+    def __init__(self, name: str, function: Any, player: Any) -> None:
+        self._name = name
         self._function = function
         self._player: int = ctypes.cast(player, ctypes.c_void_p).value or 0
 
     def __call__(self, *arguments: Any) -> int:
         tape = _recorded.get()
         if tape is not None:
-            tape.add(self._player, arguments)
-        status: int = self._function(*arguments)
+            tape.add(self._name, self._player, arguments)
+        naming = _naming.get() if tape is None else None
+        status: int
+        if naming is None:
+            status = self._function(*arguments)
+        else:
+            with naming(self._name):
+                status = self._function(*arguments)
         return status
 
 
@@ -50,51 +51,44 @@ class Tape:
     """Calls in their order, and what they need kept alive."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._run = library.run_tape
+        self._library = library
+        self._names: list[str] = []
         self._entries: list[TapeEntry] = []
-        self._parts: list[Callable[[], object]] = []
+        self._parts: list[Part] = []
         self._kept: list[tuple[Any, ...]] = []
 
-    def add(self, player: int, arguments: tuple[Any, ...]) -> None:
-        """One more call of C; ``player`` is the address of its player."""
+    def add(self, name: str, player: int, arguments: tuple[Any, ...]) -> None:
+        """One more call of C: of function ``name``, by its player at this address."""
         entry = TapeEntry(play=player)
         for i, argument in enumerate(arguments):
-            entry.words[i] = _word(argument)
+            entry.words[i] = word_of(argument)
+        self._names.append(name)
         self._entries.append(entry)
         self._kept.append(arguments)
 
     def add_python(self, function: Callable[[], object]) -> None:
         """One more call of Python."""
-        self._end_part()
-        self._parts.append(function)
+        self.finish()
+        self._parts.append(PythonCall(function))
 
     def finish(self) -> None:
-        """Nothing more is recorded."""
-        self._end_part()
+        """What follows, if anything, is recorded apart."""
+        if self._entries:
+            self._parts.append(Entries(self._library, self._names, self._entries))
+            self._names, self._entries = [], []
 
     def run(self) -> None:
         """Make all calls again."""
+        naming = _naming.get()
         for part in self._parts:
-            part()
-
-    def _end_part(self) -> None:
-        if not self._entries:
-            return
-        entries, count = (TapeEntry * len(self._entries))(*self._entries), len(self._entries)
-        run, position = self._run, ctypes.c_int64()
-        first, place = ctypes.addressof(entries), ctypes.addressof(position)
-        self._kept.append((entries, position))
-
-        def part() -> None:
-            if run(first, count, place):
-                position.value = 0
-                raise MemoryError("a recorded kernel has no memory for its work")
-
-        self._parts.append(part)
-        self._entries = []
+            if naming is None:
+                part.run()
+            else:
+                part.run_named(naming)
 
 
 _recorded: ContextVar[Tape | None] = ContextVar("recorded_tape", default=None)
+_naming: ContextVar[Naming | None] = ContextVar("naming_of_calls", default=None)
 
 
 @contextmanager
@@ -106,6 +100,16 @@ def recording(tape: Tape) -> Iterator[None]:
     finally:
         _recorded.reset(token)
         tape.finish()
+
+
+@contextmanager
+def naming_calls(naming: Naming) -> Iterator[None]:
+    """Make this thread's calls, within this block, one by one under their names."""
+    token = _naming.set(naming)
+    try:
+        yield
+    finally:
+        _naming.reset(token)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -127,15 +131,3 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 def is_recording() -> bool:
     """Whether calls go on a tape now; not within ``call``."""
     return _recorded.get() is not None
-
-
-def _word(argument: Any) -> int:
-    """The eight bytes of an argument: an integer, a float32, an address or a pointer."""
-    if argument is None:
-        return 0
-    if isinstance(argument, float):
-        bits: int = struct.unpack("<i", struct.pack("<f", argument))[0]
-        return bits
-    if isinstance(argument, int):
-        return argument
-    return ctypes.addressof(argument.contents)
