@@ -57,6 +57,8 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         .padded_dim = (layer->head_dim + VW - 1) / VW * VW,
         .row_width = layer->num_kv_heads * layer->head_dim,
         .block_shift = log2_of(layer->block_size),
+        .by_pairs = MULTIPLIES_BFLOAT16 && layer->dtype == BFLOAT16 && layer->cache_dtype == BFLOAT16 &&
+                    layer->head_dim % (2 * VW) == 0,
     };
     Plan *plan = &kept_plan;
     if (!make_plan(&call, plan))

@@ -3,71 +3,79 @@
 
 #include "attention_types.h"
 
-/* Memory that will be needed soon: `left` lines from line `next` on of the rows at `places`, in the order of memory. */
+/* Keys or values: each at a place of its own, in bytes from the first. */
 typedef struct {
-    const char *cache;
+    const char *first;
     const int64_t *places;
-    int64_t row, byte, row_bytes, item, num_rows;
-} Ahead;
+} Lines;
 
-INLINE void fetch_ahead(Ahead *ahead, int64_t num_lines)
+/* A tile's keys as columns: item u of all keys side by side, TILE apart.  An item is a float32, or a pair of bfloat16,
+   which is FLOAT32 here.  Columns beyond num_keys mean nothing; `keys` has places up to a multiple of VW. */
+INLINE void turn_keys(const int dtype, int64_t items, Lines keys, int64_t num_keys, float *columns)
 {
-    for (; num_lines > 0 && ahead->row < ahead->num_rows; num_lines--) {
-        __builtin_prefetch(ahead->cache + ahead->places[ahead->row] * ahead->item + ahead->byte, 0, 2);
-        ahead->byte += CACHE_LINE;
-        if (ahead->byte >= ahead->row_bytes) {
-            ahead->byte = 0;
-            ahead->row++;
+    for (int64_t k = 0; k < num_keys; k += VW)
+        for (int64_t u = 0; u < items; u += VW) {
+            vf rows[VW];
+#pragma GCC unroll 16
+            for (int i = 0; i < VW; i++)
+                rows[i] = load_items(keys.first + keys.places[k + i], u, dtype);
+            transpose(rows);
+#pragma GCC unroll 16
+            for (int i = 0; i < VW; i++)
+                store_vector(columns + (u + i) * TILE + k, rows[i]);
         }
-    }
 }
 
-/* scores[r][0..3] = rows r of `query` times four keys. */
-INLINE void score_block(const int rows, const int dtype, int64_t vectors, const float *query, const char *const *keys,
+/* scores[r] = row r of `query` times 2 * VW columns. */
+INLINE void score_block(const int rows, const int by_pairs, int64_t items, const float *query, const float *columns,
                         float *scores)
 {
-    vf sums[ROW_BLOCK][KEY_BLOCK] = {0};
-    for (int64_t i = 0; i < vectors; i++) {
-        vf key[KEY_BLOCK];
-#pragma GCC unroll 4
-        for (int k = 0; k < KEY_BLOCK; k++)
-            key[k] = load_items(keys[k], i * VW, dtype);
-#pragma GCC unroll 4
+    vf sums[SCORE_ROWS][2] = {0};
+    for (int64_t u = 0; u < items; u++) {
+        const vf key[2] = {load_vector(columns + u * TILE), load_vector(columns + u * TILE + VW)};
+#pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const vf q = load_vector(query + (r * vectors + i) * VW);
-#pragma GCC unroll 4
-            for (int k = 0; k < KEY_BLOCK; k++)
-                sums[r][k] += q * key[k];
+            const vf q = splat(query[r * items + u]);
+#pragma GCC unroll 2
+            for (int k = 0; k < 2; k++)
+                sums[r][k] = by_pairs ? add_pair_products(sums[r][k], q, key[k]) : sums[r][k] + q * key[k];
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        *(v4f_memory *)(scores + r * TILE) = sums_of_four(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++)
+            store_vector(scores + r * TILE + k * VW, sums[r][k]);
 }
 
-INLINE void score_rows(const int dtype, int64_t rows, int64_t vectors, const float *query, const char *const *keys,
-                       int64_t num_keys, float *scores, Ahead *ahead, int64_t lines_per_key)
+#define SCORE_BLOCK(n) \
+    case n: score_block(n, by_pairs, items, query + r * items, columns + k, scores + r * TILE + k); break
+
+INLINE void score_rows(const int by_pairs, int64_t rows, int64_t items, const float *query, const float *columns,
+                       int64_t num_keys, float *scores)
 {
-    for (int64_t k = 0; k < num_keys; k += KEY_BLOCK) {
-        fetch_ahead(ahead, lines_per_key * KEY_BLOCK);
-        for (int64_t r = 0; r < rows; r += ROW_BLOCK) {
-            const float *q = query + r * vectors * VW;
-            float *to = scores + r * TILE + k;
-            switch (smaller(rows - r, ROW_BLOCK)) {
-            case 1: score_block(1, dtype, vectors, q, keys + k, to); break;
-            case 2: score_block(2, dtype, vectors, q, keys + k, to); break;
-            case 3: score_block(3, dtype, vectors, q, keys + k, to); break;
-            default: score_block(4, dtype, vectors, q, keys + k, to);
+    for (int64_t k = 0; k < num_keys; k += 2 * VW)
+        for (int64_t r = 0; r < rows; r += SCORE_ROWS)
+            switch (smaller(rows - r, SCORE_ROWS)) {
+                SCORE_BLOCK(1);
+                SCORE_BLOCK(2);
+                SCORE_BLOCK(3);
+                SCORE_BLOCK(4);
+#if VW == 16
+                SCORE_BLOCK(5);
+                SCORE_BLOCK(6);
+                SCORE_BLOCK(7);
+                SCORE_BLOCK(8);
+#endif
             }
-        }
-    }
 }
 
-/* Scores of one row become weights, of which those from `first` to `end` are visible; returns what its results so far
-   are worth now. */
-INLINE float weigh_row(float *scores, int64_t first, int64_t end, float *max, float *sum)
+/* Scores of one row, times `factor`, become weights, of which those from `first` to `end` are visible; returns what its
+   results so far are worth now. */
+INLINE float weigh_row(float *scores, float factor, int64_t first, int64_t end, float *max, float *sum)
 {
     const vf nothing = splat(-INFINITY);
+    const int sees_all = first == 0 && end == TILE;
     vi place;
     for (int i = 0; i < VW; i++)
         place[i] = i;
@@ -75,10 +83,13 @@ INLINE float weigh_row(float *scores, int64_t first, int64_t end, float *max, fl
     vf score[TILE / VW];
 #pragma GCC unroll 16
     for (int i = 0; i < TILE / VW; i++) {
-        const vi is_visible = (place >= (int32_t)first) & (place < (int32_t)end);
-        score[i] = select_vector(is_visible, load_vector(scores + i * VW), nothing);
+        score[i] = load_vector(scores + i * VW) * factor;
+        if (!sees_all) {
+            const vi is_visible = (place >= (int32_t)first) & (place < (int32_t)end);
+            score[i] = select_vector(is_visible, score[i], nothing);
+            place += VW;
+        }
         best = max_vector(best, score[i]);
-        place += VW;
     }
     const vf old_max = splat(*max), new_max = max_vector(old_max, max_of(best));
     vf total = splat(0);
@@ -96,28 +107,26 @@ INLINE float weigh_row(float *scores, int64_t first, int64_t end, float *max, fl
 
 /* out[r] = out[r] * kept[r] + weights[r] @ values, for `width` vectors of the rows. */
 INLINE void add_block(const int rows, const int width, const int dtype, int64_t vectors, const float *weights,
-                      const float *kept, const char *const *values, int64_t num_keys, int64_t first, float *out,
-                      Ahead *ahead, int64_t lines_per_key)
+                      const float *kept, Lines values, int64_t num_keys, int64_t first, float *out)
 {
     vf sums[ROW_BLOCK][DIM_BLOCK];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++)
             sums[r][i] = load_vector(out + (r * vectors + first + i) * VW) * kept[r];
     for (int64_t k = 0; k < num_keys; k++) {
         vf value[DIM_BLOCK];
-        fetch_ahead(ahead, lines_per_key);
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++)
-            value[i] = load_items(values[k], (first + i) * VW, dtype);
-#pragma GCC unroll 4
+            value[i] = load_items(values.first + values.places[k], (first + i) * VW, dtype);
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int i = 0; i < width; i++)
                 sums[r][i] += value[i] * weights[r * TILE + k];
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++)
@@ -125,29 +134,34 @@ INLINE void add_block(const int rows, const int width, const int dtype, int64_t 
 }
 
 INLINE void add_rows(const int rows, const int dtype, int64_t vectors, const float *weights, const float *kept,
-                     const char *const *values, int64_t num_keys, float *out, Ahead *ahead, int64_t lines_per_key)
+                     Lines values, int64_t num_keys, float *out)
 {
     int64_t first = 0;
     for (; first + DIM_BLOCK <= vectors; first += DIM_BLOCK)
-        add_block(rows, DIM_BLOCK, dtype, vectors, weights, kept, values, num_keys, first, out, ahead, lines_per_key);
+        add_block(rows, DIM_BLOCK, dtype, vectors, weights, kept, values, num_keys, first, out);
     for (; first + 2 <= vectors; first += 2)
-        add_block(rows, 2, dtype, vectors, weights, kept, values, num_keys, first, out, ahead, lines_per_key);
+        add_block(rows, 2, dtype, vectors, weights, kept, values, num_keys, first, out);
     for (; first < vectors; first++)
-        add_block(rows, 1, dtype, vectors, weights, kept, values, num_keys, first, out, ahead, lines_per_key);
+        add_block(rows, 1, dtype, vectors, weights, kept, values, num_keys, first, out);
 }
 
+#define ADD_ROWS(n) case n: add_rows(n, dtype, vectors, w, kept + r, values, num_keys, to); break
+
 INLINE void add_values(const int dtype, int64_t rows, int64_t vectors, const float *weights, const float *kept,
-                       const char *const *values, int64_t num_keys, float *out, Ahead *ahead, int64_t lines_per_key)
+                       Lines values, int64_t num_keys, float *out)
 {
     for (int64_t r = 0; r < rows; r += ROW_BLOCK) {
         const float *w = weights + r * TILE;
         float *to = out + r * vectors * VW;
         switch (smaller(rows - r, ROW_BLOCK)) {
-        case 1: add_rows(1, dtype, vectors, w, kept + r, values, num_keys, to, ahead, lines_per_key); break;
-        case 2: add_rows(2, dtype, vectors, w, kept + r, values, num_keys, to, ahead, lines_per_key); break;
-        case 3: add_rows(3, dtype, vectors, w, kept + r, values, num_keys, to, ahead, lines_per_key); break;
-        default: add_rows(4, dtype, vectors, w, kept + r, values, num_keys, to, ahead, lines_per_key);
+            ADD_ROWS(1);
+            ADD_ROWS(2);
+            ADD_ROWS(3);
+            ADD_ROWS(4);
+#if VW == 16
+            ADD_ROWS(5);
+            ADD_ROWS(6);
+#endif
         }
     }
 }
-

@@ -3,15 +3,22 @@
 
 #include "attention_rows.h"
 
+/* Rows of a tile as float32. */
+typedef struct {
+    float rows[TILE * MAX_HEAD_DIM];
+    int64_t places[TILE];
+} Wide;
+
 /* Running results of a task's rows, KV head by KV head. */
 typedef struct {
     float query[MAX_ROWS * MAX_HEAD_DIM], out[MAX_ROWS * MAX_HEAD_DIM];
     float max[MAX_ROWS], sum[MAX_ROWS], kept[MAX_ROWS], scores[MAX_ROWS * TILE];
-    float copy[TILE * MAX_HEAD_DIM];
+    float columns[MAX_HEAD_DIM * TILE];
+    Wide wide;
     int64_t first_key[MAX_ROWS], end_key[MAX_ROWS]; /* what a row of any head may see */
 } Rows;
 
-/* Up to TILE keys from `start` on, and where they lie in the cache, in elements. */
+/* Up to TILE keys from `start` on, and where they lie in the cache, in bytes; the last is repeated to a multiple of VW. */
 typedef struct {
     int64_t start, num_keys, places[TILE];
 } Tile;
@@ -20,46 +27,56 @@ static void find_tile(const Call *call, const Task *task, int64_t start, Tile *t
 {
     const int32_t *blocks = call->step->block_table + task->request * call->step->table_stride;
     const int64_t mask = call->layer->block_size - 1, end = smaller(start / TILE * TILE + TILE, task->end_key);
+    const int64_t row_bytes = call->row_width * item_bytes((int)call->layer->cache_dtype);
     tile->start = start;
     tile->num_keys = larger(end - start, 0);
     for (int64_t key = start; key < end; key++) {
         const int64_t slot = ((int64_t)blocks[key >> call->block_shift] << call->block_shift) + (key & mask);
-        tile->places[key - start] = slot * call->row_width;
+        tile->places[key - start] = slot * row_bytes;
     }
+    for (int64_t k = tile->num_keys; k % VW; k++)
+        tile->places[k] = tile->places[k - 1];
 }
 
-/* One KV head's rows of a tile: pointers into the cache or, where rows are no whole vectors, to wide copies. */
-INLINE void read_tile(const Call *call, const char *cache, const Tile *tile, int64_t head, const int in_place, float *copy,
-                      const char **rows)
+/* Asks for one KV head's keys and values of a tile. */
+INLINE void fetch_tile(const Call *call, const Tile *tile, int64_t head)
+{
+    const int64_t head_bytes = call->layer->head_dim * item_bytes((int)call->layer->cache_dtype);
+    const char *keys = call->layer->key_cache + head * head_bytes, *values = call->layer->value_cache + head * head_bytes;
+    for (int64_t byte = 0; byte < head_bytes; byte += CACHE_LINE)
+        for (int64_t k = 0; k < tile->num_keys; k++) {
+            __builtin_prefetch(keys + tile->places[k] + byte, 0, 2);
+            __builtin_prefetch(values + tile->places[k] + byte, 0, 2);
+        }
+}
+
+/* One KV head's rows of a tile, in the cache or wide. */
+INLINE Lines find_lines(const Call *call, const char *cache, const Tile *tile, int64_t head, const int in_place, Wide *wide)
 {
     const Layer *layer = call->layer;
-    const int64_t bytes = item_bytes(layer->cache_dtype);
-    int64_t k = 0;
-    for (; k < tile->num_keys; k++) {
-        rows[k] = cache + (tile->places[k] + head * layer->head_dim) * bytes;
-        if (!in_place) {
-            widen_row(copy + k * call->padded_dim, rows[k], layer->head_dim, (int)layer->cache_dtype);
-            rows[k] = (const char *)(copy + k * call->padded_dim);
-        }
+    const char *first = cache + head * layer->head_dim * item_bytes((int)layer->cache_dtype);
+    if (in_place)
+        return (Lines){first, tile->places};
+    for (int64_t k = 0; k < (tile->num_keys + VW - 1) / VW * VW; k++) {
+        wide->places[k] = k * call->padded_dim * (int64_t)sizeof(float);
+        widen_row(wide->rows + k * call->padded_dim, first + tile->places[k], layer->head_dim, (int)layer->cache_dtype);
     }
-    for (; k % KEY_BLOCK; k++)
-        rows[k] = rows[tile->num_keys - 1];
+    return (Lines){(const char *)wide->rows, wide->places};
 }
 
 static void read_queries(const Call *call, const Task *task, Rows *rows)
 {
     const Layer *layer = call->layer;
-    const int64_t width = call->padded_dim;
-    const float factor = layer->scale * LOG2_E;
+    const int64_t width = call->padded_dim, bytes = item_bytes((int)layer->dtype);
     int64_t r = 0;
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
             const int64_t token = call->step->query_starts[task->request] + row / call->group;
             const int64_t place = token * call->query_stride + (head * call->group + row % call->group) * layer->head_dim;
-            float *query = rows->query + r * width;
-            widen_row(query, call->query + place * item_bytes(layer->dtype), layer->head_dim, (int)layer->dtype);
-            for (int64_t i = 0; i < width; i += VW)
-                store_vector(query + i, load_vector(query + i) * factor);
+            if (call->by_pairs)
+                memcpy(rows->query + r * width / 2, call->query + place * bytes, layer->head_dim * bytes);
+            else
+                widen_row(rows->query + r * width, call->query + place * bytes, layer->head_dim, (int)layer->dtype);
             rows->max[r] = -INFINITY;
             rows->sum[r] = 0;
         }
@@ -72,14 +89,14 @@ static void read_queries(const Call *call, const Task *task, Rows *rows)
 }
 
 /* One KV head's rows over one tile, while the next tile's keys and values are fetched. */
-INLINE void attend_tile(const Call *call, const Task *task, const int dtype, const int in_place, Rows *rows, int64_t head,
-                        const Tile *tile, Ahead *keys_ahead, Ahead *values_ahead, int64_t lines_per_key)
+INLINE void attend_tile(const Call *call, const Task *task, const int dtype, const int in_place, const int by_pairs,
+                        Rows *rows, int64_t head, const Tile *tile, const Tile *next)
 {
     const Layer *layer = call->layer;
     const int64_t num_rows = task->end_row - task->first_row, base = (head - task->first_head) * num_rows;
     const int64_t start = tile->start, end = start + tile->num_keys;
-    const int64_t width = call->padded_dim, vectors = width / VW;
-    const char *states[TILE];
+    const int64_t width = call->padded_dim, vectors = width / VW, items = by_pairs ? width / 2 : width;
+    const float factor = layer->scale * LOG2_E;
     int64_t first = 0, last = num_rows;
     while (first < last && rows->end_key[first] <= start)
         first++;
@@ -87,17 +104,23 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         last--;
     if (first == last)
         return;
-    float *scores = rows->scores, *kept = rows->kept;
-    read_tile(call, layer->key_cache, tile, head, in_place, rows->copy, states);
-    score_rows(dtype, last - first, vectors, rows->query + (base + first) * width, states, tile->num_keys, scores,
-               keys_ahead, lines_per_key);
+    float *scores = rows->scores, *kept = rows->kept, *out = rows->out + (base + first) * width;
+    fetch_tile(call, next, head);
+    const Lines keys = find_lines(call, layer->key_cache, tile, head, in_place, &rows->wide);
+    turn_keys(by_pairs ? FLOAT32 : dtype, items, keys, tile->num_keys, rows->columns);
+    score_rows(by_pairs, last - first, items, rows->query + (base + first) * items, rows->columns, tile->num_keys, scores);
     for (int64_t r = first; r < last; r++) {
         const int64_t from = larger(rows->first_key[r] - start, 0), to = smaller(rows->end_key[r] - start, tile->num_keys);
-        kept[r - first] = weigh_row(scores + (r - first) * TILE, from, to, rows->max + base + r, rows->sum + base + r);
+        float *const max = rows->max + base + r, *const sum = rows->sum + base + r;
+        kept[r - first] = weigh_row(scores + (r - first) * TILE, factor, from, to, max, sum);
     }
-    read_tile(call, layer->value_cache, tile, head, in_place, rows->copy, states);
-    add_values(dtype, last - first, vectors, scores, kept, states, tile->num_keys, rows->out + (base + first) * width,
-               values_ahead, lines_per_key);
+    const int is_wide = dtype == FLOAT32 || last - first > ROW_BLOCK;
+    const int stays = in_place && (dtype == FLOAT32 || !is_wide);
+    const Lines values = find_lines(call, layer->value_cache, tile, head, stays, &rows->wide);
+    if (is_wide)
+        add_values(FLOAT32, last - first, vectors, scores, kept, values, tile->num_keys, out);
+    else
+        add_values(dtype, last - first, vectors, scores, kept, values, tile->num_keys, out);
 }
 
 INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t row, float *out, float sum)
@@ -112,23 +135,18 @@ INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t 
 }
 
 /* `dtype` is that of the rows that are multiplied: the cache's, or of their copies. */
-INLINE void attend(const Call *call, const Task *task, float *partial, const int dtype, const int in_place)
+INLINE void attend(const Call *call, const Task *task, float *partial, const int dtype, const int in_place,
+                   const int by_pairs)
 {
     Rows rows;
     Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
-    const Layer *layer = call->layer;
-    const int64_t width = call->padded_dim, item = item_bytes(layer->cache_dtype);
-    const int64_t num_heads = task->end_head - task->first_head, row_bytes = num_heads * layer->head_dim * item;
-    const int64_t lines_per_key = (row_bytes / CACHE_LINE + num_heads) / num_heads;
-    const int64_t offset = task->first_head * layer->head_dim * item;
+    const int64_t width = call->padded_dim;
     read_queries(call, task, &rows);
     find_tile(call, task, task->first_key, tile);
     while (tile->num_keys) {
         find_tile(call, task, tile->start + tile->num_keys, next);
-        Ahead keys = {layer->key_cache + offset, next->places, 0, 0, row_bytes, item, next->num_keys}, values = keys;
-        values.cache = layer->value_cache + offset;
         for (int64_t head = task->first_head; head < task->end_head; head++)
-            attend_tile(call, task, dtype, in_place, &rows, head, tile, &keys, &values, lines_per_key);
+            attend_tile(call, task, dtype, in_place, by_pairs, &rows, head, tile, next);
         Tile *const done = tile;
         tile = next, next = done;
     }
@@ -147,10 +165,11 @@ INLINE void attend(const Call *call, const Task *task, float *partial, const int
 }
 
 /* Each type of rows gets code of its own. */
-static void attend_float32(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT32, 1); }
-static void attend_bfloat16(const Call *call, const Task *task, float *partial) { attend(call, task, partial, BFLOAT16, 1); }
-static void attend_float16(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT16, 1); }
-static void attend_copies(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT32, 0); }
+static void attend_float32(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT32, 1, 0); }
+static void attend_bfloat16(const Call *call, const Task *task, float *partial) { attend(call, task, partial, BFLOAT16, 1, 0); }
+static void attend_float16(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT16, 1, 0); }
+static void attend_pairs(const Call *call, const Task *task, float *partial) { attend(call, task, partial, BFLOAT16, 1, 1); }
+static void attend_copies(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT32, 0, 0); }
 
 static void run_task(const Call *call, const Task *task, float *partial)
 {
@@ -158,9 +177,10 @@ static void run_task(const Call *call, const Task *task, float *partial)
         attend_copies(call, task, partial);
     else if (call->layer->cache_dtype == FLOAT32)
         attend_float32(call, task, partial);
+    else if (call->by_pairs)
+        attend_pairs(call, task, partial);
     else if (call->layer->cache_dtype == BFLOAT16)
         attend_bfloat16(call, task, partial);
     else
         attend_float16(call, task, partial);
 }
-

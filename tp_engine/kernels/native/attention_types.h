@@ -18,7 +18,14 @@
 
 #include "simd.h"
 
-enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256, ROW_BLOCK = 4, KEY_BLOCK = 4, DIM_BLOCK = 4 };
+enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256 };
+
+/* Rows whose scores, or whose outputs, are in registers together: with 2, and with DIM_BLOCK vectors of each. */
+#if VW == 16
+enum { SCORE_ROWS = 8, ROW_BLOCK = 6, DIM_BLOCK = 4 };
+#else
+enum { SCORE_ROWS = 4, ROW_BLOCK = 4, DIM_BLOCK = 4 };
+#endif
 
 /* Multiply-adds below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_WORK = 1 << 16 };
@@ -53,6 +60,7 @@ typedef struct {
     char *out;
     int64_t query_stride, key_stride, value_stride; /* elements from one token to the next */
     int64_t group, padded_dim, row_width, block_shift;
+    int by_pairs; /* queries and keys are multiplied as pairs of bfloat16 */
 } Call;
 
 /* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  Results of a row that has

@@ -54,12 +54,6 @@ typedef struct {
     vf first, second;
 } Pair;
 
-#if defined(__AVX512BF16__)
-enum { MULTIPLIES_BFLOAT16 = 1 };
-#else
-enum { MULTIPLIES_BFLOAT16 = 0 };
-#endif
-
 /* Those of bfloat16 stay as they are where the processor multiplies them; elsewhere they come out as the even and the odd
    ones: two instructions instead of four. */
 INLINE Pair load_pair(const char *row, int64_t i, const int dtype)
@@ -94,10 +88,8 @@ INLINE Pair load_pair_tail(const char *row, int64_t size, int64_t count, const i
 
 INLINE vf add_product(vf sum, Pair x, Pair weight, const int dtype)
 {
-#if defined(__AVX512BF16__)
-    if (dtype == BFLOAT16)
-        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.first, (__m512bh)weight.first);
-#endif
+    if (dtype == BFLOAT16 && MULTIPLIES_BFLOAT16)
+        return add_pair_products(sum, x.first, weight.first);
     sum += x.first * weight.first;
     return sum + x.second * weight.second;
 }

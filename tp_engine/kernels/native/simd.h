@@ -41,18 +41,44 @@ INLINE void store_vector(float *p, vf x) { *(vf_memory *)p = x; }
 
 INLINE vf select_vector(vi where, vf yes, vf no) { return (vf)(((vi)yes & where) | ((vi)no & ~where)); }
 
-INLINE vf max_vector(vf a, vf b) { return select_vector(a > b, a, b); }
+/* b where one of them is NaN. */
+INLINE vf max_vector(vf a, vf b)
+{
+#if VW == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select_vector(a > b, a, b);
+#endif
+}
+
+/* Whether the processor multiplies bfloat16: sum + x[0] * y[0] + x[1] * y[1], of pairs that lie in 32 bits. */
+#if defined(__AVX512BF16__)
+enum { MULTIPLIES_BFLOAT16 = 1 };
+#else
+enum { MULTIPLIES_BFLOAT16 = 0 };
+#endif
+
+INLINE vf add_pair_products(vf sum, vf x, vf y)
+{
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#else
+    return sum;
+#endif
+}
+
+/* `four`, of each four indices of a vector. */
+#if VW == 16
+#define ALL_OF(four, n) four(0, n), four(4, n), four(8, n), four(12, n)
+#elif VW == 8
+#define ALL_OF(four, n) four(0, n), four(4, n)
+#else
+#define ALL_OF(four, n) four(0, n)
+#endif
 
 /* The vector with items i and i ^ n exchanged. */
 #define FOUR_SWAPPED(i, n) (i) ^ n, (i + 1) ^ n, (i + 2) ^ n, (i + 3) ^ n
-#if VW == 16
-#define ALL_SWAPPED(n) FOUR_SWAPPED(0, n), FOUR_SWAPPED(4, n), FOUR_SWAPPED(8, n), FOUR_SWAPPED(12, n)
-#elif VW == 8
-#define ALL_SWAPPED(n) FOUR_SWAPPED(0, n), FOUR_SWAPPED(4, n)
-#else
-#define ALL_SWAPPED(n) FOUR_SWAPPED(0, n)
-#endif
-#define SWAPPED(x, n) __builtin_shufflevector(x, x, ALL_SWAPPED(n))
+#define SWAPPED(x, n) __builtin_shufflevector(x, x, ALL_OF(FOUR_SWAPPED, n))
 
 /* The sum of all items, in each item. */
 INLINE vf sum_of(vf x)
@@ -93,6 +119,34 @@ INLINE vf max_of(vf x)
 #define HIGH_PAIRS(i) 4 * i + 2, 4 * i + 3, VW + 4 * i + 2, VW + 4 * i + 3
 #define FOLD(a, b, low, high) (__builtin_shufflevector(a, b, LANES(low)) + __builtin_shufflevector(a, b, LANES(high)))
 
+/* The items of a, and of b, whose index has bit n clear (EVEN), or set (ODD), side by side as in a transposition. */
+#define FOUR_EVEN(i, n) ITEM_EVEN(i, n), ITEM_EVEN(i + 1, n), ITEM_EVEN(i + 2, n), ITEM_EVEN(i + 3, n)
+#define FOUR_ODD(i, n) ITEM_ODD(i, n), ITEM_ODD(i + 1, n), ITEM_ODD(i + 2, n), ITEM_ODD(i + 3, n)
+#define ITEM_EVEN(i, n) ((i) & n ? VW + (i) - n : (i))
+#define ITEM_ODD(i, n) ((i) & n ? VW + (i) : (i) + n)
+
+/* Exchanges, of each pair of rows that are n apart, the blocks of n items off the diagonal. */
+#define EXCHANGE_BLOCKS(rows, n)                                                      \
+    for (int i_ = 0; i_ < VW; i_++)                                                   \
+        if (!(i_ & n)) {                                                              \
+            const vf a_ = rows[i_], b_ = rows[i_ + n];                                \
+            rows[i_] = __builtin_shufflevector(a_, b_, ALL_OF(FOUR_EVEN, n));         \
+            rows[i_ + n] = __builtin_shufflevector(a_, b_, ALL_OF(FOUR_ODD, n));      \
+        }
+
+/* VW rows become VW columns. */
+INLINE void transpose(vf *rows)
+{
+#if VW == 16
+    _Pragma("GCC unroll 16") EXCHANGE_BLOCKS(rows, 8)
+#endif
+#if VW >= 8
+    _Pragma("GCC unroll 16") EXCHANGE_BLOCKS(rows, 4)
+#endif
+    _Pragma("GCC unroll 16") EXCHANGE_BLOCKS(rows, 2)
+    _Pragma("GCC unroll 16") EXCHANGE_BLOCKS(rows, 1)
+}
+
 typedef float v4f __attribute__((vector_size(16)));
 typedef float v4f_memory __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -111,23 +165,33 @@ INLINE v4f sums_of_four(vf a, vf b, vf c, vf d)
 #endif
 }
 
-/* 2^x to float32's precision: Cephes' polynomial around the nearest integer.  Below 2^-126 the result is 0. */
-INLINE vf exp2_vector(vf x)
+/* 2^f to float32's precision for -1/2 <= f <= 1/2: Cephes' polynomial. */
+INLINE vf exp2_fraction(vf f)
 {
-    const vf to_integer = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds */
-    const vi is_zero = x <= -126.0f;
-    x = select_vector(x > 127.0f, splat(127.0f), x);
-    const vf shifted = x + to_integer;
-    const vf f = x - (shifted - to_integer);
     vf p = splat(1.535336188319500e-4f);
     p = p * f + 1.339887440266574e-3f;
     p = p * f + 9.618437357674640e-3f;
     p = p * f + 5.550332471162809e-2f;
     p = p * f + 2.402264791363012e-1f;
     p = p * f + 6.931472028550421e-1f;
-    p = p * f + 1.0f;
-    const vi scaled = (vi)p + (vi)((vu)shifted << 23);
+    return p * f + 1.0f;
+}
+
+/* 2^x to float32's precision.  Far below 2^-126 the result is 0. */
+INLINE vf exp2_vector(vf x)
+{
+#if VW == 16
+    x = max_vector(splat(-200.0f), x);
+    const vf nearest = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vf)_mm512_scalef_ps((__m512)exp2_fraction(x - nearest), (__m512)nearest);
+#else
+    const vf to_integer = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds */
+    const vi is_zero = x <= -126.0f;
+    x = select_vector(x > 127.0f, splat(127.0f), x);
+    const vf shifted = x + to_integer;
+    const vi scaled = (vi)exp2_fraction(x - (shifted - to_integer)) + (vi)((vu)shifted << 23);
     return (vf)(scaled & ~is_zero);
+#endif
 }
 
 INLINE vf load_bfloat16(const uint16_t *p)
