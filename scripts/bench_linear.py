@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from benchmarks.machine import processor_name, read_bandwidth
 
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import few_rows_linear
+from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -36,16 +36,22 @@ def ways(weight: torch.Tensor) -> dict[str, tuple[Product, torch.Tensor]]:
     found["packed"] = (lambda x, packed: pointwise(x, packed, None, "none", [], ""), packed)
     if (library := native_library()) is not None:
         found["native"] = (lambda x, plain: few_rows_linear(library, x, plain, None), weight)
+        if weight.dtype == torch.float32 or library.multiplies_bfloat16():
+            panels = PackedWeight(library, weight)
+            found["panels"] = (lambda x, _plain: panels.product(x, None), weight)
     return found
 
 
 def best_seconds(products: dict[str, list[Callable[[], object]]], seconds: float) -> dict[str, float]:
-    """The shortest call of each way; all ways get about ``seconds`` together, and each call another weight."""
+    """The shortest call of each way; all ways get about ``seconds`` together, and each call another weight.
+
+    Ways that share a weight are half a round apart, so that none finds in a cache what the one before it has read.
+    """
     best = dict.fromkeys(products, float("inf"))
     until, turn = time.perf_counter() + seconds, 0
     while turn < 3 or time.perf_counter() < until:
-        for way, calls in products.items():
-            call = calls[turn % len(calls)]
+        for number, (way, calls) in enumerate(products.items()):
+            call = calls[(turn + number * len(calls) // 2) % len(calls)]
             started = time.perf_counter()
             call()
             best[way] = min(best[way], time.perf_counter() - started)

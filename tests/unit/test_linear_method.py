@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -10,14 +12,17 @@ import torch.nn.functional as F
 
 from tp_engine.dist.collectives import SingleRank
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import few_rows_linear
+from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 from tp_engine.layers import linear_method
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.linear_method import LinearByRows, NativeLinear, PackedLinear, PlainLinear, choose_linear_method
+from tp_engine.layers.linear_method import NativeLinear, PackedLinear, PanelLinear, PlainLinear, choose_linear_method
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [(1, 1), (3, 5), (37, 83), (16, 32), (33, 31), (70, 1100)]  # (out, in)
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+SIZES = [(1, 1), (3, 6), (37, 83), (37, 84), (16, 32), (33, 31), (70, 1100), (70, 2500)]  # (out, in)
+ERROR_UNITS = 4
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 65]
 
 
@@ -37,10 +42,18 @@ def operands(size: tuple[int, int], rows: int, dtype: torch.dtype) -> tuple[torc
     return x, weight, torch.randn(out_size).to(dtype)
 
 
+def products(library: ctypes.CDLL, weight: torch.Tensor) -> dict[str, Product]:
+    """The ways in which C multiplies this weight."""
+    found: dict[str, Product] = {"plain": lambda x, bias: few_rows_linear(library, x, weight, bias)}
+    if fits_panels(library, weight):
+        found["panels"] = PackedWeight(library, weight).product
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_few_rows(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int], has_bias: bool) -> None:
+def test_products(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int], has_bias: bool) -> None:
     """Oracle: float64: half a unit of the type, and float32's epsilon of the summands' magnitudes; in 16 bits the mean
     error is that of ``F.linear``."""
     for rows in ROWS:
@@ -48,54 +61,61 @@ def test_few_rows(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int
         offset = bias if has_bias else torch.zeros_like(bias)
         exact = F.linear(x.double(), weight.double(), offset.double())
         magnitude = F.linear(x.double().abs(), weight.double().abs(), offset.double().abs())
-        found = few_rows_linear(library, x, weight, bias if has_bias else None)
-        assert found.dtype is dtype
-        error = (found.double() - exact).abs()
-        allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2 * torch.finfo(torch.float32).eps * magnitude
-        assert (error <= allowed + torch.finfo(dtype).smallest_normal).all()
-        if dtype is not torch.float32:
-            assert error.mean() <= 1.01 * (F.linear(x, weight, offset).double() - exact).abs().mean() + 1e-6
+        allowed = torch.finfo(dtype).eps / 2 * exact.abs() + ERROR_UNITS * torch.finfo(torch.float32).eps * magnitude
+        for name, product in products(library, weight).items():
+            found = product(x, bias if has_bias else None)
+            assert found.dtype is dtype
+            error = (found.double() - exact).abs()
+            assert (error <= allowed + torch.finfo(dtype).smallest_normal).all(), name
+            if dtype is not torch.float32:
+                usual = (F.linear(x, weight, offset).double() - exact).abs().mean()
+                assert error.mean() <= 1.01 * usual + 1e-6, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_s_result_depends_on_nothing_else(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Oracle: itself: with one, two and three threads, and alone instead of in a batch, bit by bit."""
-    x, weight, bias = operands((131, 1100), 64, dtype)
-    whole = few_rows_linear(library, x, weight, bias)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(few_rows_linear(library, x, weight, bias), whole)
-    for row in (0, 17, 63):
-        assert torch.equal(few_rows_linear(library, x[row : row + 1], weight, bias), whole[row : row + 1])
-        assert torch.equal(few_rows_linear(library, x[row : row + 1].expand(9, -1), weight, bias)[8], whole[row])
+    for in_size in (1100, 2500):
+        x, weight, bias = operands((131, in_size), 200, dtype)
+        for name, product in products(library, weight).items():
+            torch.set_num_threads(1)
+            whole = product(x, bias)
+            for threads in (2, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(product(x, bias), whole), name
+            for row in (0, 17, 199):
+                assert torch.equal(product(x[row : row + 1], bias), whole[row : row + 1]), name
+                assert torch.equal(product(x[row : row + 1].expand(9, -1), bias)[8], whole[row]), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_stays_so(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Oracle: ``F.linear``: NaN and infinities of the weight, in whole vectors and in the rest of a row."""
-    x, weight = torch.ones(7, 75, dtype=dtype), torch.ones(6, 75, dtype=dtype)
-    weight[1, 2], weight[2, 74] = float("nan"), float("nan")
+    x, weight = torch.ones(7, 76, dtype=dtype), torch.ones(6, 76, dtype=dtype)
+    weight[1, 2], weight[2, 75] = float("nan"), float("nan")
     weight[3, 40], weight[4, 70] = float("inf"), float("-inf")
-    torch.testing.assert_close(few_rows_linear(library, x, weight, None), F.linear(x, weight), equal_nan=True)
+    for product in products(library, weight).values():
+        torch.testing.assert_close(product(x, None), F.linear(x, weight), equal_nan=True)
 
 
 def test_columns_that_are_not_neighbours(library: ctypes.CDLL) -> None:
     """Oracle: ``F.linear``."""
     x, weight = torch.randn(40, 3).T, torch.randn(5, 40)
-    torch.testing.assert_close(few_rows_linear(library, x, weight, None), F.linear(x, weight))
+    for product in products(library, weight).values():
+        torch.testing.assert_close(product(x, None), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_native", [False, True])
-@pytest.mark.parametrize("meets_many_rows", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_chosen_method_equals_the_plain_product(
-    dtype: torch.dtype, has_native: bool, meets_many_rows: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, has_native: bool, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the product in float64, to within the type's rounding; with the compiled kernels and without."""
     if not has_native:
         monkeypatch.setattr(linear_method, "native_library", lambda: None)
     weight, bias = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
-    method = choose_linear_method(weight, meets_many_rows=meets_many_rows)
+    method = choose_linear_method(weight, is_shared=is_shared)
     for rows in (0, 1, 2, 16, 17, 33, 100):
         for offset in (None, bias):
             x = torch.randn(rows, 64, dtype=dtype)
@@ -125,23 +145,28 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
     assert isinstance(choose_linear_method(weight.half()), PlainLinear)
 
 
-class FakeLibrary:
-    """A processor with or without instructions for matrices of bfloat16."""
+class FakeProcessor:
+    """The compiled kernels of a processor with or without instructions for matrices of bfloat16, and for pairs of it."""
 
-    def __init__(self, answer: int) -> None:
-        self.answer = answer
-
-    def has_bfloat16_matrices(self) -> int:
-        return self.answer
+    def __init__(self, library: ctypes.CDLL, matrices: bool, pairs: bool) -> None:
+        self.has_bfloat16_matrices, self.multiplies_bfloat16 = lambda: matrices, lambda: pairs
+        self.panel_width, self.pack_weight = library.panel_width, library.pack_weight
 
 
-@pytest.mark.parametrize("has_matrices", [0, 1])
-def test_the_choice_by_type_and_processor(has_matrices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_choice_by_type_and_processor(
+    library: ctypes.CDLL, matrices: bool, pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the table in the module's description."""
-    monkeypatch.setattr(linear_method, "native_library", lambda: FakeLibrary(has_matrices))
+    monkeypatch.setattr(linear_method, "native_library", lambda: FakeProcessor(library, matrices, pairs))
     weight = torch.randn(48, 32)
-    assert isinstance(choose_linear_method(weight), LinearByRows)
-    assert isinstance(choose_linear_method(weight.bfloat16()), PackedLinear if has_matrices else NativeLinear)
+    assert isinstance(choose_linear_method(weight), PanelLinear)
+    assert isinstance(choose_linear_method(weight, is_shared=True), NativeLinear)
+    expected = PackedLinear if matrices else PanelLinear if pairs else NativeLinear
+    assert isinstance(choose_linear_method(weight.bfloat16()), expected)
+    odd = choose_linear_method(weight[:, :31].contiguous().bfloat16())
+    assert isinstance(odd, PackedLinear if matrices else NativeLinear)
     assert isinstance(choose_linear_method(weight.half()), NativeLinear)
     assert isinstance(choose_linear_method(weight.double()), PlainLinear)
     assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)

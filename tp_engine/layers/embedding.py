@@ -91,7 +91,7 @@ class ParallelLMHead(LocalLinear):
         world_size = context.communicator.info.world_size
         num_rows = padded_vocab_size(vocab_size, world_size) // world_size
         weight = tied.weight if tied is not None else None
-        choose = partial(choose_linear_method, meets_many_rows=False)  # there are few rows to sample from
+        choose = partial(choose_linear_method, is_shared=tied is not None)
         super().__init__(hidden_size, num_rows, bias=False, context=context, weight=weight, make_method=choose)
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)

@@ -42,7 +42,7 @@ class Int8Linear:
     """
 
     needs_weight = False
-    native_rows = 0
+    is_native = False
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """``codes`` (out, in) int8, ``scales`` (out,) float32."""

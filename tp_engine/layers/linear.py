@@ -53,9 +53,9 @@ class LocalLinear(nn.Module):
             self.weight = None
 
     @property
-    def native_rows(self) -> int:
-        """Up to how many rows the product is compiled code, which a tape can hold."""
-        return self._method.native_rows
+    def is_native(self) -> bool:
+        """Whether the product is compiled code, which a tape can hold."""
+        return self._method.is_native
 
 
 class ColumnParallelLinear(LocalLinear):

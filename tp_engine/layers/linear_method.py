@@ -1,19 +1,19 @@
-"""How ``x @ weight.T + bias`` is computed on a CPU, by the weight's type and the number of rows of ``x``.
+"""How ``x @ weight.T + bias`` is computed on a CPU.
 
-==========  ==================================  =================================  ======================
-type        processor                           few rows                           more rows
-==========  ==================================  =================================  ======================
-float32     any                                 C, up to ``max_float32_rows``      oneDNN, packed weight
-bfloat16    with instructions for matrices of   oneDNN, packed weight              the same
-            it (AMX; ARM)
-16 bits     otherwise                           C                                  C
-==========  ==================================  =================================  ======================
+==========  ========================================  ==============================
+type        processor                                 by
+==========  ========================================  ==============================
+float32     any                                       C, the weight in panels
+bfloat16    with AVX512_BF16                          C, the weight in panels
+bfloat16    with instructions for matrices of it      oneDNN, the weight packed
+            (AMX; ARM)
+16 bits     otherwise                                 C, the weight as it is
+any         a weight that an embedding shares         C, the weight as it is
+==========  ========================================  ==============================
 
-The bounds are fixed: they follow from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md),
-not from times taken at each start, so that a model's tokens are the same in every run on a machine.  C reads the plain
-weight, which costs nothing, and which a tied embedding may share.  oneDNN wants it in its own blocked order: a float32
-weight that meets many rows is therefore kept twice.  A vocabulary's is not, as it meets few rows: beyond the bound it
-is multiplied by ``F.linear``.
+The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
+from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
+packed is a copy in another order, after which the original is given up.
 
 oneDNN's functions belong to torch's private interface, so they are probed, and their result is compared before it is
 trusted.  What is missing, C or oneDNN, the other one does, or ``F.linear``.
@@ -22,7 +22,6 @@ trusted.  What is missing, C or oneDNN, the other one does, or ``F.linear``.
 from __future__ import annotations
 
 import ctypes
-import sys
 from typing import Protocol
 
 import torch
@@ -30,28 +29,18 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import few_rows_linear
+from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-# In float32, C is ahead of oneDNN up to 16 rows.  At 64 it takes up to a quarter longer, which for a small weight is
-# less than what a tape saves, and a tape holds C alone.
-MAX_FLOAT32_ROWS = 16
-MAX_SMALL_FLOAT32_ROWS = 64
-SMALL_FLOAT32_ELEMENTS = 1 << 20
-
-# A float32 product of one row with a weight this small is faster by F.linear than by oneDNN.
-SMALL_WEIGHT_ELEMENTS = 1 << 19
-
 
 class LinearMethod(Protocol):
     """A weight of shape (out, in), ready to be applied.  ``needs_weight``: whether it still reads the original.
 
-    Up to ``native_rows`` rows, C does it, so that a tape can hold it.
+    ``is_native``: whether C does it, so that a tape can hold it.
     """
 
     needs_weight: bool
-    native_rows: int
+    is_native: bool
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in) -> (N, out), in the type of ``x``."""
@@ -61,7 +50,7 @@ class PlainLinear:
     """``F.linear``."""
 
     needs_weight = True
-    native_rows = 0
+    is_native = False
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -71,10 +60,10 @@ class PlainLinear:
 
 
 class NativeLinear:
-    """C, which is made for few rows."""
+    """C with the plain weight, made for few rows."""
 
     needs_weight = True
-    native_rows = sys.maxsize
+    is_native = True
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
         self._library, self._weight = library, weight
@@ -83,11 +72,24 @@ class NativeLinear:
         return few_rows_linear(self._library, x, self._weight, bias)
 
 
+class PanelLinear:
+    """C with the weight in panels, for any number of rows."""
+
+    needs_weight = False
+    is_native = True
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+        self._weight = PackedWeight(library, weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._weight.product(x, bias)
+
+
 class PackedLinear:
     """oneDNN with the weight in its own blocked order."""
 
     needs_weight = False
-    native_rows = 0
+    is_native = False
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -97,49 +99,24 @@ class PackedLinear:
         return packed
 
 
-class LinearByRows:
-    """One method for up to ``max_few`` rows, another for more."""
-
-    def __init__(self, few: LinearMethod, many: LinearMethod, max_few: int) -> None:
-        self._few, self._many, self._max_few = few, many, max_few
-        self.needs_weight = few.needs_weight or many.needs_weight
-        self.native_rows = min(max_few, few.native_rows)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return (self._few if x.shape[0] <= self._max_few else self._many)(x, bias)
-
-
 _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
-def choose_linear_method(weight: torch.Tensor, *, meets_many_rows: bool = True) -> LinearMethod:
-    """The fastest method that is known to work for this weight.  Called once its values are final."""
+def choose_linear_method(weight: torch.Tensor, *, is_shared: bool = False) -> LinearMethod:
+    """The fastest method that is known to work for this weight; ``is_shared``: its plain form is kept in any case.
+
+    Called once its values are final.
+    """
     if weight.device.type != "cpu":
         return PlainLinear(weight)
     library = native_library()
     if library is None or weight.dtype not in DTYPE_CODES or not weight.is_contiguous():
-        return _without_native(weight)
-    native = NativeLinear(library, weight)
-    if weight.dtype == torch.float32:
-        many = _packed(weight) if meets_many_rows else None
-        return LinearByRows(native, many or PlainLinear(weight), max_float32_rows(weight))
+        return _packed(weight) or PlainLinear(weight)
     if weight.dtype == torch.bfloat16 and library.has_bfloat16_matrices():
-        return _packed(weight) or native
-    return native
-
-
-def max_float32_rows(weight: torch.Tensor) -> int:
-    """Up to how many rows C multiplies a float32 weight."""
-    return MAX_SMALL_FLOAT32_ROWS if weight.numel() <= SMALL_FLOAT32_ELEMENTS else MAX_FLOAT32_ROWS
-
-
-def _without_native(weight: torch.Tensor) -> LinearMethod:
-    packed = _packed(weight)
-    if packed is None:
-        return PlainLinear(weight)
-    if weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHT_ELEMENTS:
-        return LinearByRows(PlainLinear(weight), packed, 1)
-    return packed
+        return _packed(weight) or NativeLinear(library, weight)
+    if not is_shared and fits_panels(library, weight):
+        return PanelLinear(library, weight)
+    return NativeLinear(library, weight)
 
 
 def _packed(weight: torch.Tensor) -> PackedLinear | None:

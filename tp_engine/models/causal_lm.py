@@ -50,9 +50,9 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @property
-    def native_rows(self) -> int:
-        """Up to how many rows all linear layers are compiled code, once ``finish_loading`` was called."""
-        return min(module.native_rows for module in self.modules() if isinstance(module, LocalLinear))
+    def has_native_linears(self) -> bool:
+        """Whether all linear layers are compiled code, once ``finish_loading`` was called."""
+        return all(module.is_native for module in self.modules() if isinstance(module, LocalLinear))
 
     def finish_loading(self) -> None:
         """Prepare the layers for running, once, after all weights have their values."""

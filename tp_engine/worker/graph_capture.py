@@ -43,7 +43,7 @@ def graph_plan(
     if config.enforce_eager:
         return None
     if config.device != "cuda":
-        return _tape_plan(config, backend, communicator, model.native_rows)
+        return _tape_plan(config, backend, communicator, model)
     obstacle = _obstacle(config, backend, communicator)
     if obstacle is not None:
         logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
@@ -64,15 +64,15 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Com
 
 
 def _tape_plan(
-    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, native_rows: int
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
 ) -> GraphPlan | None:
-    """Tapes, one for each number of rows, as far as the linear layers are compiled code."""
+    """Tapes, one for each number of rows, where all of a step is compiled code."""
     library = native_library()
-    if library is None or config.check_inputs or not (backend.can_capture_decodes and communicator.can_capture):
+    if library is None or config.check_inputs or not model.has_native_linears:
         return None
-    sizes = range(1, min(config.max_num_seqs, native_rows, _MAX_TAPE_ROWS) + 1)
-    if not sizes:
+    if not (backend.can_capture_decodes and communicator.can_capture):
         return None
+    sizes = range(1, min(config.max_num_seqs, _MAX_TAPE_ROWS) + 1)
     return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
 
 

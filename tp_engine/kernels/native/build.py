@@ -28,6 +28,7 @@ SOURCES = (
     "heads.c",
     "int8_rows.c",
     "linear.c",
+    "packed_linear.c",
     "small_ops.c",
     "tape.c",
 )
@@ -75,7 +76,7 @@ def _find_compiler() -> Path:
 
 def _key(compiler: Path, openmp: Path) -> str:
     status = compiler.stat()
-    facts = [str(compiler), str(status.st_size), str(status.st_mtime_ns), str(openmp), *COMPILE_FLAGS, _processor()]
+    facts = [str(compiler), str(status.st_size), str(status.st_mtime_ns), str(openmp), *COMPILE_FLAGS, *SOURCES, _processor()]
     digest = hashlib.sha256("\0".join(facts).encode())
     for path in sorted(FOLDER.glob("*.[ch]")):
         digest.update(path.read_bytes())

@@ -28,6 +28,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
     "embed": (*[_POINTER] * 3, *[_INT] * 4),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
+    "packed_linear": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 5),
+    "pack_weight": (_POINTER, _POINTER, *[_INT] * 3),
+    "panel_width": (),
+    "multiplies_bfloat16": (),
     "has_bfloat16_matrices": (),
     "quantise_rows": (*[_POINTER] * 3, *[_INT] * 4),
     "scale_rows": (*[_POINTER] * 4, *[_INT] * 4),
@@ -37,6 +41,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 # Those that a tape can hold have a player of the same name.
 _UNRECORDED = (
+    "pack_weight",
+    "panel_width",
+    "multiplies_bfloat16",
     "has_bfloat16_matrices",
     "quantise_rows",
     "scale_rows",

@@ -1,4 +1,4 @@
-"""Products of few rows with a weight, by ``linear.c``."""
+"""Products with a weight: of few rows with a plain one by ``linear.c``, of any with a packed one by ``packed_linear.c``."""
 
 from __future__ import annotations
 
@@ -36,3 +36,45 @@ def few_rows_linear(
         torch.get_num_threads(),
     )
     return out
+
+
+def fits_panels(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
+    """Whether ``PackedWeight`` takes ``weight``: float32; pairs of bfloat16, where the processor multiplies them."""
+    if weight.dtype == torch.bfloat16:
+        return weight.shape[1] % 2 == 0 and bool(library.multiplies_bfloat16())
+    return weight.dtype == torch.float32
+
+
+class PackedWeight:
+    """A weight (out, in) in the order that ``packed_linear.c`` reads."""
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+        assert weight.is_contiguous() and fits_panels(library, weight)
+        out_size, in_size = weight.shape
+        width = library.panel_width()
+        self._library, self._dtype, self._out_size = library, weight.dtype, out_size
+        self._items = in_size * weight.itemsize // 4
+        self._panels = torch.empty((-(-out_size // width), self._items, width), dtype=torch.float32)
+        library.pack_weight(
+            weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, torch.get_num_threads()
+        )
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ weight.T + bias``, as ``few_rows_linear``, of any number of rows."""
+        assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty((len(x), self._out_size), dtype=x.dtype)
+        self._library.packed_linear(
+            x.data_ptr(),
+            x.stride(0),
+            self._panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            self._out_size,
+            self._items,
+            DTYPE_CODES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out

@@ -12,7 +12,7 @@ from tp_engine.kernels import activation, norm, rope
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.native.int8_rows import NativeInt8Rows
 from tp_engine.kernels.native.layout import DTYPE_CODES
-from tp_engine.kernels.native.linear import few_rows_linear
+from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.kernels.native.paged_attention import PagedAttention
 
@@ -28,7 +28,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
         generator = torch.Generator().manual_seed(0)
         for name, found, expected in (
             *_small_operations(ops, dtype, generator),
-            ("few_rows_linear", *_linear(library, dtype, generator)),
+            *_linear(library, dtype, generator),
             ("paged_attention", *_attention(attention, dtype, generator)),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
@@ -62,12 +62,18 @@ def _small_operations(
     ]
 
 
-def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seven rows times a weight whose sizes are no multiples of anything, and the same by PyTorch, in float64: its own
+def _linear(
+    library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Seven rows times a weight whose sizes are no multiples of much, and the same by PyTorch, in float64: its own
     float32 is off by more than ours on some processors."""
-    shapes = ((7, 83), (37, 83), (37,))
+    shapes = ((7, 86), (37, 86), (37,))
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
-    return few_rows_linear(library, x, weight, bias), F.linear(x.double(), weight.double(), bias.double())
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    results = [("few_rows_linear", few_rows_linear(library, x, weight, bias), expected)]
+    if fits_panels(library, weight):
+        results.append(("packed_linear", PackedWeight(library, weight).product(x, bias), expected))
+    return results
 
 
 def _int8_rows(
