@@ -78,7 +78,7 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tasks; i++)
-            run_task(&call, &tasks[i], partial);
+            run_task(&call, &tasks[i], i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL, partial);
         if (num_merges) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < num_merges; i++)

@@ -9,6 +9,30 @@ typedef struct {
     const int64_t *places;
 } Lines;
 
+/* Keys and values that will be needed soon, from byte `byte` of the row at place `key` on: asked for piece by piece, in
+   the order of memory, between other work.  All at once they would wait for each other. */
+typedef struct {
+    const char *keys, *values;
+    const int64_t *places;
+    int64_t key, num_keys, byte, row_bytes, piece_bytes;
+} Ahead;
+
+INLINE void fetch_piece(Ahead *ahead)
+{
+    if (ahead->key >= ahead->num_keys)
+        return;
+    const int64_t first = ahead->places[ahead->key] + ahead->byte;
+    for (int64_t byte = first; byte < first + ahead->piece_bytes; byte += CACHE_LINE) {
+        __builtin_prefetch(ahead->keys + byte, 0, 3);
+        __builtin_prefetch(ahead->values + byte, 0, 3);
+    }
+    ahead->byte += ahead->piece_bytes;
+    if (ahead->byte >= ahead->row_bytes) {
+        ahead->byte = 0;
+        ahead->key++;
+    }
+}
+
 /* A tile's keys as columns: item u of all keys side by side, TILE apart.  An item is a float32, or a pair of bfloat16,
    which is FLOAT32 here.  Columns beyond num_keys mean nothing; `keys` has places up to a multiple of VW. */
 INLINE void turn_keys(const int dtype, int64_t items, Lines keys, int64_t num_keys, float *columns)
@@ -107,7 +131,7 @@ INLINE float weigh_row(float *scores, float factor, int64_t first, int64_t end, 
 
 /* out[r] = out[r] * kept[r] + weights[r] @ values, for `width` vectors of the rows. */
 INLINE void add_block(const int rows, const int width, const int dtype, int64_t vectors, const float *weights,
-                      const float *kept, Lines values, int64_t num_keys, int64_t first, float *out)
+                      const float *kept, Lines values, int64_t num_keys, int64_t first, float *out, Ahead *ahead)
 {
     vf sums[ROW_BLOCK][DIM_BLOCK];
 #pragma GCC unroll 6
@@ -117,6 +141,8 @@ INLINE void add_block(const int rows, const int width, const int dtype, int64_t 
             sums[r][i] = load_vector(out + (r * vectors + first + i) * VW) * kept[r];
     for (int64_t k = 0; k < num_keys; k++) {
         vf value[DIM_BLOCK];
+        if (first == 0)
+            fetch_piece(ahead);
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++)
             value[i] = load_items(values.first + values.places[k], (first + i) * VW, dtype);
@@ -134,21 +160,21 @@ INLINE void add_block(const int rows, const int width, const int dtype, int64_t 
 }
 
 INLINE void add_rows(const int rows, const int dtype, int64_t vectors, const float *weights, const float *kept,
-                     Lines values, int64_t num_keys, float *out)
+                     Lines values, int64_t num_keys, float *out, Ahead *ahead)
 {
     int64_t first = 0;
     for (; first + DIM_BLOCK <= vectors; first += DIM_BLOCK)
-        add_block(rows, DIM_BLOCK, dtype, vectors, weights, kept, values, num_keys, first, out);
+        add_block(rows, DIM_BLOCK, dtype, vectors, weights, kept, values, num_keys, first, out, ahead);
     for (; first + 2 <= vectors; first += 2)
-        add_block(rows, 2, dtype, vectors, weights, kept, values, num_keys, first, out);
+        add_block(rows, 2, dtype, vectors, weights, kept, values, num_keys, first, out, ahead);
     for (; first < vectors; first++)
-        add_block(rows, 1, dtype, vectors, weights, kept, values, num_keys, first, out);
+        add_block(rows, 1, dtype, vectors, weights, kept, values, num_keys, first, out, ahead);
 }
 
-#define ADD_ROWS(n) case n: add_rows(n, dtype, vectors, w, kept + r, values, num_keys, to); break
+#define ADD_ROWS(n) case n: add_rows(n, dtype, vectors, w, kept + r, values, num_keys, to, ahead); break
 
 INLINE void add_values(const int dtype, int64_t rows, int64_t vectors, const float *weights, const float *kept,
-                       Lines values, int64_t num_keys, float *out)
+                       Lines values, int64_t num_keys, float *out, Ahead *ahead)
 {
     for (int64_t r = 0; r < rows; r += ROW_BLOCK) {
         const float *w = weights + r * TILE;

@@ -38,16 +38,16 @@ static void find_tile(const Call *call, const Task *task, int64_t start, Tile *t
         tile->places[k] = tile->places[k - 1];
 }
 
-/* Asks for one KV head's keys and values of a tile. */
-INLINE void fetch_tile(const Call *call, const Tile *tile, int64_t head)
+/* The task's part of a tile's keys and values. */
+static Ahead next_rows(const Call *call, const Task *task, const Tile *tile)
 {
-    const int64_t head_bytes = call->layer->head_dim * item_bytes((int)call->layer->cache_dtype);
-    const char *keys = call->layer->key_cache + head * head_bytes, *values = call->layer->value_cache + head * head_bytes;
-    for (int64_t byte = 0; byte < head_bytes; byte += CACHE_LINE)
-        for (int64_t k = 0; k < tile->num_keys; k++) {
-            __builtin_prefetch(keys + tile->places[k] + byte, 0, 2);
-            __builtin_prefetch(values + tile->places[k] + byte, 0, 2);
-        }
+    const Layer *layer = call->layer;
+    const int64_t head_bytes = layer->head_dim * item_bytes((int)layer->cache_dtype), offset = task->first_head * head_bytes;
+    return (Ahead){
+        .keys = layer->key_cache + offset, .values = layer->value_cache + offset,
+        .places = tile->places, .num_keys = tile->num_keys,
+        .row_bytes = (task->end_head - task->first_head) * head_bytes, .piece_bytes = head_bytes,
+    };
 }
 
 /* One KV head's rows of a tile, in the cache or wide. */
@@ -90,7 +90,7 @@ static void read_queries(const Call *call, const Task *task, Rows *rows)
 
 /* One KV head's rows over one tile, while the next tile's keys and values are fetched. */
 INLINE void attend_tile(const Call *call, const Task *task, const int dtype, const int in_place, const int by_pairs,
-                        Rows *rows, int64_t head, const Tile *tile, const Tile *next)
+                        Rows *rows, int64_t head, const Tile *tile, Ahead *ahead)
 {
     const Layer *layer = call->layer;
     const int64_t num_rows = task->end_row - task->first_row, base = (head - task->first_head) * num_rows;
@@ -105,7 +105,6 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
     if (first == last)
         return;
     float *scores = rows->scores, *kept = rows->kept, *out = rows->out + (base + first) * width;
-    fetch_tile(call, next, head);
     const Lines keys = find_lines(call, layer->key_cache, tile, head, in_place, &rows->wide);
     turn_keys(by_pairs ? FLOAT32 : dtype, items, keys, tile->num_keys, rows->columns);
     score_rows(by_pairs, last - first, items, rows->query + (base + first) * items, rows->columns, tile->num_keys, scores);
@@ -118,9 +117,9 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
     const int stays = in_place && (dtype == FLOAT32 || !is_wide);
     const Lines values = find_lines(call, layer->value_cache, tile, head, stays, &rows->wide);
     if (is_wide)
-        add_values(FLOAT32, last - first, vectors, scores, kept, values, tile->num_keys, out);
+        add_values(FLOAT32, last - first, vectors, scores, kept, values, tile->num_keys, out, ahead);
     else
-        add_values(dtype, last - first, vectors, scores, kept, values, tile->num_keys, out);
+        add_values(dtype, last - first, vectors, scores, kept, values, tile->num_keys, out, ahead);
 }
 
 INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t row, float *out, float sum)
@@ -134,19 +133,25 @@ INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t 
     narrow_row(call->out + place * item_bytes(layer->dtype), out, layer->head_dim, (int)layer->dtype);
 }
 
-/* `dtype` is that of the rows that are multiplied: the cache's, or of their copies. */
-INLINE void attend(const Call *call, const Task *task, float *partial, const int dtype, const int in_place,
-                   const int by_pairs)
+/* `dtype` is that of the rows that are multiplied: the cache's, or of their copies.  While the last tile is computed,
+   `following`'s first one is fetched, if it is not NULL. */
+INLINE void attend(const Call *call, const Task *task, const Task *following, float *partial, const int dtype,
+                   const int in_place, const int by_pairs)
 {
     Rows rows;
     Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
     const int64_t width = call->padded_dim;
     read_queries(call, task, &rows);
     find_tile(call, task, task->first_key, tile);
-    while (tile->num_keys) {
+    for (int is_last = 0; !is_last;) {
+        const Task *next_task = task;
         find_tile(call, task, tile->start + tile->num_keys, next);
+        is_last = next->num_keys == 0;
+        if (is_last && following)
+            find_tile(call, next_task = following, following->first_key, next);
+        Ahead ahead = next_rows(call, next_task, next);
         for (int64_t head = task->first_head; head < task->end_head; head++)
-            attend_tile(call, task, dtype, in_place, by_pairs, &rows, head, tile, next);
+            attend_tile(call, task, dtype, in_place, by_pairs, &rows, head, tile, &ahead);
         Tile *const done = tile;
         tile = next, next = done;
     }
@@ -165,22 +170,27 @@ INLINE void attend(const Call *call, const Task *task, float *partial, const int
 }
 
 /* Each type of rows gets code of its own. */
-static void attend_float32(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT32, 1, 0); }
-static void attend_bfloat16(const Call *call, const Task *task, float *partial) { attend(call, task, partial, BFLOAT16, 1, 0); }
-static void attend_float16(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT16, 1, 0); }
-static void attend_pairs(const Call *call, const Task *task, float *partial) { attend(call, task, partial, BFLOAT16, 1, 1); }
-static void attend_copies(const Call *call, const Task *task, float *partial) { attend(call, task, partial, FLOAT32, 0, 0); }
+#define ATTEND(name, dtype, in_place, by_pairs)                                                            \
+    static void name(const Call *call, const Task *task, const Task *following, float *partial)             \
+    {                                                                                                       \
+        attend(call, task, following, partial, dtype, in_place, by_pairs);                                  \
+    }
+ATTEND(attend_float32, FLOAT32, 1, 0)
+ATTEND(attend_bfloat16, BFLOAT16, 1, 0)
+ATTEND(attend_float16, FLOAT16, 1, 0)
+ATTEND(attend_pairs, BFLOAT16, 1, 1)
+ATTEND(attend_copies, FLOAT32, 0, 0)
 
-static void run_task(const Call *call, const Task *task, float *partial)
+static void run_task(const Call *call, const Task *task, const Task *following, float *partial)
 {
     if (call->padded_dim != call->layer->head_dim)
-        attend_copies(call, task, partial);
+        attend_copies(call, task, following, partial);
     else if (call->layer->cache_dtype == FLOAT32)
-        attend_float32(call, task, partial);
+        attend_float32(call, task, following, partial);
     else if (call->by_pairs)
-        attend_pairs(call, task, partial);
+        attend_pairs(call, task, following, partial);
     else if (call->layer->cache_dtype == BFLOAT16)
-        attend_bfloat16(call, task, partial);
+        attend_bfloat16(call, task, following, partial);
     else
-        attend_float16(call, task, partial);
+        attend_float16(call, task, following, partial);
 }
