@@ -152,8 +152,8 @@ def test_output_head_keeps_its_type(checkpoint: Callable[..., Path]) -> None:
 
     def body(communicator: Communicator) -> tuple[LinearMethod, torch.Tensor, torch.Tensor]:
         model = build(config, folder, communicator, "int8")
-        hidden = torch.randn(4, config.hidden_size)
-        return model.lm_head._method, model.compute_local_logits(hidden), hidden @ model.embed_tokens.weight.T
+        hidden, matrix = torch.randn(4, config.hidden_size), model.embed_tokens(torch.arange(config.vocab_size))
+        return model.lm_head._method, model.compute_local_logits(hidden), hidden @ matrix.T
 
     method, found, expected = run_ranks(1, body)[0]
     assert not isinstance(method, Int8Linear)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.dist.collectives import SingleRank
+from tp_engine.kernels.embedding import embed
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 from tp_engine.layers import linear_method
@@ -107,15 +108,14 @@ def test_columns_that_are_not_neighbours(library: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_native", [False, True])
-@pytest.mark.parametrize("is_shared", [False, True])
 def test_chosen_method_equals_the_plain_product(
-    dtype: torch.dtype, has_native: bool, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, has_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the product in float64, to within the type's rounding; with the compiled kernels and without."""
     if not has_native:
         monkeypatch.setattr(linear_method, "native_library", lambda: None)
     weight, bias = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
-    method = choose_linear_method(weight, is_shared=is_shared)
+    method = choose_linear_method(weight)
     for rows in (0, 1, 2, 16, 17, 33, 100):
         for offset in (None, bias):
             x = torch.randn(rows, 64, dtype=dtype)
@@ -146,7 +146,7 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
 
 
 class FakeProcessor:
-    """The compiled kernels of a processor with or without instructions for matrices of bfloat16, and for pairs of it."""
+    """Compiled kernels of a processor with or without instructions for matrices, and for pairs, of bfloat16."""
 
     def __init__(self, library: ctypes.CDLL, matrices: bool, pairs: bool) -> None:
         self.has_bfloat16_matrices, self.multiplies_bfloat16 = lambda: matrices, lambda: pairs
@@ -162,7 +162,6 @@ def test_the_choice_by_type_and_processor(
     monkeypatch.setattr(linear_method, "native_library", lambda: FakeProcessor(library, matrices, pairs))
     weight = torch.randn(48, 32)
     assert isinstance(choose_linear_method(weight), PanelLinear)
-    assert isinstance(choose_linear_method(weight, is_shared=True), NativeLinear)
     expected = PackedLinear if matrices else PanelLinear if pairs else NativeLinear
     assert isinstance(choose_linear_method(weight.bfloat16()), expected)
     odd = choose_linear_method(weight[:, :31].contiguous().bfloat16())
@@ -172,14 +171,35 @@ def test_the_choice_by_type_and_processor(
     assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)
 
 
-def test_a_tied_head_reads_the_embedding_s_weight(library: ctypes.CDLL) -> None:
-    """Oracle: the embedding's tensor, which the head still holds after loading."""
-    context = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_native", [False, True])
+def test_a_tied_head_and_its_embedding_have_one_weight(
+    dtype: torch.dtype, has_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the weight that both were given; plain or in panels, there is one of it where C reads it."""
+    if not has_native:
+        monkeypatch.setattr(linear_method, "native_library", lambda: None)
+    context = LayerContext(communicator=SingleRank(), dtype=dtype, device=torch.device("cpu"))
     embedding = VocabParallelEmbedding(203, 8, context=context)
     head = ParallelLMHead(203, 8, context=context, tied=embedding)
+    assert embedding.weight is not None and head.weight is embedding.weight
+    weight = torch.randn(head.weight.shape).to(dtype)
+    embedding.weight.copy_(weight)
     head.finish_loading()
-    assert head.weight is embedding.weight
-    head.weight.copy_(torch.randn(head.weight.shape))
-    hidden = torch.randn(30, 8)
-    torch.testing.assert_close(head(hidden), F.linear(hidden, embedding.weight[:203]))
-    torch.testing.assert_close(head(hidden[:2]), F.linear(hidden[:2], embedding.weight[:203]))
+    if isinstance(head._method, NativeLinear):
+        assert head.weight is embedding.weight
+    assert isinstance(head._method, PanelLinear) == (embedding.weight is None)
+    ids = torch.tensor([0, 202, 63, 64, 1, 129, 0])
+    for wanted in (ids, ids.int()):
+        assert torch.equal(embedding(wanted), weight[ids])
+    for rows in (2, 30):
+        hidden = torch.randn(rows, 8).to(dtype)
+        expected = F.linear(hidden.double(), weight[:203].double())
+        torch.testing.assert_close(head(hidden).double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_rows_of_a_part_of_the_vocabulary(library: ctypes.CDLL) -> None:
+    """Oracle: ``embed``: ids below and above those of the weight give zeros; enough of them for two threads."""
+    weight = torch.randn(80, 50)
+    ids = torch.arange(700, dtype=torch.int32) % 130
+    assert torch.equal(PackedWeight(library, weight).rows(ids, 20), embed(ids, weight, 20))

@@ -8,8 +8,9 @@ them, and their logits are cut off before anyone sees them::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,13 @@ from torch import nn
 from tp_engine.dist.rank import RankInfo
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.linear import LocalLinear
-from tp_engine.layers.linear_method import choose_linear_method
+from tp_engine.layers.linear_method import PanelLinear, choose_linear_method
 from tp_engine.units import round_up
 
 VOCAB_ALIGNMENT = 16
+
+Lookup: TypeAlias = Callable[[torch.Tensor, int | None], torch.Tensor]
+"""``lookup(token_ids, first_id)`` as ``kernels.embedding.embed``, of a weight of its own."""
 
 
 def padded_vocab_size(vocab_size: int, world_size: int) -> int:
@@ -71,16 +75,24 @@ class VocabParallelEmbedding(nn.Module):
         self._communicator = context.communicator
         self._num_rows = padded_vocab_size(vocab_size, info.world_size) // info.world_size
         self._first_row = info.rank * self._num_rows
-        self.weight = context.empty(self._num_rows, hidden_size)
+        self.weight: nn.Parameter | None = context.empty(self._num_rows, hidden_size)
         self._embed = context.ops.embed
+        self._lookup: Lookup | None = None
+
+    def read_from(self, lookup: Lookup) -> None:
+        """Give the weight up: ``lookup`` has its rows."""
+        self.weight, self._lookup = None, lookup
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         first_row = None if self._communicator.info.world_size == 1 else self._first_row
+        if self._lookup is not None:
+            return self._communicator.all_reduce(self._lookup(token_ids, first_row))
+        assert self.weight is not None
         return self._communicator.all_reduce(self._embed(token_ids, self.weight, first_row))
 
 
 class ParallelLMHead(LocalLinear):
-    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares the embedding's weight.
+    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, in panels too.
 
     Its weight keeps the model's type, whatever ``quantization`` says: errors here reach the tokens directly.
     """
@@ -91,10 +103,18 @@ class ParallelLMHead(LocalLinear):
         world_size = context.communicator.info.world_size
         num_rows = padded_vocab_size(vocab_size, world_size) // world_size
         weight = tied.weight if tied is not None else None
-        choose = partial(choose_linear_method, is_shared=tied is not None)
-        super().__init__(hidden_size, num_rows, bias=False, context=context, weight=weight, make_method=choose)
+        super().__init__(
+            hidden_size, num_rows, bias=False, context=context, weight=weight, make_method=choose_linear_method
+        )
+        self._share_rows = None if tied is None else tied.read_from
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
+
+    def finish_loading(self) -> None:
+        """See ``LocalLinear``."""
+        super().finish_loading()
+        if self._share_rows is not None and isinstance(self._method, PanelLinear):
+            self._share_rows(self._method.weight.rows)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._method(hidden, None)[:, : self.slice.width]

@@ -8,7 +8,6 @@ bfloat16    with AVX512_BF16                          C, the weight in panels
 bfloat16    with instructions for matrices of it      oneDNN, the weight packed
             (AMX; ARM)
 16 bits     otherwise                                 C, the weight as it is
-any         a weight that an embedding shares         C, the weight as it is
 ==========  ========================================  ==============================
 
 The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
@@ -32,6 +31,7 @@ from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
 
 class LinearMethod(Protocol):
     """A weight of shape (out, in), ready to be applied.  ``needs_weight``: whether it still reads the original.
@@ -79,10 +79,10 @@ class PanelLinear:
     is_native = True
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
-        self._weight = PackedWeight(library, weight)
+        self.weight = PackedWeight(library, weight)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._weight.product(x, bias)
+        return self.weight.product(x, bias)
 
 
 class PackedLinear:
@@ -102,11 +102,8 @@ class PackedLinear:
 _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
-def choose_linear_method(weight: torch.Tensor, *, is_shared: bool = False) -> LinearMethod:
-    """The fastest method that is known to work for this weight; ``is_shared``: its plain form is kept in any case.
-
-    Called once its values are final.
-    """
+def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
+    """The fastest method that is known to work for this weight.  Called once its values are final."""
     if weight.device.type != "cpu":
         return PlainLinear(weight)
     library = native_library()
@@ -114,7 +111,7 @@ def choose_linear_method(weight: torch.Tensor, *, is_shared: bool = False) -> Li
         return _packed(weight) or PlainLinear(weight)
     if weight.dtype == torch.bfloat16 and library.has_bfloat16_matrices():
         return _packed(weight) or NativeLinear(library, weight)
-    if not is_shared and fits_panels(library, weight):
+    if fits_panels(library, weight):
         return PanelLinear(library, weight)
     return NativeLinear(library, weight)
 

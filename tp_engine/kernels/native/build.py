@@ -76,7 +76,15 @@ def _find_compiler() -> Path:
 
 def _key(compiler: Path, openmp: Path) -> str:
     status = compiler.stat()
-    facts = [str(compiler), str(status.st_size), str(status.st_mtime_ns), str(openmp), *COMPILE_FLAGS, *SOURCES, _processor()]
+    facts = [
+        str(compiler),
+        str(status.st_size),
+        str(status.st_mtime_ns),
+        str(openmp),
+        *COMPILE_FLAGS,
+        *SOURCES,
+        _processor(),
+    ]
     digest = hashlib.sha256("\0".join(facts).encode())
     for path in sorted(FOLDER.glob("*.[ch]")):
         digest.update(path.read_bytes())

@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "embed": (*[_POINTER] * 3, *[_INT] * 4),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
     "packed_linear": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 5),
+    "embed_panels": (*[_POINTER] * 3, *[_INT] * 5),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 3),
     "panel_width": (),
     "multiplies_bfloat16": (),

@@ -1,4 +1,4 @@
-"""Products with a weight: of few rows with a plain one by ``linear.c``, of any with a packed one by ``packed_linear.c``."""
+"""Products with a weight: plain, for few rows, by ``linear.c``; in panels, for any, by ``packed_linear.c``."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ class PackedWeight:
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
         self._items = in_size * weight.itemsize // 4
         self._panels = torch.empty((-(-out_size // width), self._items, width), dtype=torch.float32)
-        library.pack_weight(
-            weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, torch.get_num_threads()
-        )
+        library.pack_weight(weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, torch.get_num_threads())
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``, as ``few_rows_linear``, of any number of rows."""
@@ -75,6 +73,22 @@ class PackedWeight:
             self._out_size,
             self._items,
             DTYPE_CODES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rows(self, token_ids: torch.Tensor, first_id: int | None) -> torch.Tensor:
+        """The weight's rows for ``token_ids`` (N,), as ``kernels.embedding.embed``: (N, in)."""
+        token_ids = token_ids.to(torch.int32).contiguous()
+        out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
+        self._library.embed_panels(
+            token_ids.data_ptr(),
+            self._panels.data_ptr(),
+            out.data_ptr(),
+            len(token_ids),
+            self._items,
+            first_id or 0,
+            self._out_size,
             torch.get_num_threads(),
         )
         return out

@@ -168,3 +168,28 @@ int play_packed_linear(const Word *a)
     return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].integer, a[6].integer,
                          a[7].integer, a[8].integer, a[9].integer);
 }
+
+/* out (num_ids, items) = rows of a packed weight, whose first is that of first_id; zeros for ids that it does not hold. */
+int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
+                 int64_t num_rows, int64_t num_threads)
+{
+    const int is_parallel = num_threads > 1 && num_ids * items >= MIN_PARALLEL_PRODUCTS;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
+    for (int64_t n = 0; n < num_ids; n++) {
+        const int64_t row = ids[n] - first_id;
+        if (row < 0 || row >= num_rows) {
+            memset(out + n * items, 0, items * sizeof(float));
+            continue;
+        }
+        const float *from = packed + row / PANEL * PANEL * items + row % PANEL;
+        for (int64_t i = 0; i < items; i++)
+            memcpy(out + n * items + i, from + i * PANEL, sizeof(float));
+    }
+    return 0;
+}
+
+int play_embed_panels(const Word *a)
+{
+    return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
+                        a[7].integer);
+}

@@ -35,7 +35,7 @@ def word_of(argument: Any) -> int:
 class Part(Protocol):
     """Calls that follow one another on a tape."""
 
-    def run(self) -> None:
+    def run(self) -> object:
         """Make them again."""
 
     def run_named(self, naming: Naming) -> None:
