@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Time a linear layer's product for few rows on this CPU, three ways side by side.  Ends with one JSON line.
+"""Time a linear layer's product on this CPU, four ways side by side.  Ends with one JSON line.
 
-Ways: ``F.linear``, oneDNN with a packed weight, and ``few_rows_linear`` in C.  As many copies of the weight take turns
+Ways: ``F.linear``, oneDNN with a packed weight, ours with the plain weight (``few_rows_linear``) and with one in
+panels (``PackedWeight``; float32, and bfloat16 where C multiplies it).  As many copies of the weight take turns
 as do not fit into the caches together, as the layers of a model do.  Each time is the best of several, and the ways
 alternate.  Beside it: the weight's bytes per second, and their share of the read bandwidth measured in the same run.
 """
@@ -103,7 +104,7 @@ def main() -> None:
             for text in args.shapes:
                 out_size, in_size = (int(size) for size in text.split("x"))
                 results += measure((out_size, in_size), getattr(torch, dtype), args, bandwidth)
-    facts = {"benchmark": "few_rows_linear", "threads": args.threads, "gb_per_s": round(bandwidth / 1e9, 1)}
+    facts = {"benchmark": "linear", "threads": args.threads, "gb_per_s": round(bandwidth / 1e9, 1)}
     print(json.dumps(facts | {"results": results}))
 
 

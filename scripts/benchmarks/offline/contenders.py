@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,6 @@ Runs = dict[str, dict[str, list[Measurement]]]
 """Workload -> engine -> rounds."""
 
 _WARM_UP_SEED = 1_000_000
-_SETTLE_S = 0.4
 
 
 def engine_makers(args: argparse.Namespace, model: str) -> Makers:
@@ -154,16 +152,12 @@ def _take_turns(
     vocab_size: int,
     rounds: int,
 ) -> None:
-    """A round to warm up, then the rounds that count, each with prompts of its own.
-
-    OpenMP's threads go on spinning for a while (iomp's: 0.2 s) after their work: the next engine waits for their cores.
-    """
+    """A round to warm up, then the rounds that count, each with prompts of its own."""
     make = WORKLOADS[workload]
     for seed in (_WARM_UP_SEED, *range(rounds)):
         for name, engine in engines.items():
             if name in failures:
                 continue
-            time.sleep(_SETTLE_S)
             measured = _attempt(name, failures, lambda engine=engine, seed=seed: engine.run(make(vocab_size, seed)))  # type: ignore[misc]
             if measured is None:
                 rounds_of.pop(name, None)

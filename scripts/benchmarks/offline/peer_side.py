@@ -152,7 +152,8 @@ def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[st
 def main(name: str) -> None:
     """Answer until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # what the engine prints goes to the log, line by line: its last words must not be lost
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     engine: Any = None
     for line in sys.stdin:
         command = json.loads(line)
