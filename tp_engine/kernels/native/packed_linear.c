@@ -6,7 +6,7 @@
 
    A tile is a panel times up to TILE_ROWS rows of x: 24 sums in registers with AVX-512, 12 otherwise.  Each task has one
    panel and some of the rows, and goes through CHUNK items at a time, which stay in the second-level cache for all its
-   tiles, while these fetch the next panel.
+   tiles, while these fetch what follows in memory: the next chunk, or the next panel.
 
    A sum's items are added in their order: a row's result is the same bit by bit in each batch, and with any number of
    threads. */
@@ -107,7 +107,7 @@ INLINE void run_tile(const Linear *p, int64_t row, int64_t panel, int64_t begin,
 {
     const float *weight = p->weight + (panel * p->items + begin) * PANEL;
     const int64_t lines = (PANEL_LINES + turns - 1) / turns, step = lines * (end - begin) * CACHE_LINE;
-    const char *ahead = (const char *)(weight + (end == p->items && begin ? end - begin : p->items) * PANEL) + turn * step;
+    const char *ahead = (const char *)(weight + (end - begin) * PANEL) + turn * step;
     Sums sums = {0};
     if (begin)
         memcpy(sums, waiting, sizeof(vf) * rows * VECTORS);
