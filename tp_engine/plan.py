@@ -22,6 +22,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -96,23 +97,25 @@ class Admission:
     sampling: RowSampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application."""
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application.
+
+    Every rank makes one per step on the way to its model: a ``Struct`` takes a tenth of a frozen dataclass's time.
+    """
 
     step_id: int
     control: Control = Control.NONE
-    released: IntArray = field(default_factory=lambda: NO_IDS)
+    released: IntArray = NO_IDS
     admitted: tuple[Admission, ...] = ()
-    block_rows: IntArray = field(default_factory=lambda: NO_IDS)
-    block_ids: IntArray = field(default_factory=lambda: NO_IDS)
-    copies: IntArray = field(default_factory=lambda: NO_PAIRS)
-    decode_rows: IntArray = field(default_factory=lambda: NO_IDS)
-    prefill_rows: IntArray = field(default_factory=lambda: NO_IDS)
-    prefill_tokens: IntArray = field(default_factory=lambda: NO_IDS)
-    prefill_samples: BoolArray = field(default_factory=lambda: NO_FLAGS)
-    mask_rows: IntArray = field(default_factory=lambda: NO_IDS)
-    masks: IntArray = field(default_factory=lambda: NO_MASKS)
+    block_rows: IntArray = NO_IDS
+    block_ids: IntArray = NO_IDS
+    copies: IntArray = NO_PAIRS
+    decode_rows: IntArray = NO_IDS
+    prefill_rows: IntArray = NO_IDS
+    prefill_tokens: IntArray = NO_IDS
+    prefill_samples: BoolArray = NO_FLAGS
+    mask_rows: IntArray = NO_IDS
+    masks: IntArray = NO_MASKS
 
     @property
     def num_tokens(self) -> int:

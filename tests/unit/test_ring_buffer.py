@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -90,7 +91,7 @@ def ring() -> Iterator[Callable[..., tuple[RingWriter, list[RingReader]]]]:
     """``ring(num_readers, num_slots=..., slot_bytes=...)`` -> the writer and its readers, all in this process."""
     ends: list[RingWriter | RingReader] = []
 
-    def make(num_readers: int = 1, **options: int) -> tuple[RingWriter, list[RingReader]]:
+    def make(num_readers: int = 1, **options: Any) -> tuple[RingWriter, list[RingReader]]:
         writer = RingWriter(num_readers, **options)
         ends.append(writer)
         readers = [RingReader(writer.name, index) for index in range(num_readers)]
@@ -157,6 +158,59 @@ def test_wraparound_at_every_offset(ring: Callable[..., tuple[RingWriter, list[R
             assert [reader.read(0.0) for _ in sent] == sent
         writer.write(b"shift by one", 0.0)
         reader.read(0.0)
+
+
+def test_calls_change_no_message(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: equality with what was written, with calls before messages, many in a row, and into full rings."""
+    writer, readers = ring(2, num_slots=3, slot_bytes=24, spin_s=1e-6)
+    messages = [*random_messages(5, 300, 200)]
+
+    def drain(reader: RingReader) -> list[bytearray]:
+        return [reader.read(TIMEOUT_S) for _ in messages]
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(drain, reader) for reader in readers]
+        for number, message in enumerate(messages):
+            for _ in range(number % 4):
+                writer.call()
+            writer.write(message, TIMEOUT_S)
+        for future in futures:
+            assert future.result() == messages
+
+
+def test_a_call_waits_for_nobody(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: one reader's ring is full, so nobody is called, and the others lose no slot by it."""
+    writer, (quick, slow) = ring(2, num_slots=2, slot_bytes=24, spin_s=1e-6)
+    for number in range(2):
+        writer.write(bytes([number]), 1.0)
+        assert quick.read(1.0) == bytes([number])
+    for _ in range(5):
+        writer.call()
+    assert [slow.read(1.0), slow.read(1.0)] == [b"\0", b"\1"]
+    for number in range(2):
+        writer.write(bytes([number]), 0.0)
+    assert [quick.read(1.0), quick.read(1.0)] == [b"\0", b"\1"]
+
+
+def test_no_calls_where_ranks_share_cores(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
+    """Oracle: a ring of one slot still has room after a call, which a call would have taken."""
+    writer, (reader,) = ring(1, num_slots=1, slot_bytes=24, spin_s=0.0)
+    writer.call()
+    writer.write(b"room", 0.0)
+    assert reader.read(1.0) == b"room"
+
+
+def test_a_called_reader_that_gets_nothing_blocks_again() -> None:
+    """Oracle: its process time over a second with one call, under 1 %."""
+    writer = RingWriter(1, spin_s=1e-6)
+    readers = Readers(writer, 1, [0.0])
+    writer.wait_attached(TIMEOUT_S)
+    writer.call()
+    time.sleep(1.0)
+    writer.write(b"now", TIMEOUT_S)
+    ((_, cpu_s),) = readers.results()
+    writer.close()
+    assert cpu_s < 0.01
 
 
 def test_full_ring_names_the_rank_that_does_not_read(

@@ -53,6 +53,10 @@ class PlanPublisher:
         num_bytes = plan.masks.nbytes + sum(one.token_ids.nbytes + one.block_ids.nbytes for one in plan.admitted)
         return num_bytes > self._ample_bytes
 
+    def call(self) -> None:
+        """Wake the ranks that are blocked, while the plan is made that they wait for."""
+        self._ring.call()
+
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
         """Send ``plan``; returns when it is in the ring, usually long before a rank reads it.
 

@@ -7,9 +7,8 @@ before, so such a row is planned only when that token is known (``StepBuilder``)
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec import structs
 
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.request import FinishReason
@@ -26,7 +25,7 @@ def with_masks(plan: StepPlan, rows: RowState, fill_masks: FillMasks) -> StepPla
     if not len(constrained):
         return plan
     constraints = [sequence.constraint for sequence in rows.occupants(constrained).sequences]
-    return replace(plan, mask_rows=constrained, masks=fill_masks(constraints))
+    return structs.replace(plan, mask_rows=constrained, masks=fill_masks(constraints))
 
 
 def advance_constraints(outcome: StepOutcome, sampled: IntArray, rows: RowState) -> None:

@@ -57,6 +57,7 @@ class PlanContender:
         self._new = self._add(self._prompts)
 
     def schedule(self) -> StepPlan:
+        self._publisher.call()
         plan = self._scheduler.schedule()
         assert plan is not None and len(plan.admitted) == len(self._new)
         return plan
