@@ -180,6 +180,45 @@ def test_a_request_s_result_depends_on_nothing_else() -> None:
         assert torch.equal(out, whole[position].expand(9, -1, -1))
 
 
+# Per case: the block size; each decode's length; the keys that requests of one letter share.
+SHARING = {
+    "one range, partly": (16, [90, 120, 101, 80], {"aaaa": 64}),
+    "two prefixes, interleaved": (16, [300, 270, 400, 290, 310, 700], {"abab-b": 256}),
+    "several ranges": (8, [650, 600, 900], {"aaa": 584}),
+    "more rows than a task has": (16, [200] * 40, {"a" * 40: 160}),
+    "one diverges early": (16, [500, 520, 540, 510], {"aaaa": 96, "aa-a": 448}),
+    "too few keys": (16, [60, 70], {"aa": 48}),
+    "blocks larger than a tile": (64, [200, 210, 130], {"aaa": 128}),
+    "to the last full block": (16, [257, 257, 258], {"aaa": 256}),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+@pytest.mark.parametrize("group", [1, 3, 20])
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decodes_that_share_blocks(case: str, group: int, window: int | None, dtype: torch.dtype) -> None:
+    """Oracle: each request alone, bit by bit, with one thread and with two; prompts stand beside them."""
+    block_size, lengths, sharing = SHARING[case]
+    shape = shape_of(2 * group, 2, 32, window)
+    requests = [(1, length) for length in lengths] + [(9, 300)]
+    batch = make_batch(requests, shape, dtype=dtype, block_size=block_size)
+    metadata, table = batch.metadata, batch.metadata.block_table
+    for letters, num_keys in sharing.items():
+        for row, letter in enumerate(letters):
+            table[row, : num_keys // block_size] = table[letters.index(letter), : num_keys // block_size]
+    batch.kv_cache = torch.where(batch.kv_cache.isnan(), 0.5, batch.kv_cache)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        together = attend(NativeBackend(), batch)
+        for row, length in enumerate(lengths):
+            one = make_batch([(1, length)], shape, dtype=dtype, block_size=block_size)
+            one.metadata.block_table, one.kv_cache = table[row : row + 1], batch.kv_cache
+            one.metadata.slot_mapping = metadata.slot_mapping[row : row + 1]
+            one.query, one.key, one.value = (part[row : row + 1] for part in (batch.query, batch.key, batch.value))
+            assert torch.equal(attend(NativeBackend(), one), together[row : row + 1])
+
+
 def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: kernels as they are agree; one that forgets a factor is named."""
     library = native_library()

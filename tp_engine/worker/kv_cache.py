@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.kv_quant import SCALE_DTYPE, is_quantised
 from tp_engine.units import format_gib
 from tp_engine.worker.memory_ledger import kv_block_bytes
@@ -97,8 +98,7 @@ def allocate_kv_scales(shape: KvCacheShape, num_blocks: int, device: torch.devic
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(sizes, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(sizes) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(sizes)
+    return map_zeros(math.prod(sizes) * dtype.itemsize).view(dtype).view(sizes)
 
 
 def _no_room(shape: KvCacheShape, num_blocks: int, device: torch.device, error: Exception) -> MemoryBudgetError:

@@ -20,12 +20,11 @@ static void store_token(const Call *call, int64_t token)
 static void run_merge(const Call *call, const Merge *merge, float *partial)
 {
     const Task *task = &merge->rows;
-    const int64_t width = call->padded_dim, num_rows = task->end_row - task->first_row;
-    const int64_t stride = (task->end_head - task->first_head) * num_rows * (width + 2);
+    const int64_t width = call->padded_dim, stride = merge->stride * (width + 2);
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++) {
-            const int64_t r = (head - task->first_head) * num_rows + row - task->first_row;
-            float *first = partial + (task->part + r) * (width + 2), out[MAX_HEAD_DIM] = {0}, max = -INFINITY, sum = 0;
+            float *first = partial + part_of(call, task, task->part, head, row) * (width + 2);
+            float out[MAX_HEAD_DIM] = {0}, max = -INFINITY, sum = 0;
             for (int64_t range = 0; range < merge->num_ranges; range++)
                 max = max > first[range * stride + width] ? max : first[range * stride + width];
             for (int64_t range = 0; range < merge->num_ranges; range++) {
@@ -46,11 +45,17 @@ static int64_t log2_of(int64_t power)
     return shift;
 }
 
+/* The task that this thread is likely to take next. */
+static const Task *following(const Step *step, const Task *tasks, int64_t i, int64_t num_tasks)
+{
+    return i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL;
+}
+
 /* `key` and `value` may be NULL: they are stored already.  Returns 0, or 1 where memory ran out. */
 int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value, void *out,
                     int64_t query_stride, int64_t key_stride, int64_t value_stride)
 {
-    const Call call = {
+    Call call = {
         .step = step, .layer = layer, .query = query, .key = key, .value = value, .out = out,
         .query_stride = query_stride, .key_stride = key_stride, .value_stride = value_stride,
         .group = layer->num_heads / layer->num_kv_heads,
@@ -63,10 +68,11 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
     Plan *plan = &kept_plan;
     if (!make_plan(&call, plan))
         return 1;
+    call.first_part = plan->first_part;
     const Task *tasks = plan->tasks;
     const Merge *merges = plan->merges;
     float *partial = plan->partial;
-    const int64_t num_tasks = plan->num_tasks, num_merges = plan->num_merges;
+    const int64_t num_shared = plan->num_shared, num_tasks = plan->num_tasks, num_merges = plan->num_merges;
     const int64_t num_tokens = key ? step->num_tokens : 0;
     const int is_small = plan->work + num_tokens * call.row_width < MIN_PARALLEL_WORK;
 #pragma omp parallel num_threads((int)step->num_threads) if (!is_small && step->num_threads > 1)
@@ -76,9 +82,14 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
             for (int64_t token = 0; token < num_tokens; token++)
                 store_token(&call, token);
         }
+        if (num_shared) {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_tasks; i++)
-            run_task(&call, &tasks[i], i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL, partial);
+            for (int64_t i = 0; i < num_shared; i++)
+                run_task(&call, &tasks[i], following(step, tasks, i, num_shared), partial);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = num_shared; i < num_tasks; i++)
+            run_task(&call, &tasks[i], following(step, tasks, i, num_tasks), partial);
         if (num_merges) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < num_merges; i++)

@@ -10,7 +10,8 @@ typedef struct {
 } Lines;
 
 /* Keys and values that will be needed soon, from byte `byte` of the row at place `key` on: asked for piece by piece, in
-   the order of memory, between other work.  All at once they would wait for each other. */
+   the order of memory, between other work.  All at once they would wait for each other.  They come into the second-level
+   cache: two tiles are more than the first has room for. */
 typedef struct {
     const char *keys, *values;
     const int64_t *places;
@@ -23,8 +24,8 @@ INLINE void fetch_piece(Ahead *ahead)
         return;
     const int64_t first = ahead->places[ahead->key] + ahead->byte;
     for (int64_t byte = first; byte < first + ahead->piece_bytes; byte += CACHE_LINE) {
-        __builtin_prefetch(ahead->keys + byte, 0, 3);
-        __builtin_prefetch(ahead->values + byte, 0, 3);
+        __builtin_prefetch(ahead->keys + byte, 0, 2);
+        __builtin_prefetch(ahead->values + byte, 0, 2);
     }
     ahead->byte += ahead->piece_bytes;
     if (ahead->byte >= ahead->row_bytes) {

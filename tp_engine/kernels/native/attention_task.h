@@ -64,23 +64,35 @@ INLINE Lines find_lines(const Call *call, const char *cache, const Tile *tile, i
     return (Lines){(const char *)wide->rows, wide->places};
 }
 
-static void read_queries(const Call *call, const Task *task, Rows *rows)
+/* A row's results so far, where it goes on; none, where it begins. */
+static void begin_row(const float *from, int64_t width, float *out, float *max, float *sum)
+{
+    if (from) {
+        memcpy(out, from, width * sizeof(float));
+        *max = from[width], *sum = from[width + 1];
+    } else {
+        memset(out, 0, width * sizeof(float));
+        *max = -INFINITY, *sum = 0;
+    }
+}
+
+static void read_rows(const Call *call, const Task *task, const float *partial, Rows *rows)
 {
     const Layer *layer = call->layer;
     const int64_t width = call->padded_dim, bytes = item_bytes((int)layer->dtype);
     int64_t r = 0;
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
-            const int64_t token = call->step->query_starts[task->request] + row / call->group;
-            const int64_t place = token * call->query_stride + (head * call->group + row % call->group) * layer->head_dim;
+            const int64_t place =
+                token_of(call, task, row) * call->query_stride + (head * call->group + row % call->group) * layer->head_dim;
+            const int64_t resumed = part_of(call, task, task->resumed, head, row);
             if (call->by_pairs)
                 memcpy(rows->query + r * width / 2, call->query + place * bytes, layer->head_dim * bytes);
             else
                 widen_row(rows->query + r * width, call->query + place * bytes, layer->head_dim, (int)layer->dtype);
-            rows->max[r] = -INFINITY;
-            rows->sum[r] = 0;
+            begin_row(task->resumed < 0 ? NULL : partial + resumed * (width + 2), width, rows->out + r * width, rows->max + r,
+                      rows->sum + r);
         }
-    memset(rows->out, 0, r * width * sizeof(float));
     for (int64_t row = task->first_row; row < task->end_row; row++) {
         const int64_t position = position_of(call, task, row);
         rows->first_key[row - task->first_row] = first_visible(call, position);
@@ -125,8 +137,8 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
 INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t row, float *out, float sum)
 {
     const Layer *layer = call->layer;
-    const int64_t token = call->step->query_starts[task->request] + row / call->group;
-    const int64_t place = (token * layer->num_heads + head * call->group + row % call->group) * layer->head_dim;
+    const int64_t head_row = token_of(call, task, row) * layer->num_heads + head * call->group + row % call->group;
+    const int64_t place = head_row * layer->head_dim;
     const float factor = 1.0f / sum;
     for (int64_t i = 0; i < call->padded_dim; i += VW)
         store_vector(out + i, load_vector(out + i) * factor);
@@ -141,7 +153,7 @@ INLINE void attend(const Call *call, const Task *task, const Task *following, fl
     Rows rows;
     Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
     const int64_t width = call->padded_dim;
-    read_queries(call, task, &rows);
+    read_rows(call, task, partial, &rows);
     find_tile(call, task, task->first_key, tile);
     for (int is_last = 0; !is_last;) {
         const Task *next_task = task;
@@ -162,7 +174,7 @@ INLINE void attend(const Call *call, const Task *task, const Task *following, fl
                 write_row(call, task, head, row, rows.out + r * width, rows.sum[r]);
                 continue;
             }
-            float *to = partial + (task->part + r) * (width + 2);
+            float *to = partial + part_of(call, task, task->part, head, row) * (width + 2);
             memcpy(to, rows.out + r * width, width * sizeof(float));
             to[width] = rows.max[r];
             to[width + 1] = rows.sum[r];

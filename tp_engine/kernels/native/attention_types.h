@@ -11,8 +11,13 @@
 
    One task is: some KV heads of one request, up to MAX_ROWS rows in all, one range of SPLIT keys.  It goes through its
    keys in tiles, with the running maximum, sum and output of each row (online softmax).  Rows with several ranges are
-   merged at the end.  The ranges and tiles of a row depend on its position alone, and so does its result: not on the
-   rest of the batch, nor on the number of threads. */
+   merged at the end.
+
+   Decodes whose block tables begin alike are members of one task as far as that goes, and each goes on from there by
+   itself: a prefix that many share is read once for all of them.
+
+   The ranges and tiles of a row depend on its position alone, and so does its result: not on the rest of the batch, nor
+   on the number of threads. */
 
 #pragma once
 
@@ -61,20 +66,49 @@ typedef struct {
     int64_t query_stride, key_stride, value_stride; /* elements from one token to the next */
     int64_t group, padded_dim, row_width, block_shift;
     int by_pairs; /* queries and keys are multiplied as pairs of bfloat16 */
+    const int64_t *first_part; /* of each member of a shared task: its first partial result */
 } Call;
 
-/* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  Results of a row that has
-   several ranges go to `part`, the index of the range's first row in the list of partial results; -1: it has one. */
+/* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  With `members`, these are
+   requests with one query each, the rows are theirs, `group` each, and `request` is one of them.
+
+   Partial results of a row that has several ranges go to `part`, the index of the range's first row in the list of them
+   (with members: counted from each member's first_part); -1: it has one.  A row goes on from what it finds at
+   `resumed`; -1: it begins here. */
 typedef struct {
     int32_t request, first_head, end_head, first_row, end_row, first_key, end_key;
-    int64_t part;
+    const int32_t *members;
+    int64_t part, resumed;
 } Task;
+
+INLINE int64_t request_of(const Call *call, const Task *task, int64_t row)
+{
+    return task->members ? task->members[row / call->group] : task->request;
+}
+
+/* A row's query, among those of its request. */
+INLINE int64_t query_of(const Call *call, const Task *task, int64_t row) { return task->members ? 0 : row / call->group; }
 
 /* The key of a row's own token. */
 static int64_t position_of(const Call *call, const Task *task, int64_t row)
 {
     const Step *step = call->step;
-    return step->seq_lens[task->request] - step->query_lens[task->request] + row / call->group;
+    const int64_t request = request_of(call, task, row);
+    return step->seq_lens[request] - step->query_lens[request] + query_of(call, task, row);
+}
+
+/* The token of a row's query, among those of the step. */
+static int64_t token_of(const Call *call, const Task *task, int64_t row)
+{
+    return call->step->query_starts[request_of(call, task, row)] + query_of(call, task, row);
+}
+
+/* Where a row's partial result lies, if the task's first one lies at `part`. */
+static int64_t part_of(const Call *call, const Task *task, int64_t part, int64_t head, int64_t row)
+{
+    if (task->members)
+        return call->first_part[request_of(call, task, row)] + part + (head - task->first_head) * call->group + row % call->group;
+    return part + (head - task->first_head) * (task->end_row - task->first_row) + row - task->first_row;
 }
 
 static int64_t first_visible(const Call *call, int64_t position)

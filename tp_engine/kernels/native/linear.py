@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from tp_engine.kernels import huge_pages
 from tp_engine.kernels.native.layout import DTYPE_CODES
 
 
@@ -54,7 +55,7 @@ class PackedWeight:
         width = library.panel_width()
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
         self._items = in_size * weight.itemsize // 4
-        self._panels = torch.empty((-(-out_size // width), self._items, width), dtype=torch.float32)
+        self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
         library.pack_weight(weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, torch.get_num_threads())
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

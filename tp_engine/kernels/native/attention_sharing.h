@@ -1,0 +1,150 @@
+/* Decodes whose block tables begin alike, as requests with a common prefix do: who shares how many keys, and the tasks
+   that compute these for all of them. */
+#pragma once
+
+#include <stdlib.h>
+
+#include "attention_types.h"
+
+/* Keys that two requests must share for a task of their own. */
+enum { MIN_SHARED = 2 * TILE };
+
+/* A task's rows whose results lie in `num_ranges` pieces, `stride` rows apart. */
+typedef struct {
+    Task rows;
+    int64_t num_ranges, stride;
+} Merge;
+
+typedef struct {
+    int32_t first_block, request;
+} Candidate;
+
+typedef struct {
+    Task *tasks; /* the shared ones first: the others go on from their results */
+    Merge *merges;
+    float *partial; /* per row: padded_dim of output, then maximum and sum */
+    Candidate *candidates;
+    int32_t *members, *shared_keys; /* the candidates' requests; per request, what a shared task computes of it */
+    int64_t *first_part;
+    int64_t num_shared, num_tasks, num_merges, num_partial;
+    int64_t task_room, merge_room, partial_room, candidate_room, member_room, shared_room, part_room;
+    int64_t work;
+} Plan;
+
+/* Kept from call to call: fresh memory would cost page faults. */
+static _Thread_local Plan kept_plan;
+
+static int grow(void **memory, int64_t *room, int64_t needed, int64_t item_size)
+{
+    if (needed <= *room)
+        return 1;
+    const int64_t new_room = needed + needed / 2 + 64;
+    void *moved = realloc(*memory, new_room * item_size);
+    if (!moved)
+        return 0;
+    *memory = moved;
+    *room = new_room;
+    return 1;
+}
+
+static const int32_t *blocks_of(const Call *call, int64_t request)
+{
+    return call->step->block_table + request * call->step->table_stride;
+}
+
+static int compare_candidates(const void *a, const void *b)
+{
+    const Candidate *one = a, *other = b;
+    if (one->first_block != other->first_block)
+        return one->first_block < other->first_block ? -1 : 1;
+    return one->request < other->request ? -1 : 1;
+}
+
+/* The decodes that are long enough, those with the same first block side by side; returns how many. */
+static int64_t find_candidates(const Call *call, Plan *plan)
+{
+    const Step *step = call->step;
+    int64_t count = 0;
+    for (int64_t request = 0; request < step->num_requests; request++)
+        if (step->query_lens[request] == 1 && step->seq_lens[request] > MIN_SHARED)
+            plan->candidates[count++] = (Candidate){*blocks_of(call, request), (int32_t)request};
+    qsort(plan->candidates, count, sizeof(Candidate), compare_candidates);
+    for (int64_t i = 0; i < count; i++)
+        plan->members[i] = plan->candidates[i].request;
+    return count;
+}
+
+/* Whole tiles of keys, before the last one of each, that lie in the same blocks. */
+static int64_t common_keys(const Call *call, int64_t a, int64_t b)
+{
+    const int32_t *blocks_a = blocks_of(call, a), *blocks_b = blocks_of(call, b);
+    const int64_t most = smaller(call->step->seq_lens[a], call->step->seq_lens[b]) - 1;
+    int64_t blocks = 0;
+    while ((blocks + 1) << call->block_shift <= most && blocks_a[blocks] == blocks_b[blocks])
+        blocks++;
+    return (blocks << call->block_shift) / TILE * TILE;
+}
+
+/* How many of `count` members share keys with the first; `shared` of them.  One that shares less than half of what the
+   others do stays out. */
+static int64_t find_group(const Call *call, const int32_t *members, int64_t count, int64_t *shared)
+{
+    int64_t size = 1;
+    for (*shared = 0; size < count; size++) {
+        const int64_t common = common_keys(call, members[0], members[size]);
+        if (common < MIN_SHARED || 2 * common < *shared)
+            break;
+        *shared = size == 1 ? common : smaller(common, *shared);
+    }
+    return size;
+}
+
+/* Tasks for the keys that `count` members share, range by range. */
+static int plan_group(const Call *call, Plan *plan, const int32_t *members, int64_t count, int64_t shared)
+{
+    const int64_t num_kv_heads = call->layer->num_kv_heads, rows_per_range = num_kv_heads * call->group;
+    const int64_t most = MAX_ROWS / call->group, num_tasks = (count + most - 1) / most, num_ranges = (shared - 1) / SPLIT + 1;
+    for (int64_t i = 0; i < count; i++) {
+        plan->shared_keys[members[i]] = (int32_t)shared;
+        plan->first_part[members[i]] = plan->num_partial;
+        plan->num_partial += ((call->step->seq_lens[members[i]] - 1) / SPLIT + 1) * rows_per_range;
+    }
+    if (!grow((void **)&plan->tasks, &plan->task_room, plan->num_tasks + num_ranges * num_kv_heads * num_tasks, sizeof(Task)))
+        return 0;
+    for (int64_t range = 0; range < num_ranges; range++)
+        for (int64_t head = 0; head < num_kv_heads; head++)
+            for (int64_t i = 0; i < num_tasks; i++) {
+                const int64_t first = i * count / num_tasks, end = (i + 1) * count / num_tasks;
+                const int64_t end_key = smaller((range + 1) * SPLIT, shared);
+                plan->tasks[plan->num_tasks++] = (Task){
+                    .request = members[first], .members = members + first,
+                    .first_head = (int32_t)head, .end_head = (int32_t)head + 1,
+                    .first_row = 0, .end_row = (int32_t)((end - first) * call->group),
+                    .first_key = (int32_t)(range * SPLIT), .end_key = (int32_t)end_key,
+                    .part = range * rows_per_range + head * call->group, .resumed = -1,
+                };
+                plan->work += (end - first) * call->group * (end_key - range * SPLIT) * call->padded_dim;
+            }
+    return 1;
+}
+
+/* Finds who shares keys, and plans them.  Rows with a window would not see the same ones. */
+static int plan_sharing(const Call *call, Plan *plan)
+{
+    const int64_t num_requests = call->step->num_requests;
+    if (!grow((void **)&plan->candidates, &plan->candidate_room, num_requests, sizeof(Candidate)) ||
+        !grow((void **)&plan->members, &plan->member_room, num_requests, sizeof(int32_t)) ||
+        !grow((void **)&plan->shared_keys, &plan->shared_room, num_requests, sizeof(int32_t)) ||
+        !grow((void **)&plan->first_part, &plan->part_room, num_requests, sizeof(int64_t)))
+        return 0;
+    memset(plan->shared_keys, 0, num_requests * sizeof(int32_t));
+    if (call->layer->window || call->group > MAX_ROWS)
+        return 1;
+    const int64_t count = find_candidates(call, plan);
+    for (int64_t i = 0, size, shared; i < count; i += size) {
+        size = find_group(call, plan->members + i, count - i, &shared);
+        if (size > 1 && !plan_group(call, plan, plan->members + i, size, shared))
+            return 0;
+    }
+    return 1;
+}
