@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.paged_attention import in_kernel_order
 from tp_engine.plan import PAD_SLOT
 from tp_engine.slots import slot_mapping
 
@@ -24,6 +26,17 @@ class PagedBatch:
     value: torch.Tensor
     all_keys: list[torch.Tensor]
     all_values: list[torch.Tensor]
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        """``backend``'s output; the cache is left as it was."""
+        backend.prepare(self.metadata)
+        cache = self.cache_for(backend)
+        return backend.forward(self.query, self.key, self.value, cache, self.metadata, self.shape)
+
+    def cache_for(self, backend: AttentionBackend) -> torch.Tensor:
+        """A copy of the cache, each block in the backend's own order."""
+        library = native_library() if backend.name == "native" else None
+        return self.kv_cache.clone() if library is None else in_kernel_order(library, self.kv_cache)
 
     def expected(self) -> torch.Tensor:
         """Output (N, heads, head_dim) in float32: token by token, head by head."""

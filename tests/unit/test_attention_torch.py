@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.paged_batches import PagedBatch, make_batch
+from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.batch_plan import MAX_BATCHED_QUERY, plan_groups
 from tp_engine.attention.calls import TILE
@@ -38,11 +38,6 @@ def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | Non
     )
 
 
-def run(batch: PagedBatch, backend: AttentionBackend) -> torch.Tensor:
-    backend.prepare(batch.metadata)
-    return backend.forward(batch.query, batch.key, batch.value, batch.kv_cache, batch.metadata, batch.shape)
-
-
 MIXED = [(1, 40), (1, 3), (1, 1), (1, 120), (1, 0), (5, 5), (7, 30), (7, 64), (40, 40), (40, 55), (2, 17)]
 
 
@@ -51,7 +46,7 @@ MIXED = [(1, 40), (1, 3), (1, 1), (1, 120), (1, 0), (5, 5), (7, 30), (7, 64), (4
 def test_mixed_batch(backend: AttentionBackend, block_size: int, window: int | None) -> None:
     """Oracle: loops.  Decodes, then chunks with and without cached context, a padding request, padding tokens."""
     batch = make_batch(MIXED, shape_of(4, 2, 32, window), block_size=block_size, padding_tokens=3)
-    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
@@ -59,7 +54,7 @@ def test_mixed_batch(backend: AttentionBackend, block_size: int, window: int | N
 def test_head_shapes(backend: AttentionBackend, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Oracle: loops, for query groups of 1, 2, 4 and 8."""
     batch = make_batch([(1, 33), (1, 7), (3, 20), (3, 3), (34, 50)], shape_of(num_heads, num_kv_heads, head_dim))
-    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
@@ -70,7 +65,7 @@ def test_one_request(
 ) -> None:
     """Oracle: loops.  Consecutive blocks are read in place."""
     batch = make_batch([request_lens], shape_of(4, 2, 16, window), consecutive_blocks=consecutive)
-    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 100, 300])
@@ -79,14 +74,14 @@ def test_query_of_several_tiles(backend: AttentionBackend, cached: int, window: 
     """Oracle: loops."""
     length = 2 * TILE + 30
     batch = make_batch([(length, length + cached)], shape_of(2, 1, 8, window))
-    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_half_precision(backend: AttentionBackend, dtype: torch.dtype, tolerance: float) -> None:
     """Oracle: loops in float32 over the same rounded inputs."""
     batch = make_batch(MIXED, shape_of(4, 2, 32), dtype=dtype)
-    out = run(batch, backend)
+    out = batch.attend(backend)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), batch.expected(), rtol=tolerance, atol=tolerance)
 
@@ -97,7 +92,7 @@ def test_cache_of_another_dtype(backend: AttentionBackend) -> None:
     batch = make_batch(requests, shape_of(2, 1, 16), cache_dtype=torch.bfloat16)
     batch.all_keys = [keys.bfloat16() for keys in batch.all_keys]
     batch.all_values = [values.bfloat16() for values in batch.all_values]
-    torch.testing.assert_close(run(batch, backend), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_with_and_without_window_and_many_steps(backend: AttentionBackend) -> None:
@@ -110,19 +105,20 @@ def test_layers_with_and_without_window_and_many_steps(backend: AttentionBackend
         batch = make_batch(requests, shape_of(4, 2, 16), seed=seed)
         with torch.inference_mode(seed < 3):
             backend.prepare(batch.metadata)
+            cache = batch.cache_for(backend)
             for window in (None, 8, None):
                 batch.shape = shape_of(4, 2, 16, window)
-                out = backend.forward(batch.query, batch.key, batch.value, batch.kv_cache, batch.metadata, batch.shape)
+                out = backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
                 torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_may_be_slices_of_merged_projections(backend: AttentionBackend) -> None:
     """Oracle: the same inputs, contiguous."""
     batch = make_batch(MIXED, shape_of(4, 2, 16))
-    expected = run(batch, backend)
+    expected = batch.attend(backend)
     merged = torch.cat([states.flatten(1) for states in (batch.query, batch.key, batch.value)], dim=1)
     batch.query, batch.key, batch.value = (part.unflatten(1, (-1, 16)) for part in merged.split([64, 32, 32], dim=1))
-    torch.testing.assert_close(run(batch, backend), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(batch.attend(backend), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -142,7 +138,7 @@ def test_any_batch(name: str, data: st.DataObject) -> None:
     shape = shape_of(group * kv_heads, kv_heads, 8, window)
     block_size = data.draw(st.sampled_from([4, 8, 16]))
     batch = make_batch(decodes + prefills, shape, block_size=block_size, seed=data.draw(st.integers(0, 99)))
-    torch.testing.assert_close(run(batch, BACKENDS[name]()), batch.expected(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.attend(BACKENDS[name]()), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=200, deadline=None)

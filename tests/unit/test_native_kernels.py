@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.paged_batches import PagedBatch, make_batch
-from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tests.paged_batches import make_batch
+from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels import activation, norm, rope
@@ -108,13 +108,6 @@ def test_what_the_kernels_do_not_take_is_their_twins(ops: NativeOps) -> None:
     torch.testing.assert_close(ops.silu_and_mul(strided), activation.silu_and_mul(strided))
 
 
-def attend(backend: AttentionBackend, batch: PagedBatch) -> torch.Tensor:
-    """The batch's output; its cache is left as it was."""
-    backend.prepare(batch.metadata)
-    cache = batch.kv_cache.clone()
-    return backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
-
-
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
     return AttentionShape(
         num_heads=num_heads,
@@ -139,8 +132,8 @@ def test_attention(dtype: torch.dtype, head_dim: int, group: int, window: int | 
     wide = make_batch(MIXED, shape, dtype=torch.float32, padding_tokens=3, block_size=8)
     wide.query, wide.kv_cache = batch.query.float(), batch.kv_cache.float()
     wide.key, wide.value = batch.key.float(), batch.value.float()
-    exact = attend(TorchBackend(), wide).double()
-    plain, found = attend(TorchBackend(), batch), attend(NativeBackend(), batch)
+    exact = wide.attend(TorchBackend()).double()
+    plain, found = batch.attend(TorchBackend()), batch.attend(NativeBackend())
     assert found.dtype == dtype and not found.isnan().any()
     assert error(found, exact) <= 2 * error(plain, exact) + 4e-6
 
@@ -150,9 +143,10 @@ def test_attention(dtype: torch.dtype, head_dim: int, group: int, window: int | 
 def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """Oracle: the twin that stores by slot, bit by bit; without keys nothing is stored and the result is the same."""
     batch = make_batch(MIXED, shape_of(4, 2, 20), dtype=dtype, cache_dtype=cache_dtype, padding_tokens=3)
-    expected, found = batch.kv_cache.clone(), batch.kv_cache.clone()
-    store_kv(batch.key, batch.value, expected, batch.metadata.slot_mapping)
     backend = NativeBackend()
+    found = batch.cache_for(backend)
+    store_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+    expected = batch.cache_for(backend)
     backend.prepare(batch.metadata)
     first = backend.forward(batch.query, batch.key, batch.value, found, batch.metadata, batch.shape)
     assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
@@ -165,12 +159,13 @@ def test_a_request_s_result_depends_on_nothing_else() -> None:
     """Oracle: itself: alone, in a batch, in chunks, with one thread or more, bit by bit."""
     shape = shape_of(6, 2, 64)
     batch = make_batch([(40, 700)], shape, dtype=torch.bfloat16)
-    whole = attend(NativeBackend(), batch)
+    whole = batch.attend(NativeBackend())
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(attend(NativeBackend(), batch), whole)
-    backend, cache = NativeBackend(), batch.kv_cache.clone()
-    store_kv(batch.key, batch.value, cache, batch.metadata.slot_mapping)
+        assert torch.equal(batch.attend(NativeBackend()), whole)
+    backend = NativeBackend()
+    store_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+    cache = batch.cache_for(backend)
     for position in (0, 17, 39):
         one = make_batch([(1, 660 + position + 1)] * 9, shape, dtype=torch.bfloat16)
         one.metadata.block_table = batch.metadata.block_table.expand(9, -1)
@@ -210,13 +205,13 @@ def test_decodes_that_share_blocks(case: str, group: int, window: int | None, dt
     batch.kv_cache = torch.where(batch.kv_cache.isnan(), 0.5, batch.kv_cache)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        together = attend(NativeBackend(), batch)
+        together = batch.attend(NativeBackend())
         for row, length in enumerate(lengths):
             one = make_batch([(1, length)], shape, dtype=dtype, block_size=block_size)
             one.metadata.block_table, one.kv_cache = table[row : row + 1], batch.kv_cache
             one.metadata.slot_mapping = metadata.slot_mapping[row : row + 1]
             one.query, one.key, one.value = (part[row : row + 1] for part in (batch.query, batch.key, batch.value))
-            assert torch.equal(attend(NativeBackend(), one), together[row : row + 1])
+            assert torch.equal(one.attend(NativeBackend()), together[row : row + 1])
 
 
 def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:

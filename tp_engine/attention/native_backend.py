@@ -69,8 +69,8 @@ def why_not(needs: AttentionNeeds) -> str | None:
     for name, dtype in (("dtype", needs.dtype), ("kv_cache_dtype", needs.kv_cache_dtype)):
         if dtype not in DTYPE_CODES:
             return f"{name} is {dtype}; it knows float32, bfloat16 and float16: use attention_backend=torch"
-    if needs.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {needs.head_dim}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
+    if needs.head_dim > MAX_HEAD_DIM or needs.head_dim % 2:
+        return f"head_dim is {needs.head_dim}; it takes even ones up to {MAX_HEAD_DIM}: use attention_backend=torch"
     if native_library() is None:
         return "its kernels are not available here (the log says why); use attention_backend=torch"
     return None

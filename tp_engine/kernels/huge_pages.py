@@ -1,9 +1,8 @@
 """Host memory that steps read from end to end, in huge pages where the system gives them.
 
-On a CPU a step reads every weight, and the K/V of its rows.  In pages of 4 KiB the processor has to translate an address
-every 64 cache lines, in a virtual machine through two tables: pages of 2 MiB are read up to 1.8 times as fast
-(docs/benchmarks.md).  ``madvise`` asks for them; where /sys/kernel/mm/transparent_hugepage/enabled is "never", or the
-system has none, it stays with small ones.
+On a CPU a step reads every weight, and the K/V of its rows.  In pages of 4 KiB the processor translates an address
+every 64 cache lines, in a virtual machine through two tables; with pages of 2 MiB it reads 3 to 10 % faster.
+``madvise`` asks for them; where /sys/kernel/mm/transparent_hugepage/enabled is "never" it stays with small ones.
 """
 
 from __future__ import annotations

@@ -4,16 +4,63 @@
 #include "attention_task.h"
 #include "tape.h"
 
+/* One head's key of a token, to its lane of the group at `to`. */
+INLINE void store_key(const Call *call, const char *key, char *to, int64_t lane)
+{
+    const Layer *layer = call->layer;
+    float items[MAX_HEAD_DIM];
+    convert_row(items, (int)layer->cache_dtype, key, (int)layer->dtype, layer->head_dim);
+    for (int64_t u = 0; u < call->head_bytes / 4; u++)
+        memcpy(to + (u * call->lanes + lane) * 4, items + u, 4);
+}
+
+/* One head's keys of VW tokens, which fill the group at `to`. */
+INLINE void store_keys(const Call *call, const char *key, int64_t stride, float *to)
+{
+    const int64_t items = call->head_bytes / 4;
+    for (int64_t u = 0; u < items; u += VW) {
+        vf rows[VW];
+        for (int i = 0; i < VW; i++)
+            rows[i] = load_some(key + i * stride, u, items, FLOAT32);
+        transpose(rows);
+        for (int i = 0; i < smaller(VW, items - u); i++)
+            store_vector(to + (u + i) * VW, rows[i]);
+    }
+}
+
+/* Whether the tokens from `first` on fill a group of VW keys, as those of a prompt do. */
+INLINE int fills_group(const Call *call, int64_t first)
+{
+    const Step *step = call->step;
+    if (call->lanes < VW || call->layer->dtype != call->layer->cache_dtype || first < 0 || first + VW > step->num_tokens)
+        return 0;
+    for (int i = 1; i < VW; i++)
+        if (step->slots[first + i] != step->slots[first] + i)
+            return 0;
+    return step->slots[first] % VW == 0;
+}
+
+/* A token's keys and values; the first of a group stores the keys of all. */
 static void store_token(const Call *call, int64_t token)
 {
     const Layer *layer = call->layer;
-    const int64_t slot = call->step->slots[token], width = call->row_width;
+    const int64_t slot = call->step->slots[token], bytes = item_bytes((int)layer->dtype), stride = call->key_stride * bytes;
     if (slot < 0)
         return;
-    const int64_t from = item_bytes((int)layer->dtype), to = slot * width * item_bytes((int)layer->cache_dtype);
-    const char *key = call->key + token * call->key_stride * from, *value = call->value + token * call->value_stride * from;
-    convert_row(layer->key_cache + to, (int)layer->cache_dtype, key, (int)layer->dtype, width);
-    convert_row(layer->value_cache + to, (int)layer->cache_dtype, value, (int)layer->dtype, width);
+    const int64_t offset = slot & (layer->block_size - 1), lane = offset % call->lanes;
+    const int together = fills_group(call, token - lane);
+    for (int64_t head = 0; head < layer->num_kv_heads; head++) {
+        const int64_t place = ((slot >> call->block_shift) * layer->num_kv_heads + head) * call->head_bytes << call->block_shift;
+        const int64_t from = head * layer->head_dim * bytes;
+        const char *key = call->key + token * stride + from, *value = call->value + token * call->value_stride * bytes + from;
+        char *group = layer->key_cache + place + (offset - lane) * call->head_bytes;
+        char *row = layer->value_cache + place + offset * call->head_bytes;
+        if (!together)
+            store_key(call, key, group, lane);
+        else if (lane == 0)
+            store_keys(call, key, stride, (float *)group);
+        convert_row(row, (int)layer->cache_dtype, value, (int)layer->dtype, layer->head_dim);
+    }
 }
 
 /* Add up the ranges of each row, in their order, each scaled to the largest maximum. */
@@ -51,6 +98,9 @@ static const Task *following(const Step *step, const Task *tasks, int64_t i, int
     return i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL;
 }
 
+/* How many keys lie side by side as columns, in blocks that have as many. */
+int attention_lanes(void) { return VW; }
+
 /* `key` and `value` may be NULL: they are stored already.  Returns 0, or 1 where memory ran out. */
 int paged_attention(const Step *step, const Layer *layer, const void *query, const void *key, const void *value, void *out,
                     int64_t query_stride, int64_t key_stride, int64_t value_stride)
@@ -60,10 +110,10 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         .query_stride = query_stride, .key_stride = key_stride, .value_stride = value_stride,
         .group = layer->num_heads / layer->num_kv_heads,
         .padded_dim = (layer->head_dim + VW - 1) / VW * VW,
-        .row_width = layer->num_kv_heads * layer->head_dim,
         .block_shift = log2_of(layer->block_size),
-        .by_pairs = MULTIPLIES_BFLOAT16 && layer->dtype == BFLOAT16 && layer->cache_dtype == BFLOAT16 &&
-                    layer->head_dim % (2 * VW) == 0,
+        .lanes = smaller(layer->block_size, VW),
+        .head_bytes = layer->head_dim * item_bytes((int)layer->cache_dtype),
+        .by_pairs = MULTIPLIES_BFLOAT16 && layer->dtype == BFLOAT16 && layer->cache_dtype == BFLOAT16,
     };
     Plan *plan = &kept_plan;
     if (!make_plan(&call, plan))
@@ -74,7 +124,7 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
     float *partial = plan->partial;
     const int64_t num_shared = plan->num_shared, num_tasks = plan->num_tasks, num_merges = plan->num_merges;
     const int64_t num_tokens = key ? step->num_tokens : 0;
-    const int is_small = plan->work + num_tokens * call.row_width < MIN_PARALLEL_WORK;
+    const int is_small = plan->work + num_tokens * layer->num_kv_heads * layer->head_dim < MIN_PARALLEL_WORK;
 #pragma omp parallel num_threads((int)step->num_threads) if (!is_small && step->num_threads > 1)
     {
         if (num_tokens) {

@@ -3,68 +3,78 @@
 
 #include "attention_types.h"
 
-/* Keys or values: each at a place of its own, in bytes from the first. */
+/* The values of keys `begin` to `end` of a tile: each at a place of its own, in bytes from the first. */
 typedef struct {
     const char *first;
     const int64_t *places;
-} Lines;
+    int64_t begin, end;
+} Values;
 
-/* Keys and values that will be needed soon, from byte `byte` of the row at place `key` on: asked for piece by piece, in
-   the order of memory, between other work.  All at once they would wait for each other.  They come into the second-level
-   cache: two tiles are more than the first has room for. */
+/* Keys and values that will be needed soon, of all keys of a block that lie side by side before the next head's: asked
+   for piece by piece, in the order of memory, between other work.  All at once they would wait for each other.  They
+   come into the second-level cache: two tiles are more than the first has room for. */
 typedef struct {
     const char *keys, *values;
     const int64_t *places;
-    int64_t key, num_keys, byte, row_bytes, piece_bytes;
+    int64_t num_keys, num_heads, head_stride, piece_bytes;
+    int64_t run, key, head; /* where it has come to: the first of the keys side by side, one of them, a head */
 } Ahead;
 
 INLINE void fetch_piece(Ahead *ahead)
 {
     if (ahead->key >= ahead->num_keys)
         return;
-    const int64_t first = ahead->places[ahead->key] + ahead->byte;
+    const int64_t place = ahead->places[ahead->key], first = place + ahead->head * ahead->head_stride;
     for (int64_t byte = first; byte < first + ahead->piece_bytes; byte += CACHE_LINE) {
         __builtin_prefetch(ahead->keys + byte, 0, 2);
         __builtin_prefetch(ahead->values + byte, 0, 2);
     }
-    ahead->byte += ahead->piece_bytes;
-    if (ahead->byte >= ahead->row_bytes) {
-        ahead->byte = 0;
-        ahead->key++;
+    ahead->key++;
+    if (ahead->key < ahead->num_keys && ahead->places[ahead->key] == place + ahead->piece_bytes)
+        return;
+    if (++ahead->head < ahead->num_heads) {
+        ahead->key = ahead->run;
+        return;
     }
+    ahead->head = 0;
+    ahead->run = ahead->key;
 }
 
-/* A tile's keys as columns: item u of all keys side by side, TILE apart.  An item is a float32, or a pair of bfloat16,
-   which is FLOAT32 here.  Columns beyond num_keys mean nothing; `keys` has places up to a multiple of VW. */
-INLINE void turn_keys(const int dtype, int64_t items, Lines keys, int64_t num_keys, float *columns)
+/* A tile's keys: `columns[i]`, VW of them, `stride` floats from one item to the next. */
+typedef struct {
+    const float *columns[TILE / VW];
+    int64_t stride;
+} Keys;
+
+/* Adds an item of VW keys times that of a query, which is one number, or two. */
+INLINE vf add_item(vf sum, vf key, const float *query, int64_t u, const int dtype, const int by_pairs)
 {
-    for (int64_t k = 0; k < num_keys; k += VW)
-        for (int64_t u = 0; u < items; u += VW) {
-            vf rows[VW];
-#pragma GCC unroll 16
-            for (int i = 0; i < VW; i++)
-                rows[i] = load_items(keys.first + keys.places[k + i], u, dtype);
-            transpose(rows);
-#pragma GCC unroll 16
-            for (int i = 0; i < VW; i++)
-                store_vector(columns + (u + i) * TILE + k, rows[i]);
-        }
+    if (by_pairs)
+        return add_pair_products(sum, splat(query[u]), key);
+    if (dtype == FLOAT32)
+        return sum + key * query[u];
+    const vu both = (vu)key;
+    if (dtype == BFLOAT16)
+        return sum + (vf)(both << 16) * query[2 * u] + (vf)(both & 0xffff0000) * query[2 * u + 1];
+    const vh first = __builtin_convertvector(both & 0xffff, vh), second = __builtin_convertvector(both >> 16, vh);
+    return sum + load_float16((const uint16_t *)&first) * query[2 * u] + load_float16((const uint16_t *)&second) * query[2 * u + 1];
 }
 
-/* scores[r] = row r of `query` times 2 * VW columns. */
-INLINE void score_block(const int rows, const int by_pairs, int64_t items, const float *query, const float *columns,
-                        float *scores)
+/* scores[r] = row r of `query` times 2 * VW keys, while `num_pieces` are fetched. */
+INLINE void score_block(const int rows, const int dtype, const int by_pairs, int64_t items, const float *query,
+                        int64_t query_stride, const float *const *columns, int64_t stride, float *scores, int64_t num_pieces,
+                        Ahead *ahead)
 {
     vf sums[SCORE_ROWS][2] = {0};
-    for (int64_t u = 0; u < items; u++) {
-        const vf key[2] = {load_vector(columns + u * TILE), load_vector(columns + u * TILE + VW)};
+    for (int64_t u = 0, fetched = 0; u < items; u++) {
+        const vf key[2] = {load_vector(columns[0] + u * stride), load_vector(columns[1] + u * stride)};
+        for (; fetched * items < u * num_pieces; fetched++)
+            fetch_piece(ahead);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            const vf q = splat(query[r * items + u]);
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
             for (int k = 0; k < 2; k++)
-                sums[r][k] = by_pairs ? add_pair_products(sums[r][k], q, key[k]) : sums[r][k] + q * key[k];
-        }
+                sums[r][k] = add_item(sums[r][k], key[k], query + r * query_stride, u, dtype, by_pairs);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -73,11 +83,15 @@ INLINE void score_block(const int rows, const int by_pairs, int64_t items, const
             store_vector(scores + r * TILE + k * VW, sums[r][k]);
 }
 
-#define SCORE_BLOCK(n) \
-    case n: score_block(n, by_pairs, items, query + r * items, columns + k, scores + r * TILE + k); break
+#define SCORE_BLOCK(n)                                                                                               \
+    case n:                                                                                                          \
+        score_block(n, dtype, by_pairs, items, query + r * query_stride, query_stride, keys->columns + k / VW,       \
+                    keys->stride, scores + r * TILE + k, r == 0 ? VW : 0, ahead);                                    \
+        break
 
-INLINE void score_rows(const int by_pairs, int64_t rows, int64_t items, const float *query, const float *columns,
-                       int64_t num_keys, float *scores)
+/* Half of the next tile is fetched here, the other half while values are added. */
+INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_t items, const float *query,
+                       int64_t query_stride, const Keys *keys, int64_t num_keys, float *scores, Ahead *ahead)
 {
     for (int64_t k = 0; k < num_keys; k += 2 * VW)
         for (int64_t r = 0; r < rows; r += SCORE_ROWS)
@@ -132,7 +146,7 @@ INLINE float weigh_row(float *scores, float factor, int64_t first, int64_t end, 
 
 /* out[r] = out[r] * kept[r] + weights[r] @ values, for `width` vectors of the rows. */
 INLINE void add_block(const int rows, const int width, const int dtype, int64_t vectors, const float *weights,
-                      const float *kept, Lines values, int64_t num_keys, int64_t first, float *out, Ahead *ahead)
+                      const float *kept, const Values *values, int64_t first, float *out, Ahead *ahead)
 {
     vf sums[ROW_BLOCK][DIM_BLOCK];
 #pragma GCC unroll 6
@@ -140,13 +154,13 @@ INLINE void add_block(const int rows, const int width, const int dtype, int64_t 
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++)
             sums[r][i] = load_vector(out + (r * vectors + first + i) * VW) * kept[r];
-    for (int64_t k = 0; k < num_keys; k++) {
+    for (int64_t k = values->begin; k < values->end; k++) {
         vf value[DIM_BLOCK];
-        if (first == 0)
+        if (first == 0 && k % 2)
             fetch_piece(ahead);
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++)
-            value[i] = load_items(values.first + values.places[k], (first + i) * VW, dtype);
+            value[i] = load_items(values->first + values->places[k], (first + i) * VW, dtype);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -161,21 +175,21 @@ INLINE void add_block(const int rows, const int width, const int dtype, int64_t 
 }
 
 INLINE void add_rows(const int rows, const int dtype, int64_t vectors, const float *weights, const float *kept,
-                     Lines values, int64_t num_keys, float *out, Ahead *ahead)
+                     const Values *values, float *out, Ahead *ahead)
 {
     int64_t first = 0;
     for (; first + DIM_BLOCK <= vectors; first += DIM_BLOCK)
-        add_block(rows, DIM_BLOCK, dtype, vectors, weights, kept, values, num_keys, first, out, ahead);
+        add_block(rows, DIM_BLOCK, dtype, vectors, weights, kept, values, first, out, ahead);
     for (; first + 2 <= vectors; first += 2)
-        add_block(rows, 2, dtype, vectors, weights, kept, values, num_keys, first, out, ahead);
+        add_block(rows, 2, dtype, vectors, weights, kept, values, first, out, ahead);
     for (; first < vectors; first++)
-        add_block(rows, 1, dtype, vectors, weights, kept, values, num_keys, first, out, ahead);
+        add_block(rows, 1, dtype, vectors, weights, kept, values, first, out, ahead);
 }
 
-#define ADD_ROWS(n) case n: add_rows(n, dtype, vectors, w, kept + r, values, num_keys, to, ahead); break
+#define ADD_ROWS(n) case n: add_rows(n, dtype, vectors, w, kept + r, values, to, ahead); break
 
 INLINE void add_values(const int dtype, int64_t rows, int64_t vectors, const float *weights, const float *kept,
-                       Lines values, int64_t num_keys, float *out, Ahead *ahead)
+                       const Values *values, float *out, Ahead *ahead)
 {
     for (int64_t r = 0; r < rows; r += ROW_BLOCK) {
         const float *w = weights + r * TILE;

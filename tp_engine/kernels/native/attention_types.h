@@ -2,8 +2,13 @@
 
    q    (tokens, heads, head_dim)      rows of a token are contiguous, tokens may be apart (a slice of a merged row)
    k, v (tokens, KV heads, head_dim)   likewise
-   cache                               (slots, KV heads, head_dim), keys and values each, slot = block * size + offset
    out  (tokens, heads, head_dim)      contiguous, written for the tokens of requests with a query
+
+   cache, of keys and of values        (blocks, KV heads, block_size, head_dim); token at slot block * block_size + offset
+     a head's values in a block        rows of head_dim
+     a head's keys in a block          groups of `lanes` tokens as columns: (head_dim in items of 4 bytes, lanes)
+
+   A task so reads whole pages, and multiplies a query's item with that of `lanes` keys at once.
 
    A request of n queries and `group` heads per KV head has n * group rows per KV head, all of which read the same keys:
 
@@ -64,7 +69,9 @@ typedef struct {
     const char *query, *key, *value; /* key and value NULL: they are stored already */
     char *out;
     int64_t query_stride, key_stride, value_stride; /* elements from one token to the next */
-    int64_t group, padded_dim, row_width, block_shift;
+    int64_t group, padded_dim, block_shift;
+    int64_t lanes;      /* VW, or block_size if that is less */
+    int64_t head_bytes; /* of a token in the cache */
     int by_pairs; /* queries and keys are multiplied as pairs of bfloat16 */
     const int64_t *first_part; /* of each member of a shared task: its first partial result */
 } Call;

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 5),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 3),
     "panel_width": (),
+    "attention_lanes": (),
     "multiplies_bfloat16": (),
     "has_bfloat16_matrices": (),
     "quantise_rows": (*[_POINTER] * 3, *[_INT] * 4),
@@ -44,6 +45,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 _UNRECORDED = (
     "pack_weight",
     "panel_width",
+    "attention_lanes",
     "multiplies_bfloat16",
     "has_bfloat16_matrices",
     "quantise_rows",

@@ -14,6 +14,20 @@ from tp_engine.plan import IntArray
 _LayerPointer: TypeAlias = "ctypes._Pointer[Layer]"
 
 
+def in_kernel_order(library: ctypes.CDLL, kv_cache: torch.Tensor) -> torch.Tensor:
+    """A copy of ``kv_cache`` (2, blocks, block_size, KV heads, head_dim) as ``attention.c`` keeps it, in that shape.
+
+    Inside a block the heads come first; values are rows of head_dim, and keys columns: the first 4 bytes of some tokens
+    side by side, then the next 4 bytes of them.
+    """
+    block_size, num_bytes = kv_cache.shape[2], kv_cache.shape[4] * kv_cache.itemsize
+    assert num_bytes % 4 == 0, f"a row of {num_bytes} bytes has no whole items"
+    keys, values = kv_cache.transpose(2, 3).contiguous()
+    lanes = min(library.attention_lanes(), block_size)
+    columns = keys.view(torch.int32).unflatten(2, (block_size // lanes, lanes)).transpose(3, 4).contiguous()
+    return torch.stack((columns.view(kv_cache.dtype).view(kv_cache[0].shape), values.view(kv_cache[0].shape)))
+
+
 class PagedAttention:
     """The kernel of ``library`` with one step's batch, given once for all layers."""
 
@@ -61,7 +75,8 @@ class PagedAttention:
         """Store ``key`` and ``value`` (N, KV heads, head_dim) unless they are None, then attend.
 
         ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (2, blocks, block_size, KV heads,
-        head_dim); ``out``, contiguous and shaped as ``query``, is written for the step's requests.
+        head_dim), each block in the order of ``in_kernel_order``; ``out``, contiguous and shaped as ``query``, is
+        written for the step's requests.
         """
         if key is None or value is None:
             states: tuple[int | None, ...] = (None, None)

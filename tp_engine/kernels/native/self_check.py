@@ -14,7 +14,7 @@ from tp_engine.kernels.native.int8_rows import NativeInt8Rows
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 from tp_engine.kernels.native.ops import NativeOps
-from tp_engine.kernels.native.paged_attention import PagedAttention
+from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 24, 4
 # (queries, keys) of each request.
@@ -23,13 +23,13 @@ _REQUESTS = ((1, 9), (3, 40))
 
 def disagreement(library: ctypes.CDLL) -> str | None:
     """What a kernel of ``library`` gets wrong on small inputs, or None.  Takes a few milliseconds."""
-    ops, attention = NativeOps(library), PagedAttention(library)
+    ops = NativeOps(library)
     for dtype in DTYPE_CODES:
         generator = torch.Generator().manual_seed(0)
         for name, found, expected in (
             *_small_operations(ops, dtype, generator),
             *_linear(library, dtype, generator),
-            ("paged_attention", *_attention(attention, dtype, generator)),
+            ("paged_attention", *_attention(library, dtype, generator)),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
             tolerance = 16 * torch.finfo(dtype).eps
@@ -94,7 +94,7 @@ def _int8_rows(
 
 
 def _attention(
-    attention: PagedAttention, dtype: torch.dtype, generator: torch.Generator
+    library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of two requests in scattered blocks, and the same by softmax over explicit scores."""
     query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*_REQUESTS, strict=True))
@@ -106,8 +106,9 @@ def _attention(
     query = torch.randn(num_tokens, _HEADS, _HEAD_DIM, generator=generator).to(dtype)
     out = torch.empty_like(query)
     starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
+    attention = PagedAttention(library)
     attention.set_step(query_lens, starts, seq_lens, table, torch.full((num_tokens,), -1))
-    attention(query, None, None, kv_cache, out, 0.2, None)
+    attention(query, None, None, in_kernel_order(library, kv_cache), out, 0.2, None)
     expected = [
         _attend_plainly(query[start : start + length], kv_cache[:, row.long()].flatten(1, 2)[:, :total])
         for start, length, total, row in zip(starts, query_lens, seq_lens, table, strict=True)
