@@ -173,6 +173,16 @@ def test_another_malloc_is_suggested_on_cpus_alone() -> None:
     assert host.allocator("/usr/lib/libtcmalloc_minimal.so.4", on_cpu=True).detail == "tcmalloc is loaded"
 
 
+def test_huge_pages_are_suggested_where_nobody_gets_them(tmp_path: Path) -> None:
+    """Oracle: the kernel's own notation, and a kernel without them."""
+    setting = tmp_path / "enabled"
+    assert host.huge_pages(setting).detail.startswith("missing")
+    for line, status in (("always [madvise] never", Status.OK), ("always madvise [never]", Status.NOTE)):
+        setting.write_text(line + "\n")
+        assert host.huge_pages(setting).status is status
+    assert host.huge_pages(setting).remedy == f"echo madvise > {setting}"
+
+
 def test_a_folder_that_can_not_be_written_to_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: what the system says of the nearest folder that exists."""
     assert host.writable("x", tmp_path / "a" / "b", "remedy").status is Status.OK

@@ -41,7 +41,7 @@ def test_rows_equal_their_twin(dtype: torch.dtype, shape: tuple[int, int]) -> No
     x, products, bias = torch.randn(shape).to(dtype), torch.randn(shape), torch.randn(shape[1]).to(dtype)
     (codes, scales), (expected_codes, expected_scales) = int8_rows().quantise(x), TorchInt8Rows().quantise(x)
     assert (codes.int() - expected_codes.int()).abs().max() <= 1
-    assert (codes != expected_codes).float().mean() < 0.01
+    assert (codes != expected_codes).sum() <= 1 + 0.01 * codes.numel()
     torch.testing.assert_close(scales, expected_scales)
     for offset in (None, bias):
         found = int8_rows().scale(products, scales, offset, dtype)

@@ -5,6 +5,8 @@
     kv_cache  (2, layers, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
     kv_scales (2, layers, blocks, local KV heads, block_size) float32         kernels/kv_quant.py
     kv_cache[:, i] is layer i's (2, blocks, block_size, local KV heads, head_dim), a view
+
+What lies where inside a block is the attention backend's own affair: on CPUs it has another order.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from tp_engine.worker.host_memory import host_memory
 LEAST_SHM = 16 * MIB
 LEAST_FILES = 4096
 _MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "sve", "bf16")
 
 
@@ -35,6 +36,8 @@ def check_host(*, on_cpu: bool) -> Iterator[Finding]:
     yield writable("cache folder", env.cache_dir(), "set TP_ENGINE_CACHE_DIR to a folder that can be written to")
     yield writable("temporary folder", Path(tempfile.gettempdir()), "set TMPDIR to a folder that can be written to")
     yield allocator(_loaded_libraries(), on_cpu=on_cpu)
+    if on_cpu:
+        yield huge_pages(_HUGE_PAGES)
 
 
 def _processor() -> Finding:
@@ -115,6 +118,19 @@ def allocator(libraries: str, *, on_cpu: bool) -> Finding:
     found = [file for name in ("tcmalloc_minimal", "jemalloc") if (file := ctypes.util.find_library(name))]
     remedy = f"LD_PRELOAD={found[0]} tp-engine ..." if found else "install libtcmalloc-minimal4 and LD_PRELOAD it"
     return Finding(topic="malloc", status=Status.NOTE, detail="glibc; on CPUs tcmalloc may be faster", remedy=remedy)
+
+
+def huge_pages(setting: Path) -> Finding:
+    """Whether those who ask get pages of 2 MiB; ``setting`` holds a line such as "always [madvise] never"."""
+    try:
+        words = setting.read_text(encoding="utf-8").split()
+    except OSError:
+        words = []
+    chosen = next((word.strip("[]") for word in words if word.startswith("[")), "missing")
+    if chosen in ("always", "madvise"):
+        return Finding(topic="huge pages", status=Status.OK, detail=chosen)
+    detail = f"{chosen}: weights and KV cache are read more slowly"
+    return Finding(topic="huge pages", status=Status.NOTE, detail=detail, remedy=f"echo madvise > {setting}")
 
 
 def _loaded_libraries() -> str:
