@@ -43,9 +43,9 @@ static int plan_ranges(const Call *call, Plan *plan, Task rows)
 static int plan_request(const Call *call, Plan *plan, int64_t request, int64_t heads_wanted)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, num_rows = call->step->query_lens[request] * call->group;
-    const int64_t tile_rows = smaller(num_rows, MAX_ROWS), num_heads = smaller(heads_wanted, MAX_ROWS / larger(tile_rows, 1));
     if (!num_rows || !call->step->seq_lens[request])
         return 1;
+    const int64_t tile_rows = smaller(num_rows, MAX_ROWS), num_heads = smaller(heads_wanted, MAX_ROWS / tile_rows);
     for (int64_t row = 0; row < num_rows; row += tile_rows)
         for (int64_t head = 0; head < num_kv_heads; head += num_heads) {
             const Task rows = {

@@ -56,8 +56,9 @@ INLINE vf add_item(vf sum, vf key, const float *query, int64_t u, const int dtyp
     const vu both = (vu)key;
     if (dtype == BFLOAT16)
         return sum + (vf)(both << 16) * query[2 * u] + (vf)(both & 0xffff0000) * query[2 * u + 1];
-    const vh first = __builtin_convertvector(both & 0xffff, vh), second = __builtin_convertvector(both >> 16, vh);
-    return sum + load_float16((const uint16_t *)&first) * query[2 * u] + load_float16((const uint16_t *)&second) * query[2 * u + 1];
+    const vh halves[2] = {__builtin_convertvector(both & 0xffff, vh), __builtin_convertvector(both >> 16, vh)};
+    sum += load_float16((const uint16_t *)&halves[0]) * query[2 * u];
+    return sum + load_float16((const uint16_t *)&halves[1]) * query[2 * u + 1];
 }
 
 /* scores[r] = row r of `query` times 2 * VW keys, while `num_pieces` are fetched. */

@@ -103,13 +103,14 @@ static int64_t find_group(const Call *call, const int32_t *members, int64_t coun
 static int plan_group(const Call *call, Plan *plan, const int32_t *members, int64_t count, int64_t shared)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, rows_per_range = num_kv_heads * call->group;
-    const int64_t most = MAX_ROWS / call->group, num_tasks = (count + most - 1) / most, num_ranges = (shared - 1) / SPLIT + 1;
+    const int64_t num_ranges = (shared - 1) / SPLIT + 1, most = MAX_ROWS / call->group;
+    const int64_t num_tasks = (count + most - 1) / most, room = plan->num_tasks + num_ranges * num_kv_heads * num_tasks;
     for (int64_t i = 0; i < count; i++) {
         plan->shared_keys[members[i]] = (int32_t)shared;
         plan->first_part[members[i]] = plan->num_partial;
         plan->num_partial += ((call->step->seq_lens[members[i]] - 1) / SPLIT + 1) * rows_per_range;
     }
-    if (!grow((void **)&plan->tasks, &plan->task_room, plan->num_tasks + num_ranges * num_kv_heads * num_tasks, sizeof(Task)))
+    if (!grow((void **)&plan->tasks, &plan->task_room, room, sizeof(Task)))
         return 0;
     for (int64_t range = 0; range < num_ranges; range++)
         for (int64_t head = 0; head < num_kv_heads; head++)

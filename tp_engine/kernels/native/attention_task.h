@@ -23,7 +23,8 @@ static void find_tile(const Call *call, const Task *task, int64_t first, Tile *t
 {
     const int32_t *blocks = call->step->block_table + task->request * call->step->table_stride;
     const int64_t block_bytes = call->layer->num_kv_heads * call->head_bytes << call->block_shift;
-    const int64_t mask = call->layer->block_size - 1, start = first / TILE * TILE, end = smaller(start + TILE, task->end_key);
+    const int64_t mask = call->layer->block_size - 1, start = first / TILE * TILE;
+    const int64_t end = smaller(start + TILE, task->end_key);
     tile->start = start;
     tile->num_hidden = first - start;
     tile->num_keys = first < end ? end - start : 0;
@@ -99,8 +100,8 @@ static void read_rows(const Call *call, const Task *task, const float *partial, 
                 memcpy(rows->query + r * (width / 2), call->query + place * bytes, layer->head_dim * bytes);
             else
                 widen_row(rows->query + r * width, call->query + place * bytes, layer->head_dim, (int)layer->dtype);
-            begin_row(task->resumed < 0 ? NULL : partial + resumed * (width + 2), width, rows->out + r * width, rows->max + r,
-                      rows->sum + r);
+            const float *from = task->resumed < 0 ? NULL : partial + resumed * (width + 2);
+            begin_row(from, width, rows->out + r * width, rows->max + r, rows->sum + r);
         }
     for (int64_t row = task->first_row; row < task->end_row; row++) {
         const int64_t position = position_of(call, task, row);
@@ -126,8 +127,8 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         return;
     float *scores = rows->scores, *kept = rows->kept, *out = rows->out + (base + first) * width;
     const Keys keys = find_keys(call, tile, head, rows->columns);
-    score_rows(dtype, by_pairs, last - first, call->head_bytes / 4, rows->query + (base + first) * query_stride, query_stride,
-               &keys, tile->num_keys, scores, ahead);
+    const float *query = rows->query + (base + first) * query_stride;
+    score_rows(dtype, by_pairs, last - first, call->head_bytes / 4, query, query_stride, &keys, tile->num_keys, scores, ahead);
     for (int64_t r = first; r < last; r++) {
         const int64_t from = larger(rows->first_key[r] - start, 0), to = smaller(rows->end_key[r] - start, tile->num_keys);
         float *const max = rows->max + base + r, *const sum = rows->sum + base + r;

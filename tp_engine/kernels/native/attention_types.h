@@ -113,9 +113,10 @@ static int64_t token_of(const Call *call, const Task *task, int64_t row)
 /* Where a row's partial result lies, if the task's first one lies at `part`. */
 static int64_t part_of(const Call *call, const Task *task, int64_t part, int64_t head, int64_t row)
 {
+    const int64_t heads_before = head - task->first_head;
     if (task->members)
-        return call->first_part[request_of(call, task, row)] + part + (head - task->first_head) * call->group + row % call->group;
-    return part + (head - task->first_head) * (task->end_row - task->first_row) + row - task->first_row;
+        return call->first_part[request_of(call, task, row)] + part + heads_before * call->group + row % call->group;
+    return part + heads_before * (task->end_row - task->first_row) + row - task->first_row;
 }
 
 static int64_t first_visible(const Call *call, int64_t position)
