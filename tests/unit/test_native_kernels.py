@@ -193,7 +193,7 @@ SHARING = {
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decodes_that_share_blocks(case: str, group: int, window: int | None, dtype: torch.dtype) -> None:
-    """Oracle: each request alone, bit by bit, with one thread and with two; prompts stand beside them."""
+    """Oracle: each request alone, bit by bit, with one thread and with more; prompts stand beside them."""
     block_size, lengths, sharing = SHARING[case]
     shape = shape_of(2 * group, 2, 32, window)
     requests = [(1, length) for length in lengths] + [(9, 300)]
@@ -203,7 +203,7 @@ def test_decodes_that_share_blocks(case: str, group: int, window: int | None, dt
         for row, letter in enumerate(letters):
             table[row, : num_keys // block_size] = table[letters.index(letter), : num_keys // block_size]
     batch.kv_cache = torch.where(batch.kv_cache.isnan(), 0.5, batch.kv_cache)
-    for threads in (1, 2):
+    for threads in (1, 4):
         torch.set_num_threads(threads)
         together = batch.attend(NativeBackend())
         for row, length in enumerate(lengths):

@@ -99,12 +99,13 @@ static int64_t find_group(const Call *call, const int32_t *members, int64_t coun
     return size;
 }
 
-/* Tasks for the keys that `count` members share, range by range. */
+/* Tasks for the keys that `count` members share, range by range; enough of them for all threads. */
 static int plan_group(const Call *call, Plan *plan, const int32_t *members, int64_t count, int64_t shared)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, rows_per_range = num_kv_heads * call->group;
-    const int64_t num_ranges = (shared - 1) / SPLIT + 1, most = MAX_ROWS / call->group;
-    const int64_t num_tasks = (count + most - 1) / most, room = plan->num_tasks + num_ranges * num_kv_heads * num_tasks;
+    const int64_t num_ranges = (shared - 1) / SPLIT + 1, num_parts = num_ranges * num_kv_heads, most = MAX_ROWS / call->group;
+    const int64_t for_threads = smaller(2 * call->step->num_threads / num_parts, count / 2);
+    const int64_t num_tasks = larger((count + most - 1) / most, for_threads), room = plan->num_tasks + num_parts * num_tasks;
     for (int64_t i = 0; i < count; i++) {
         plan->shared_keys[members[i]] = (int32_t)shared;
         plan->first_part[members[i]] = plan->num_partial;
