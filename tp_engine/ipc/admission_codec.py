@@ -60,11 +60,10 @@ def decode_admissions(buffer: Buffer, offset: int, count: int, total: int) -> tu
     """``count`` admissions from ``offset`` to exactly the plan's end; ``PlanError`` if they end elsewhere."""
     admissions = []
     for _ in range(count):
-        check_end("admissions", offset + _FIXED.size, total)
+        check_room("admissions", offset + _FIXED.size, total)
         admission, offset = _decode_admission(buffer, offset, total)
         admissions.append(admission)
-    if offset != total:
-        raise PlanError(f"malformed step plan: its parts end at byte {offset}, the plan ends at {total}")
+    check_end(offset, total)
     return tuple(admissions)
 
 
@@ -79,7 +78,7 @@ def _decode_admission(buffer: Buffer, offset: int, total: int) -> tuple[Admissio
     bias_offset = ids_offset + sum(sizes) * INT.itemsize
     num_bias = sizes[3]
     end = aligned(bias_offset + num_bias * _FLOAT.itemsize)
-    check_end("admissions", end, total)
+    check_room("admissions", end, total)
     token_ids, block_ids, stop_token_ids, bias_token_ids, allowed_token_ids = split_ints(buffer, ids_offset, sizes)
     sampling = RowSampling(
         temperature=temperature,
@@ -116,10 +115,16 @@ def check_dtypes(arrays: tuple[IntArray, ...]) -> None:
             raise TypeError(f"a step plan holds int32 arrays, received {array.dtype}")
 
 
-def check_end(what: str, end: int, total: int) -> None:
+def check_room(what: str, end: int, total: int) -> None:
     """``PlanError`` if a part would end behind the plan."""
     if end > total:
         raise PlanError(f"malformed step plan: its {what} end at byte {end}, the plan ends at {total}")
+
+
+def check_end(end: int, total: int) -> None:
+    """``PlanError`` if the parts do not end where the plan does."""
+    if end != total:
+        raise PlanError(f"malformed step plan: its parts end at byte {end}, the plan ends at {total}")
 
 
 def split_ints(buffer: Buffer, offset: int, sizes: tuple[int, ...]) -> list[IntArray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from tp_engine.ipc.admission_codec import ALIGNMENT, INT, Buffer, Part, aligned, check_dtypes, check_end, split_ints
+from tp_engine.ipc.admission_codec import ALIGNMENT, INT, Buffer, Part, aligned, check_dtypes, check_room, split_ints
 from tp_engine.plan import IntArray
 
 _SIZES = struct.Struct("<II")
@@ -20,9 +20,9 @@ def encode_masks(rows: IntArray, masks: IntArray) -> list[Part]:
 
 def decode_masks(buffer: Buffer, offset: int, total: int) -> tuple[IntArray, IntArray, int]:
     """``mask_rows`` (M,), ``masks`` (M, W) and the offset after them; ``PlanError`` if they end behind the plan."""
-    check_end("masks", offset + _SIZES.size, total)
+    check_room("masks", offset + _SIZES.size, total)
     num_rows, num_words = _SIZES.unpack_from(buffer, offset)
     end = aligned(offset + _SIZES.size + num_rows * (1 + num_words) * INT.itemsize)
-    check_end("masks", end, total)
+    check_room("masks", end, total)
     rows, words = split_ints(buffer, offset + _SIZES.size, (num_rows, num_rows * num_words))
     return rows, words.reshape(num_rows, num_words), end

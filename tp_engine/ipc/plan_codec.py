@@ -27,24 +27,27 @@ A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 10
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
 from tp_engine.ipc.admission_codec import (
+    ALIGNMENT,
     INT,
     Buffer,
     Part,
     aligned,
     check_dtypes,
     check_end,
+    check_room,
     decode_admissions,
     encode_admission,
     split_ints,
 )
 from tp_engine.ipc.mask_codec import decode_masks, encode_masks
-from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, Control, IntArray, StepPlan
+from tp_engine.plan import NO_IDS, NO_MASKS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
 VERSION = 1
@@ -53,11 +56,17 @@ _HEADER = struct.Struct("<4sIQIIq6I")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 8
 _SUMMED_FROM = 16
+_NO_HEADER = bytes(_HEADER.size)
+_PADDING = bytes(ALIGNMENT // 2)  # behind an odd number of int32
 _HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
 
 
 def encode_plan(plan: StepPlan) -> bytearray:
     """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype."""
+    if not (
+        plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows)
+    ):
+        return _encode_steady(plan)
     ints = (
         plan.released,
         plan.block_rows,
@@ -73,8 +82,7 @@ def encode_plan(plan: StepPlan) -> bytearray:
     assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
     assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
     end = _samples_offset(released, blocks, copies, decodes, prefills) + prefills
-    total = aligned(end)
-    parts: list[Part] = [bytes(_HEADER.size), *ints, plan.prefill_samples, bytes(total - end)]
+    parts: list[Part] = [_NO_HEADER, *ints, plan.prefill_samples, bytes(aligned(end) - end)]
     control = int(plan.control)
     if len(plan.mask_rows):
         control |= _HAS_MASKS
@@ -82,8 +90,23 @@ def encode_plan(plan: StepPlan) -> bytearray:
     for admission in plan.admitted:
         parts += encode_admission(admission)
     data = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
-    counts = (released, blocks, copies, decodes, prefills, len(plan.admitted))
-    _HEADER.pack_into(data, 0, MAGIC, VERSION, 0, len(data), control, plan.step_id, *counts)
+    return _seal(data, control, plan.step_id, released, blocks, copies, decodes, prefills, len(plan.admitted))
+
+
+def _encode_steady(plan: StepPlan) -> bytearray:
+    """A plan of new blocks and decodes only, as almost all are: what is absent costs nothing."""
+    ints = (plan.block_rows, plan.block_ids, plan.decode_rows)
+    check_dtypes(ints)
+    blocks, decodes = len(plan.block_rows), len(plan.decode_rows)
+    assert blocks == len(plan.block_ids), "a new block is a row and a block id"
+    padding = _PADDING if decodes % 2 else b""
+    data = bytearray().join((_NO_HEADER, *ints, padding))  # type: ignore[arg-type]  # as above
+    return _seal(data, int(plan.control), plan.step_id, 0, blocks, 0, decodes, 0, 0)
+
+
+def _seal(data: bytearray, control: int, step_id: int, *counts: int) -> bytearray:
+    """Write the header, the checksum last."""
+    _HEADER.pack_into(data, 0, MAGIC, VERSION, 0, len(data), control, step_id, *counts)
     _CHECKSUM.pack_into(data, _CHECKSUM_OFFSET, _sum(data))
     return data
 
@@ -93,21 +116,21 @@ def decode_plan(buffer: Buffer) -> StepPlan:
 
     ``PlanError`` for anything that ``encode_plan`` did not write, naming the field, what it must be and what it is.
     """
-    total, control_bits, step_id, released, blocks, copies, decodes, prefills, num_admitted = _open(buffer)
-    control = Control(control_bits & ~_HAS_MASKS) if control_bits else Control.NONE
+    _, _, _, total, control_bits, step_id, released, blocks, copies, decodes, prefills, num_admitted = _open(buffer)
     samples_offset = _samples_offset(released, blocks, copies, decodes, prefills)
-    check_end("sections", samples_offset + prefills, total)
+    if not (released or copies or prefills or num_admitted or control_bits & _HAS_MASKS):
+        check_end(aligned(samples_offset), total)
+        return _decode_steady(buffer, step_id, control_bits, blocks, decodes)
+    check_room("sections", samples_offset + prefills, total)
     offset, mask_rows, masks = aligned(samples_offset + prefills), NO_IDS, NO_MASKS
     if control_bits & _HAS_MASKS:
         mask_rows, masks, offset = decode_masks(buffer, offset, total)
     admitted = decode_admissions(buffer, offset, num_admitted, total)
-    if not (released or copies or prefills or control_bits & _HAS_MASKS):
-        return _decode_steady(buffer, step_id, control, admitted, blocks, decodes)
     sizes = (released, blocks, blocks, 2 * copies, decodes, prefills, prefills)
     parts = split_ints(buffer, _HEADER.size, sizes)
     return StepPlan(
         step_id=step_id,
-        control=control,
+        control=Control(control_bits & ~_HAS_MASKS),
         released=parts[0],
         admitted=admitted,
         block_rows=parts[1],
@@ -128,40 +151,33 @@ def plan_checksum(data: Buffer) -> int:
     return checksum
 
 
-def _open(buffer: Buffer) -> tuple[int, ...]:
-    """Check magic, version, length and checksum, in this order; the header from ``total bytes`` on."""
+def _open(buffer: Buffer) -> tuple[Any, ...]:
+    """Check magic, version, length and checksum, in this order; the header."""
     size = len(buffer)
     if size < _HEADER.size:
         raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {size} received")
-    magic, version, checksum, *fields = _HEADER.unpack_from(buffer)
+    header = _HEADER.unpack_from(buffer)
+    magic, version, checksum, total = header[:4]
     if magic != MAGIC:
         raise PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
     if version != VERSION:
         raise PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
-    if fields[0] != size:
-        raise PlanError(f"truncated step plan: it says {fields[0]} bytes, {size} received")
+    if total != size:
+        raise PlanError(f"truncated step plan: it says {total} bytes, {size} received")
     if (computed := _sum(buffer)) != checksum:
         raise PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
-    return tuple(fields)
+    return header
 
 
-def _decode_steady(
-    buffer: Buffer, step_id: int, control: Control, admitted: tuple[Admission, ...], blocks: int, decodes: int
-) -> StepPlan:
-    """A plan of new blocks and decodes only, as almost all are: what is absent costs nothing."""
+def _decode_steady(buffer: Buffer, step_id: int, control_bits: int, blocks: int, decodes: int) -> StepPlan:
+    """A plan of new blocks and decodes only."""
     ints: IntArray = np.frombuffer(buffer, INT, 2 * blocks + decodes, _HEADER.size)
     return StepPlan(
         step_id=step_id,
-        control=control,
-        released=NO_IDS,
-        admitted=admitted,
+        control=Control(control_bits) if control_bits else Control.NONE,
         block_rows=ints[:blocks],
         block_ids=ints[blocks : 2 * blocks],
-        copies=NO_PAIRS,
         decode_rows=ints[2 * blocks :],
-        prefill_rows=NO_IDS,
-        prefill_tokens=NO_IDS,
-        prefill_samples=NO_FLAGS,
     )
 
 
