@@ -63,9 +63,7 @@ _HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
 
 def encode_plan(plan: StepPlan) -> bytearray:
     """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype."""
-    if not (
-        plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows)
-    ):
+    if not (plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows)):
         return _encode_steady(plan)
     ints = (
         plan.released,
