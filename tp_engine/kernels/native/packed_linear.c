@@ -5,9 +5,9 @@
        weight    panels, one after another; outputs beyond the last are zeros
 
    A tile is a panel times up to TILE_ROWS rows of x: 24 sums in registers with AVX-512, 12 otherwise.  Each task has one
-   panel and some of the rows, and goes through CHUNK items at a time, which stay in the second-level cache for all its
-   tiles, while these fetch what follows in memory: the next chunk, or the next panel.  A single tile reads the weight
-   from end to end, which the processor foresees better without being asked.
+   panel and some of the rows, and goes through a chunk of its items at a time, which stays in the second-level cache for
+   all its tiles, while these fetch what follows in memory: the next chunk, or the next panel.  A single tile reads the
+   weight from end to end, which AMD's processors foresee better without being asked; Intel's are told a few items ahead.
 
    A sum's items are added in their order: a row's result is the same bit by bit in each batch, and with any number of
    threads. */
@@ -20,7 +20,9 @@ enum { VECTORS = 4 };
 #else
 enum { VECTORS = 2 };
 #endif
-enum { TILE_ROWS = 6, PANEL = VECTORS * VW, PANEL_LINES = PANEL * 4 / CACHE_LINE, CHUNK = 1024, GROUP = 16 * TILE_ROWS };
+enum { TILE_ROWS = 6, PANEL = VECTORS * VW, PANEL_LINES = PANEL * 4 / CACHE_LINE, GROUP = 16 * TILE_ROWS };
+enum { CHUNK = 512, WHOLE = 2 * CHUNK, MANY_TILES = 8 };
+enum { NEAR = 4096 }; /* bytes: far enough for memory's answer, and a small part of the first-level cache */
 
 /* Products below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_PRODUCTS = 1 << 15 };
@@ -66,34 +68,77 @@ int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t it
     return 0;
 }
 
-/* Adds `count` items of some rows times a panel to `sums`; each item asks for `lines` lines of the memory at `ahead`. */
-INLINE void multiply_tile(Sums sums, const char *x, int64_t x_stride, const float *panel, int64_t count, const char *ahead,
-                          int64_t lines, const int rows, const int by_pairs)
+/* A tile's part of some items: rows of x, a panel, and memory that is fetched meanwhile, `lines` lines per item: into the
+   first-level cache if it `is_near`, else into the second. */
+typedef struct {
+    const char *x;
+    int64_t x_stride; /* in bytes */
+    const float *panel;
+    int64_t count;
+    const char *ahead;
+    int64_t lines;
+    int is_first, is_near, by_pairs; /* is_first: the sums begin at 0 */
+} Tile;
+
+INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int is_near, const int by_pairs)
 {
-    for (int64_t i = 0; i < count; i++) {
+    const char *x = t->x, *ahead = t->ahead;
+    const float *panel = t->panel;
+    const int64_t x_stride = t->x_stride, lines = t->lines;
+    Sums sums = {0};
+    if (!t->is_first)
+        memcpy(sums, waiting, sizeof(vf) * rows * VECTORS);
+    for (int64_t count = t->count; count > 0; count--, x += sizeof(float), panel += PANEL) {
         vf weight[VECTORS];
         for (int64_t line = 0; line < lines; line++, ahead += CACHE_LINE)
-            __builtin_prefetch(ahead, 0, 2);
+            if (is_near)
+                __builtin_prefetch(ahead, 0, 3);
+            else
+                __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
-            weight[v] = load_vector(panel + i * PANEL + v * VW);
+            weight[v] = load_vector(panel + v * VW);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            const vf item = splat(((const item_memory *)(x + r * x_stride))[i]);
+            const vf item = splat(*(const item_memory *)(x + r * x_stride));
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
                 sums[r][v] = by_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
         }
     }
+    memcpy(waiting, sums, sizeof(vf) * rows * VECTORS);
 }
 
-/* Adds the bias, rounds, and stores a tile's outputs from `first` on. */
-INLINE void store_tile(const Linear *p, Sums sums, int64_t row, int64_t first, const int rows, const int dtype)
+/* Functions of their own, so that nothing else wants the registers that the loop needs. */
+#define DEFINE_TILE(rows)                                                            \
+    static __attribute__((noinline)) void multiply_##rows(Sums sums, const Tile *t)  \
+    {                                                                                \
+        if (t->by_pairs && t->is_near)                                               \
+            multiply_tile(sums, t, rows, 1, 1);                                      \
+        else if (t->by_pairs)                                                        \
+            multiply_tile(sums, t, rows, 0, 1);                                      \
+        else if (t->is_near)                                                         \
+            multiply_tile(sums, t, rows, 1, 0);                                      \
+        else                                                                         \
+            multiply_tile(sums, t, rows, 0, 0);                                      \
+    }
+
+DEFINE_TILE(1)
+DEFINE_TILE(2)
+DEFINE_TILE(3)
+DEFINE_TILE(4)
+DEFINE_TILE(5)
+DEFINE_TILE(6)
+
+static void (*const MULTIPLY[TILE_ROWS])(Sums, const Tile *) = {multiply_1, multiply_2, multiply_3,
+                                                                multiply_4, multiply_5, multiply_6};
+
+/* Adds the bias, rounds, and stores the outputs of some rows times a panel. */
+INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype)
 {
-    const int64_t bytes = item_bytes(dtype), count = smaller(PANEL, p->out_size - first);
+    const int64_t bytes = item_bytes(dtype), first = panel * PANEL, count = smaller(PANEL, p->out_size - first);
     const char *bias = p->bias ? p->bias + first * bytes : NULL;
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < rows; r++) {
         char *out = p->out + ((row + r) * p->out_size + first) * bytes;
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
@@ -102,46 +147,61 @@ INLINE void store_tile(const Linear *p, Sums sums, int64_t row, int64_t first, c
     }
 }
 
-/* One tile over one chunk of items; between chunks its sums wait in `waiting`. */
-INLINE void run_tile(const Linear *p, int64_t row, int64_t panel, int64_t begin, int64_t end, int64_t turn, int64_t turns,
-                     float *waiting, const int rows, const int dtype)
+static int wants_hints(void)
 {
-    const float *weight = p->weight + (panel * p->items + begin) * PANEL;
-    const int64_t lines = turns > 1 ? (PANEL_LINES + turns - 1) / turns : 0, step = lines * (end - begin) * CACHE_LINE;
-    const char *ahead = (const char *)(weight + (end - begin) * PANEL) + turn * step;
-    Sums sums = {0};
-    if (begin)
-        memcpy(sums, waiting, sizeof(vf) * rows * VECTORS);
-    multiply_tile(sums, p->x + row * p->x_stride + begin * 4, p->x_stride, weight, end - begin, ahead, lines, rows,
-                  dtype == BFLOAT16);
-    if (end < p->items)
-        memcpy(waiting, sums, sizeof(vf) * rows * VECTORS);
-    else
-        store_tile(p, sums, row, panel * PANEL, rows, dtype);
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel");
+#else
+    return 0;
+#endif
 }
 
-#define RUN_TILE(n) case n: run_tile(p, row, panel, begin, end, tile, num_tiles, sums, n, dtype); break
+/* A single tile's rows times one panel. */
+INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel, const int dtype)
+{
+    const float *weight = p->weight + panel * p->items * PANEL;
+    const Tile tile = {.x = p->x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = p->items,
+                       .ahead = (const char *)weight + NEAR, .lines = wants_hints() ? PANEL_LINES : 0,
+                       .is_first = 1, .is_near = 1, .by_pairs = dtype == BFLOAT16};
+    Sums sums;
+    MULTIPLY[rows - 1](sums, &tile);
+    store_sums(p, sums, row, rows, panel, dtype);
+}
 
-/* Rows `first` to `first + count`, at most GROUP, times one panel.  The tiles are as equal as can be. */
+/* More chunks hide memory better, but between them sums are stored: many tiles take up to WHOLE items in one. */
+INLINE int64_t count_chunks(int64_t items, int64_t num_tiles)
+{
+    return num_tiles > MANY_TILES && items <= WHOLE ? 1 : (items + CHUNK - 1) / CHUNK;
+}
+
+/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be. */
 INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype)
 {
-    float waiting[GROUP * PANEL];
-    const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, chunk = num_tiles > 1 ? CHUNK : p->items;
-    for (int64_t begin = 0; begin < p->items; begin += chunk) {
-        const int64_t end = smaller(begin + chunk, p->items);
-        for (int64_t tile = 0; tile < num_tiles; tile++) {
-            const int64_t row = first + tile * count / num_tiles;
-            float *sums = waiting + (row - first) * PANEL;
-            switch (first + (tile + 1) * count / num_tiles - row) {
-                RUN_TILE(1);
-                RUN_TILE(2);
-                RUN_TILE(3);
-                RUN_TILE(4);
-                RUN_TILE(5);
-                RUN_TILE(6);
-            }
+    vf sums[GROUP][VECTORS];
+    const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, num_chunks = count_chunks(p->items, num_tiles);
+    const int64_t lines = (PANEL_LINES + num_tiles - 1) / num_tiles;
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        const int64_t begin = chunk * p->items / num_chunks, items = (chunk + 1) * p->items / num_chunks - begin;
+        const float *weight = p->weight + (panel * p->items + begin) * PANEL;
+        const char *x = p->x + first * p->x_stride + begin * (int64_t)sizeof(float);
+        const char *ahead = (const char *)(weight + items * PANEL);
+        for (int64_t turn = 0; turn < num_tiles; turn++, ahead += lines * items * CACHE_LINE) {
+            const int64_t row = turn * count / num_tiles, rows = (turn + 1) * count / num_tiles - row;
+            const Tile tile = {.x = x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = items,
+                               .ahead = ahead, .lines = lines, .is_first = chunk == 0, .by_pairs = dtype == BFLOAT16};
+            MULTIPLY[rows - 1](sums + row, &tile);
+            if (chunk == num_chunks - 1)
+                store_sums(p, sums + row, first + row, rows, panel, dtype);
         }
     }
+}
+
+INLINE void run_rows(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype)
+{
+    if (count <= TILE_ROWS)
+        run_alone(p, first, count, panel, dtype);
+    else
+        run_group(p, first, count, panel, dtype);
 }
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
@@ -157,9 +217,9 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
         const int64_t panel = task / num_groups, group = task % num_groups;
         const int64_t first = group * rows / num_groups, count = (group + 1) * rows / num_groups - first;
         if (dtype == BFLOAT16)
-            run_group(&p, first, count, panel, BFLOAT16);
+            run_rows(&p, first, count, panel, BFLOAT16);
         else
-            run_group(&p, first, count, panel, FLOAT32);
+            run_rows(&p, first, count, panel, FLOAT32);
     }
     return 0;
 }
