@@ -143,7 +143,8 @@ INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, in
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
             if (v * VW < count)
-                store_some(out, v * VW, count, bias ? sums[r][v] + load_some(bias, v * VW, count, dtype) : sums[r][v], dtype);
+                store_some(out, v * VW, count, bias ? sums[r][v] + load_some(bias, v * VW, count, dtype) : sums[r][v],
+                           dtype);
     }
 }
 
@@ -174,23 +175,28 @@ INLINE int64_t count_chunks(int64_t items, int64_t num_tiles)
     return num_tiles > MANY_TILES && items <= WHOLE ? 1 : (items + CHUNK - 1) / CHUNK;
 }
 
-/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be. */
+/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be.  The last tiles
+   of a chunk fetch the next one, `lines` lines of each item each; the last group of rows also the panel that follows. */
 INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype)
 {
     vf sums[GROUP][VECTORS];
     const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, num_chunks = count_chunks(p->items, num_tiles);
-    const int64_t lines = (PANEL_LINES + num_tiles - 1) / num_tiles;
+    const int64_t lines = (PANEL_LINES + num_tiles - 1) / num_tiles, num_fetching = (PANEL_LINES + lines - 1) / lines;
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         const int64_t begin = chunk * p->items / num_chunks, items = (chunk + 1) * p->items / num_chunks - begin;
         const float *weight = p->weight + (panel * p->items + begin) * PANEL;
         const char *x = p->x + first * p->x_stride + begin * (int64_t)sizeof(float);
-        const char *ahead = (const char *)(weight + items * PANEL);
-        for (int64_t turn = 0; turn < num_tiles; turn++, ahead += lines * items * CACHE_LINE) {
+        const char *next = (const char *)(weight + items * PANEL);
+        const int is_last = chunk == num_chunks - 1, fetches = !is_last || first + count == p->rows;
+        for (int64_t turn = 0; turn < num_tiles; turn++) {
             const int64_t row = turn * count / num_tiles, rows = (turn + 1) * count / num_tiles - row;
+            const int64_t share = turn - (num_tiles - num_fetching);
             const Tile tile = {.x = x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = items,
-                               .ahead = ahead, .lines = lines, .is_first = chunk == 0, .by_pairs = dtype == BFLOAT16};
+                               .ahead = next + share * lines * items * CACHE_LINE,
+                               .lines = fetches && share >= 0 ? lines : 0,
+                               .is_first = chunk == 0, .by_pairs = dtype == BFLOAT16};
             MULTIPLY[rows - 1](sums + row, &tile);
-            if (chunk == num_chunks - 1)
+            if (is_last)
                 store_sums(p, sums + row, first + row, rows, panel, dtype);
         }
     }
