@@ -19,6 +19,7 @@ from typing import Any
 from tests.faults.cases import Case, Outcome, run_case, whole_matrix
 from tests.faults.gate import Gate
 from tests.faults.storms import Storm, StormOutcome, run_storm, storms
+from tp_engine.kernels.native.library import native_library
 
 _WAITING = 6
 
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the storms; default: the time")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
+    native_library()  # compiles the kernels, if need be, before many jobs start at once within a limit
     started_s = time.monotonic()
     found = run_all(chosen(options), options.starting, show)
     failed = [str(outcome.case) for outcome in found if outcome.problems]
