@@ -181,7 +181,8 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
 {
     vf sums[GROUP][VECTORS];
     const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, num_chunks = count_chunks(p->items, num_tiles);
-    const int64_t lines = (PANEL_LINES + num_tiles - 1) / num_tiles, num_fetching = (PANEL_LINES + lines - 1) / lines;
+    const int64_t lines = (PANEL_LINES + num_tiles - 1) / num_tiles; /* none, where a panel is narrower than a line */
+    const int64_t num_fetching = lines ? (PANEL_LINES + lines - 1) / lines : 0;
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         const int64_t begin = chunk * p->items / num_chunks, items = (chunk + 1) * p->items / num_chunks - begin;
         const float *weight = p->weight + (panel * p->items + begin) * PANEL;
