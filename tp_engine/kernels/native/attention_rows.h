@@ -63,8 +63,7 @@ INLINE vf add_item(vf sum, vf key, const float *query, int64_t u, const int dtyp
 
 /* scores[r] = row r of `query` times 2 * VW keys, while `num_pieces` are fetched. */
 INLINE void score_block(const int rows, const int dtype, const int by_pairs, int64_t items, const float *query,
-                        int64_t query_stride, const float *const *columns, int64_t stride, float *scores, int64_t num_pieces,
-                        Ahead *ahead)
+                        const float *const *columns, int64_t stride, float *scores, int64_t num_pieces, Ahead *ahead)
 {
     vf sums[SCORE_ROWS][2] = {0};
     for (int64_t u = 0, fetched = 0; u < items; u++) {
@@ -75,7 +74,7 @@ INLINE void score_block(const int rows, const int dtype, const int by_pairs, int
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
             for (int k = 0; k < 2; k++)
-                sums[r][k] = add_item(sums[r][k], key[k], query + r * query_stride, u, dtype, by_pairs);
+                sums[r][k] = add_item(sums[r][k], key[k], query + r * QUERY_STRIDE, u, dtype, by_pairs);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -86,13 +85,13 @@ INLINE void score_block(const int rows, const int dtype, const int by_pairs, int
 
 #define SCORE_BLOCK(n)                                                                                               \
     case n:                                                                                                          \
-        score_block(n, dtype, by_pairs, items, query + r * query_stride, query_stride, keys->columns + k / VW,       \
-                    keys->stride, scores + r * TILE + k, r == 0 ? VW : 0, ahead);                                    \
+        score_block(n, dtype, by_pairs, items, query + r * QUERY_STRIDE, keys->columns + k / VW, keys->stride,       \
+                    scores + r * TILE + k, r == 0 ? VW : 0, ahead);                                                  \
         break
 
 /* Half of the next tile is fetched here, the other half while values are added. */
-INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_t items, const float *query,
-                       int64_t query_stride, const Keys *keys, int64_t num_keys, float *scores, Ahead *ahead)
+INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_t items, const float *query, const Keys *keys,
+                       int64_t num_keys, float *scores, Ahead *ahead)
 {
     for (int64_t k = 0; k < num_keys; k += 2 * VW)
         for (int64_t r = 0; r < rows; r += SCORE_ROWS)
@@ -110,39 +109,89 @@ INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_
             }
 }
 
-/* Scores of one row, times `factor`, become weights, of which those from `first` to `end` are visible; returns what its
-   results so far are worth now. */
-INLINE float weigh_row(float *scores, float factor, int64_t first, int64_t end, float *max, float *sum)
+/* What rows of a head have come to: the largest score, the sum of the weights, and what their results so far are worth
+   after one more tile.  Of that tile the keys from `first` to `end` are visible, counted as the tile's `start` is. */
+typedef struct {
+    float *max, *sum, *kept;
+    const int64_t *first, *end;
+    int64_t start;
+} Running;
+
+/* Scores of one row, times `factor`, and the largest of each lane; unless it `sees_all`, hidden ones are -inf. */
+INLINE vf scale_row(vf *score, const float *scores, float factor, const Running *to, int64_t row, const int sees_all)
 {
-    const vf nothing = splat(-INFINITY);
-    const int sees_all = first == 0 && end == TILE;
-    vi place;
+    vi key;
     for (int i = 0; i < VW; i++)
-        place[i] = i;
-    vf best = nothing;
-    vf score[TILE / VW];
+        key[i] = i;
+    vf best = splat(-INFINITY);
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE / VW; i++) {
+    for (int i = 0; i < TILE / VW; i++, key += VW) {
         score[i] = load_vector(scores + i * VW) * factor;
         if (!sees_all) {
-            const vi is_visible = (place >= (int32_t)first) & (place < (int32_t)end);
-            score[i] = select_vector(is_visible, score[i], nothing);
-            place += VW;
+            const vi is_visible = (key >= (int32_t)(to->first[row] - to->start)) & (key < (int32_t)(to->end[row] - to->start));
+            score[i] = select_vector(is_visible, score[i], splat(-INFINITY));
         }
         best = max_vector(best, score[i]);
     }
-    const vf old_max = splat(*max), new_max = max_vector(old_max, max_of(best));
-    vf total = splat(0);
+    return best;
+}
+
+/* Scores of some rows become weights, in place.  Several rows at once: one alone is a chain of operations, each of which
+   waits for the one before. */
+INLINE void weigh_some(const int rows, const int sees_all, float *scores, float factor, const Running *to, int64_t row)
+{
+    vf score[WEIGHT_ROWS][TILE / VW], best[WEIGHT_ROWS], total[WEIGHT_ROWS] = {0};
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        best[r] = scale_row(score[r], scores + r * TILE, factor, to, row + r, sees_all);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        best[r] = max_vector(splat(to->max[row + r]), max_of(best[r]));
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE / VW; i++) {
-        const vf weight = exp2_vector(score[i] - new_max);
-        store_vector(scores + i * VW, weight);
-        total += weight;
+        for (int i = 0; i < TILE / VW; i++) {
+            const vf weight = exp2_vector(score[r][i] - best[r]);
+            store_vector(scores + r * TILE + i * VW, weight);
+            total[r] += weight;
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        const float kept = exp2_vector(splat(to->max[row + r]) - best[r])[0];
+        to->sum[row + r] = to->sum[row + r] * kept + sum_of(total[r])[0];
+        to->max[row + r] = best[r][0];
+        to->kept[row + r] = kept;
     }
-    const float kept = exp2_vector(old_max - new_max)[0];
-    *sum = *sum * kept + sum_of(total)[0];
-    *max = new_max[0];
-    return kept;
+}
+
+INLINE int see_all(const Running *to, int64_t row, int rows)
+{
+    int all = 1;
+    for (int r = 0; r < rows; r++)
+        all &= to->first[row + r] <= to->start && to->end[row + r] >= to->start + TILE;
+    return all;
+}
+
+#define WEIGH(n)                                                                  \
+    case n:                                                                       \
+        if (see_all(to, row, n))                                                  \
+            weigh_some(n, 1, scores + row * TILE, factor, to, row);               \
+        else                                                                      \
+            weigh_some(n, 0, scores + row * TILE, factor, to, row);               \
+        break
+
+/* Scores of all rows, times `factor`, become weights. */
+static void weigh_rows(int64_t rows, float *scores, float factor, const Running *to)
+{
+    for (int64_t row = 0; row < rows; row += WEIGHT_ROWS)
+        switch (smaller(rows - row, WEIGHT_ROWS)) {
+            WEIGH(1);
+            WEIGH(2);
+#if VW == 16
+            WEIGH(3);
+            WEIGH(4);
+#endif
+        }
 }
 
 /* out[r] = out[r] * kept[r] + weights[r] @ values, for `width` vectors of the rows. */

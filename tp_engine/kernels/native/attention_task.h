@@ -5,7 +5,7 @@
 
 /* Running results of a task's rows, KV head by KV head. */
 typedef struct {
-    float query[MAX_ROWS * MAX_HEAD_DIM], out[MAX_ROWS * MAX_HEAD_DIM];
+    float query[MAX_ROWS * QUERY_STRIDE], out[MAX_ROWS * MAX_HEAD_DIM];
     float max[MAX_ROWS], sum[MAX_ROWS], kept[MAX_ROWS], scores[MAX_ROWS * TILE];
     float columns[MAX_HEAD_DIM * TILE], values[TILE * MAX_HEAD_DIM];
     int64_t places[TILE]; /* of `values` */
@@ -94,12 +94,12 @@ static void read_rows(const Call *call, const Task *task, const float *partial, 
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
             const int64_t place =
-                token_of(call, task, row) * call->query_stride + (head * call->group + row % call->group) * layer->head_dim;
+                token_of(call, task, row) * call->query_stride + (head * call->group + within_group(call, row)) * layer->head_dim;
             const int64_t resumed = part_of(call, task, task->resumed, head, row);
             if (call->by_pairs)
-                memcpy(rows->query + r * (width / 2), call->query + place * bytes, layer->head_dim * bytes);
+                memcpy(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim * bytes);
             else
-                widen_row(rows->query + r * width, call->query + place * bytes, layer->head_dim, (int)layer->dtype);
+                widen_row(rows->query + r * QUERY_STRIDE, call->query + place * bytes, layer->head_dim, (int)layer->dtype);
             const float *from = task->resumed < 0 ? NULL : partial + resumed * (width + 2);
             begin_row(from, width, rows->out + r * width, rows->max + r, rows->sum + r);
         }
@@ -116,7 +116,7 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
 {
     const int64_t num_rows = task->end_row - task->first_row, base = (head - task->first_head) * num_rows;
     const int64_t start = tile->start, end = start + tile->num_keys;
-    const int64_t width = call->padded_dim, vectors = width / VW, query_stride = by_pairs ? width / 2 : width;
+    const int64_t width = call->padded_dim, vectors = width / VW;
     const float factor = call->layer->scale * LOG2_E;
     int64_t first = 0, last = num_rows;
     while (first < last && rows->end_key[first] <= start)
@@ -127,13 +127,13 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         return;
     float *scores = rows->scores, *kept = rows->kept, *out = rows->out + (base + first) * width;
     const Keys keys = find_keys(call, tile, head, rows->columns);
-    const float *query = rows->query + (base + first) * query_stride;
-    score_rows(dtype, by_pairs, last - first, call->head_bytes / 4, query, query_stride, &keys, tile->num_keys, scores, ahead);
-    for (int64_t r = first; r < last; r++) {
-        const int64_t from = larger(rows->first_key[r] - start, 0), to = smaller(rows->end_key[r] - start, tile->num_keys);
-        float *const max = rows->max + base + r, *const sum = rows->sum + base + r;
-        kept[r - first] = weigh_row(scores + (r - first) * TILE, factor, from, to, max, sum);
-    }
+    const float *query = rows->query + (base + first) * QUERY_STRIDE;
+    score_rows(dtype, by_pairs, last - first, call->head_bytes / 4, query, &keys, tile->num_keys, scores, ahead);
+    const Running running = {
+        .max = rows->max + base + first, .sum = rows->sum + base + first, .kept = kept,
+        .first = rows->first_key + first, .end = rows->end_key + first, .start = start,
+    };
+    weigh_rows(last - first, scores, factor, &running);
     const int in_place = width == call->layer->head_dim && (dtype == FLOAT32 || last - first <= ROW_BLOCK);
     const Values values = find_values(call, tile, head, in_place, rows);
     if (in_place)
@@ -145,7 +145,7 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
 INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t row, float *out, float sum)
 {
     const Layer *layer = call->layer;
-    const int64_t head_row = token_of(call, task, row) * layer->num_heads + head * call->group + row % call->group;
+    const int64_t head_row = token_of(call, task, row) * layer->num_heads + head * call->group + within_group(call, row);
     const int64_t place = head_row * layer->head_dim;
     const float factor = 1.0f / sum;
     for (int64_t i = 0; i < call->padded_dim; i += VW)
