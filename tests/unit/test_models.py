@@ -170,6 +170,25 @@ def test_bfloat16_is_as_close_as_transformers(architecture: str, checkpoint: Cal
     assert (found.float() - exact).abs().mean() <= 2 * theirs
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_wanted_tokens_come_out(world_size: int, checkpoint: Callable[..., Path]) -> None:
+    """The last tokens of all prompts, or any others, are what they are among all."""
+    config, folder = load_model_config(str(checkpoint(**CASES["qwen3"])))
+    wanted = torch.tensor([*np.cumsum(LENGTHS) - 1, 1, 0])
+
+    def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = load(config, folder, communicator)
+        model.finish_loading()
+        tokens = torch.tensor([token for prompt in prompts(config) for token in prompt])
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])
+        with torch.inference_mode(), forward_context(prefill_metadata(LENGTHS)):
+            return model(tokens, positions, wanted), model(tokens, positions)
+
+    for alone, among_all in run_ranks(world_size, body):
+        assert alone.shape == (len(wanted), config.hidden_size)
+        torch.testing.assert_close(alone, among_all[wanted], rtol=1e-5, atol=1e-5)
+
+
 def test_dummy_weights_are_one_model_for_all_world_sizes(checkpoint: Callable[..., Path]) -> None:
     """Oracle: one rank's logits with the same seed; another seed is another model."""
     config, folder = load_model_config(str(checkpoint("qwen3")))

@@ -70,13 +70,20 @@ class CausalLM(nn.Module):
         finally:
             self.layers = layers
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``."""
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``.
+
+        With ``wanted`` (n,) int64, tokens whose outputs somebody reads: (n, hidden), theirs.  The last layer does no
+        more for the others than to store their keys and values, and attend.
+        """
         rotation = self.rotary(positions)
         residual = self.embed_tokens(input_ids)
         x: torch.Tensor | None = None
-        for layer in self.layers:
-            x = layer(x, residual, rotation)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, rotation, wanted if index == last else None)
         assert x is not None
         return self.norm.reduce_add_and_norm(x, residual)
 

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
         self._prepare_heads = context.ops.prepare_heads
 
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None) -> torch.Tensor:
         attention = self.attention
         shape = attention.shape
         heads = self.qkv_proj(x).view(len(x), self._num_all, shape.head_dim)
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
                 current_metadata().slot_mapping,
             )
         )
-        return self.o_proj.part(attended.reshape(len(x), -1))
+        return self.o_proj.part(_only(wanted, attended.reshape(len(x), -1)))
 
 
 class QKNormSelfAttention(SelfAttention):
@@ -107,12 +107,20 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
-    def forward(self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``x`` is this rank's part of the last block's output, not yet added to ``residual``; None before the first.
 
-        So is what it returns: the ranks' parts are added up with the residual, by the next norm.
+        So is what it returns, with the residual: the ranks' parts are added up with it by the next norm.  Both are of
+        the tokens ``wanted`` (n,) int64 alone, if given: of the others only keys and values are needed.
         """
         norm = self.input_layernorm
-        attended = self.self_attn(norm(residual) if x is None else norm.reduce_add_and_norm(x, residual), rotation)
-        output: torch.Tensor = self.mlp(self.post_attention_layernorm.reduce_add_and_norm(attended, residual))
-        return output
+        normalised = norm(residual) if x is None else norm.reduce_add_and_norm(x, residual)
+        attended = self.self_attn(normalised, rotation, wanted)
+        residual = _only(wanted, residual)
+        return self.mlp(self.post_attention_layernorm.reduce_add_and_norm(attended, residual)), residual
+
+
+def _only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    return tokens if wanted is None else tokens.index_select(0, wanted)

@@ -46,6 +46,16 @@ class BatchLayout:
         """Whether every request has one token and is sampled."""
         return self.num_decodes == len(self.rows)
 
+    @property
+    def wanted(self) -> torch.Tensor | None:
+        """The tokens (n,) int64 whose hidden states somebody reads; None: all, in order.
+
+        In a step that samples nothing it is the first: an empty batch would be a case of its own everywhere.
+        """
+        if self.is_decode_only:
+            return None
+        return self.logit_index if len(self.logit_index) else self.query_start[:1].to(torch.int64)
+
     def positions(self, computed: IntArray) -> IntArray:
         """Positions (N,) of the tokens of requests that have ``computed`` (B,) tokens."""
         return computed if self.is_decode_only else np.repeat(computed, self.query_lens) + self.offsets

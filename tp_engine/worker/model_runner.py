@@ -19,6 +19,7 @@ from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.sampling.choice import make_sampler, recorded_sampler
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.batch_layout import BatchLayout
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_recorder import Recorder
 from tp_engine.worker.input_batch import InputBatch, StepInputs
@@ -112,11 +113,13 @@ class ModelRunner:
             return self._replay(plan, captured)
         with self.named("prepare"):
             inputs = self._prepare(plan)
+        scores_prompts = self._scores_prompts(inputs.layout)
         with self.named("model"), forward_context(inputs.attention):
-            hidden = self._model(inputs.input_ids, inputs.positions)
+            hidden = self._model(inputs.input_ids, inputs.positions, None if scores_prompts else inputs.layout.wanted)
         with self.named("sample"):
-            prompt_logprobs = {} if inputs.layout.is_decode_only else self._score_prompts(inputs, hidden)
-            token_ids, logprobs = self._sample(inputs, hidden)
+            prompt_logprobs = self._score_prompts(inputs, hidden) if scores_prompts else {}
+            sampled = hidden.index_select(0, inputs.layout.logit_index) if scores_prompts else hidden
+            token_ids, logprobs = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
             ids = None if token_ids is None else self._readback.start(token_ids)
         return PendingStep(step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -154,14 +157,17 @@ class ModelRunner:
                 raw[:, :, target] = raw[:, :, source]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
-        """Sample; every rank gets the ids, rank 0 the log-probabilities too.  ``hidden`` (N, hidden)."""
+        """Sample; every rank gets the ids, rank 0 the log-probabilities too.  ``hidden`` (n, hidden): the sampled."""
         layout = inputs.layout
         if not len(layout.sampled_rows):
             return None, None
         self._note.reach(Phase.SAMPLE)
-        last = hidden if layout.is_decode_only else hidden.index_select(0, layout.logit_index)
-        logits = self._model.compute_local_logits(last)
+        logits = self._model.compute_local_logits(hidden)
         return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
+
+    def _scores_prompts(self, layout: BatchLayout) -> bool:
+        """Whether somebody may have asked for log-probabilities of this step's prompt tokens."""
+        return not layout.is_decode_only and bool((self._scores_prompt[layout.rows] >= 0).any())
 
     def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
         """Log-probabilities of the prompt tokens that follow this step's positions, for the rows that asked.
