@@ -84,6 +84,11 @@ class StepOutput:
     def __len__(self) -> int:
         return len(self.token_ids) + len(self.deltas)
 
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.token_ids) + sum(len(delta.new_token_ids) for delta in self.deltas)
+
     def __iter__(self) -> Iterator[SequenceDelta]:
         for request_id, index, token_id in zip(self.request_ids, self.indices, self.token_ids, strict=True):
             yield SequenceDelta(request_id=request_id, index=index, new_token_ids=[token_id])

@@ -150,12 +150,12 @@ class LLM(Closing):
             num_tokens, started_s = 0, time.monotonic()
             try:
                 while self.engine.has_unfinished:
-                    deltas = self.engine.step()
+                    output = self.engine.step()
                     self._observe()
-                    num_tokens += sum(len(delta.new_token_ids) for delta in deltas)
-                    processed = self.output_processor.process(deltas)
+                    num_tokens += output.num_tokens
+                    processed = self.output_processor.process(output)
                     self.engine.abort(processed.aborts)
-                    finished |= {output.request_id: output for output in processed.finished}
+                    finished |= {one.request_id: one for one in processed.finished}
                     if processed.finished:
                         rate = num_tokens / (time.monotonic() - started_s)
                         progress.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)

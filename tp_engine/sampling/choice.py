@@ -12,13 +12,15 @@ from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
 from tp_engine.layers.upload import upload
-from tp_engine.plan import IntArray
+from tp_engine.plan import NO_IDS, IntArray
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.processors import masked_logits
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
+
+_GREEDY = StepKind()
 
 
 class TokenSampler(Protocol):
@@ -67,12 +69,20 @@ class GreedySampler:
 
     def __init__(self, general: TokenSampler, state: SamplingState, library: ctypes.CDLL | None) -> None:
         self._general, self._state, self._library = general, state, library
-        self.kinds: tuple[StepKind, ...] = () if library is None else (StepKind(),)
+        self.kinds: tuple[StepKind, ...] = () if library is None else (_GREEDY,)
+        self._known: tuple[IntArray, int, bool] = (NO_IDS, -1, True)
 
     def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
         """See ``RecordedSampler``: of rows without anything but a greedy choice."""
-        state = self._state
-        return StepKind() if state.is_plain[rows].all() and not state.masks.any_of(rows) else None
+        return _GREEDY if self._are_plain(rows) and not self._state.masks.any_of(rows) else None
+
+    def _are_plain(self, rows: IntArray) -> bool:
+        """Looked up when another array comes, or when somebody was admitted."""
+        known, version, are_plain = self._known
+        if rows is not known or version != self._state.version:
+            are_plain = bool(self._state.is_plain[rows].all())
+            self._known = rows, self._state.version, are_plain
+        return are_plain
 
     def sample_recorded(
         self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor

@@ -104,10 +104,12 @@ class BlockManager:
     def grow_rows(self, rows: IntArray) -> IntArray:
         """One more block for each of ``rows`` (distinct), in order."""
         taken = np.array(self._take(len(rows)), dtype=np.int32)
-        state = self._rows
-        state.block_table[rows, state.num_blocks[rows]] = taken
-        state.num_blocks[rows] += 1
-        state.capacity[rows] += self.block_size
+        state, index = self._rows, rows.astype(np.intp)
+        counts = state.num_blocks[index]
+        state.block_table[index, counts] = taken
+        counts += 1
+        state.num_blocks[index] = counts
+        state.capacity[index] = counts * self.block_size
         return taken
 
     def publish(self, sequence: Sequence) -> None:

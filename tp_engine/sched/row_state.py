@@ -17,6 +17,7 @@ steps in flight.  One in ENDING has num_scheduled + 1 = max_tokens: nothing is l
 from __future__ import annotations
 
 import heapq
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ from tp_engine.sched.occupants import Occupants
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
 
 _VACANT_STEP = np.iinfo(np.int64).max
+
+IndexArray: TypeAlias = "npt.NDArray[np.intp]"
 
 
 class RowState:
@@ -56,6 +59,7 @@ class RowState:
         self._vacant = list(range(rows))
         self._prefilling: dict[int, Sequence] = {}
         self._decode_rows: IntArray | None = NO_IDS
+        self._decode_index: IndexArray = NO_IDS.astype(np.intp)
         self._decode_occupants = Occupants([])
         self._steps_to_end = 0
         self._steps_to_block_end = 0
@@ -103,7 +107,7 @@ class RowState:
 
         While the same rows decode, ``_steps_to_end`` says for how many steps none of them can.
         """
-        self.num_scheduled[rows] += 1
+        self.num_scheduled[self._index_of(rows)] += 1
         if rows is self._decode_rows:
             self._steps_to_end -= 1
             self._steps_to_block_end -= 1
@@ -126,13 +130,24 @@ class RowState:
         is_kept = rows is self._decode_rows
         if is_kept and self._steps_to_block_end > 0:
             return NO_IDS
-        room = self.capacity[rows] - self.num_scheduled[rows]
+        index = self._index_of(rows)
+        room = self.capacity[index] - self.num_scheduled[index]
         least = int(room.min())
         if least:
             self._steps_to_block_end = least if is_kept else 0
             return NO_IDS
         needing: IntArray = rows[room == 0]
         return needing
+
+    def append(self, rows: IntArray, token_ids: IntArray) -> npt.NDArray[np.int64]:
+        """Each of ``rows`` has one more token, and all before it are computed; how many each has now."""
+        index = self._index_of(rows)
+        lengths = self.num_tokens[index]
+        self.tokens[index, lengths] = token_ids
+        self.num_computed[index] = lengths
+        lengths += 1
+        self.num_tokens[index] = lengths
+        return lengths
 
     def vacate(self, sequence: Sequence, phase: Phase) -> None:
         """The sequence leaves its row, to wait again or for good; its tokens go with it."""
@@ -157,9 +172,10 @@ class RowState:
     def decode_rows(self) -> IntArray:
         """Rows in DECODE in rising order; the same array as long as none joins or leaves.  Not to be changed."""
         if self._decode_rows is None:
-            self._decode_rows = np.flatnonzero(self.phase == Phase.DECODE).astype(np.int32)
+            self._decode_index = index = np.flatnonzero(self.phase == Phase.DECODE)
+            self._decode_rows = index.astype(np.int32)
             self._decode_occupants = Occupants(self._look_up(self._decode_rows))
-            left = self.max_tokens[self._decode_rows] - 1 - self.num_scheduled[self._decode_rows]
+            left = self.max_tokens[index] - 1 - self.num_scheduled[index]
             self._steps_to_end = int(left.min(initial=np.iinfo(np.int64).max))
             self._steps_to_block_end = 0
         return self._decode_rows
@@ -206,6 +222,10 @@ class RowState:
         assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is Phase.DECODE]
         assert self.occupants(self.decode_rows()).sequences == [s for s in occupied if s.phase is Phase.DECODE]
         assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]
+
+    def _index_of(self, rows: IntArray) -> IndexArray:
+        """``rows`` as the type of index that numpy uses as it is: others it converts each time it meets them."""
+        return self._decode_index if rows is self._decode_rows else rows.astype(np.intp)
 
     def _look_up(self, rows: IntArray) -> list[Sequence]:
         found = [self.sequences[row] for row in rows.tolist()]

@@ -241,11 +241,7 @@ class Scheduler:
         """Each sampled row has one more token; some got their first one, some end."""
         rows = self._batch.rows
         outcome = StepOutcome(rows.occupants(sampled), token_ids)
-        lengths = rows.num_tokens[sampled]
-        rows.tokens[sampled, lengths] = token_ids
-        rows.num_computed[sampled] = lengths  # all but the newest
-        lengths += 1
-        rows.num_tokens[sampled] = lengths
+        lengths = rows.append(sampled, token_ids)
         for position in range(self._num_living_decodes(plan, sampled), len(sampled)):
             sequence = outcome.sequences[position]
             if not sequence.emitted:
@@ -254,7 +250,7 @@ class Scheduler:
         may_end = self._stops.may_stop(token_ids)
         if rows.num_ending:
             may_end |= rows.phase[sampled] == Phase.ENDING
-        if may_end.any():
+        if np.count_nonzero(may_end):
             self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
         if rows.num_constrained:
             advance_constraints(outcome, sampled, rows)

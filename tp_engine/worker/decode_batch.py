@@ -8,7 +8,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables, decode_ops
 from tp_engine.layers.upload import upload
-from tp_engine.plan import IntArray
+from tp_engine.plan import NO_IDS, IntArray
 
 
 class DecodeBatch:
@@ -25,6 +25,7 @@ class DecodeBatch:
         self._inputs_of_size: dict[int, DecodeInputs] = {}
         self._ones: IntArray = np.ones(max_requests, dtype=np.int32)
         self._rows: IntArray = np.full(max_requests, PAD_ROW, dtype=np.int32)
+        self._given: tuple[IntArray, int] = (NO_IDS, 0)
 
     @property
     def num_bytes(self) -> int:
@@ -32,7 +33,10 @@ class DecodeBatch:
         return self._inputs.num_bytes
 
     def set_rows(self, rows: IntArray, size: int) -> None:
-        """The next step is of ``rows`` (n,), padded to ``size`` requests."""
+        """The next step is of ``rows`` (n,), which are not changed later, padded to ``size`` requests."""
+        if rows is self._given[0] and size == self._given[1]:
+            return
+        self._given = rows, size
         if len(rows) == size and np.array_equal(rows, self._rows[:size]):
             return
         wanted: IntArray = np.full(size, PAD_ROW, dtype=np.int32)

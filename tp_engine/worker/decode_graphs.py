@@ -48,4 +48,6 @@ class DecodeGraphs:
 
     def run(self, num_rows: int) -> torch.Tensor:
         """Run the step, whose inputs are in place; the first ``num_rows`` rows of its output."""
-        return self._recordings[self.padded_size(num_rows)].run()[:num_rows]
+        size = self.padded_size(num_rows)
+        output = self._recordings[size].run()
+        return output if size == num_rows else output[:num_rows]
