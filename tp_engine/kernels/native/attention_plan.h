@@ -38,8 +38,20 @@ static int plan_ranges(const Call *call, Plan *plan, Task rows)
     return 1;
 }
 
-/* The tasks of a request.  All KV heads in one task read the cache in one stream; a few requests are better split by
-   heads. */
+/* How many KV heads a task has.  All in one task read the cache in one stream; few requests are better split by heads, a
+   single decode just among the threads. */
+static int64_t heads_per_task(const Call *call)
+{
+    const Step *step = call->step;
+    const int64_t num_kv_heads = call->layer->num_kv_heads;
+    if (step->num_requests >= 4 * step->num_threads)
+        return num_kv_heads;
+    if (step->num_requests == 1 && step->num_tokens == 1)
+        return (num_kv_heads + step->num_threads - 1) / step->num_threads;
+    return 1;
+}
+
+/* The tasks of a request. */
 static int plan_request(const Call *call, Plan *plan, int64_t request, int64_t heads_wanted)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, num_rows = call->step->query_lens[request] * call->group;
@@ -64,7 +76,7 @@ static int plan_request(const Call *call, Plan *plan, int64_t request, int64_t h
 static int make_plan(const Call *call, Plan *plan)
 {
     const Step *step = call->step;
-    const int64_t heads_wanted = step->num_requests >= 4 * step->num_threads ? call->layer->num_kv_heads : 1;
+    const int64_t heads_wanted = heads_per_task(call);
     plan->num_tasks = plan->num_merges = plan->num_partial = plan->work = 0;
     if (!plan_sharing(call, plan))
         return 0;

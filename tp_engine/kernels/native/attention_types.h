@@ -42,8 +42,9 @@ enum { SCORE_ROWS = 8, WEIGHT_ROWS = 4, ROW_BLOCK = 6, DIM_BLOCK = 4 };
 enum { SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
 #endif
 
-/* Multiply-adds below which a second thread would cost more than it saves. */
-enum { MIN_PARALLEL_WORK = 1 << 16 };
+/* Multiply-adds below which a second thread would cost more than it saves: few, as what takes a decode's time is to wait
+   for its keys and values. */
+enum { MIN_PARALLEL_WORK = 1 << 13 };
 
 #define LOG2_E 1.4426950408889634f
 
