@@ -76,3 +76,13 @@ def test_readback_on_a_cpu_is_the_tensor_itself() -> None:
     wait = Readback(8, torch.device("cpu")).start(ids)
     ids[0] = 9
     assert wait().tolist() == [9, 6]
+
+
+def test_readback_on_a_cpu_follows_the_tensor_that_it_is_given() -> None:
+    """Oracle: the tensors' values, whether one comes again, as from a recorded step, or another one."""
+    readback, recorded = Readback(8, torch.device("cpu")), torch.tensor([5], dtype=torch.int32)
+    assert [readback.start(recorded)().tolist() for _ in range(2)] == [[5], [5]]
+    recorded[0] = 7
+    assert readback.start(recorded)().tolist() == [7]
+    assert readback.start(torch.tensor([3, 4], dtype=torch.int32))().tolist() == [3, 4]
+    assert readback.start(recorded)().tolist() == [7]

@@ -30,8 +30,8 @@
 
 enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256 };
 
-/* Floats from one row's query to the next: a constant, so that a register less is needed per row, and no power of two,
-   as the first-level cache has few places for lines that are one apart. */
+/* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and no power of
+   two, because the first-level cache has few places for lines that are one apart. */
 enum { QUERY_STRIDE = MAX_HEAD_DIM + 16 };
 
 /* Rows whose scores, whose weights, or whose outputs are in registers together: with 2, with all of a tile, and with
