@@ -113,12 +113,12 @@ class ModelRunner:
             return self._replay(plan, captured)
         with self.named("prepare"):
             inputs = self._prepare(plan)
-        scores_prompts = self._scores_prompts(inputs.layout)
+        is_scored = self._may_be_scored(inputs.layout)
         with self.named("model"), forward_context(inputs.attention):
-            hidden = self._model(inputs.input_ids, inputs.positions, None if scores_prompts else inputs.layout.wanted)
+            hidden = self._model(inputs.input_ids, inputs.positions, None if is_scored else inputs.layout.wanted)
         with self.named("sample"):
-            prompt_logprobs = self._score_prompts(inputs, hidden) if scores_prompts else {}
-            sampled = hidden.index_select(0, inputs.layout.logit_index) if scores_prompts else hidden
+            prompt_logprobs = self._score_prompts(inputs, hidden) if is_scored else {}
+            sampled = hidden.index_select(0, inputs.layout.logit_index) if is_scored else hidden
             token_ids, logprobs = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
             ids = None if token_ids is None else self._readback.start(token_ids)
@@ -165,7 +165,7 @@ class ModelRunner:
         logits = self._model.compute_local_logits(hidden)
         return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
 
-    def _scores_prompts(self, layout: BatchLayout) -> bool:
+    def _may_be_scored(self, layout: BatchLayout) -> bool:
         """Whether somebody may have asked for log-probabilities of this step's prompt tokens."""
         return not layout.is_decode_only and bool((self._scores_prompt[layout.rows] >= 0).any())
 
