@@ -50,3 +50,16 @@ def test_a_process_does_not_import(start: str, heavy: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
+
+
+def test_an_engine_starts_and_generates_without_a_compiler() -> None:
+    """No operation of a start may go through the Python decompositions of torch, whose sizes are sympy's."""
+    code = (
+        "import sys; from tp_engine import LLM, SamplingParams\n"
+        "with LLM(device='cpu', num_gpu_blocks_override=16, max_model_len=64) as llm:\n"
+        "    llm.generate([[65, 66]], SamplingParams(max_tokens=4), use_tqdm=False)\n"
+        f"print([name for name in {(*COMPILERS, *MODELLING)!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

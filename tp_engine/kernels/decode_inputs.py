@@ -57,6 +57,7 @@ class DecodeInputs:
     def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
         """Room for ``max_requests``, all of them padding."""
         device, num_columns = tables.block_table.device, tables.block_table.shape[1]
+        starts = torch.arange(max_requests + 1, dtype=torch.int32)  # on the meta device this would import sympy
 
         def filled(value: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((max_requests,), value, dtype=dtype, device=device)
@@ -68,7 +69,7 @@ class DecodeInputs:
             slot_mapping=filled(PAD_SLOT, torch.int64),
             seq_lens=filled(0, torch.int32),
             block_table=torch.zeros((max_requests, num_columns), dtype=torch.int32, device=device),
-            query_start=torch.arange(max_requests + 1, dtype=torch.int32, device=device),
+            query_start=starts.to(device),
         )
 
     @property

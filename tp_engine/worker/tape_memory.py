@@ -75,6 +75,11 @@ class TapeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory = memory
         self.objection: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch puts around a mode otherwise imports its compiler, a second or two in the first decode."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
