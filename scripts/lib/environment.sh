@@ -50,6 +50,10 @@ install_into() { # folder extra ...
     echo "$pins" >"$stamp"
 }
 
+# Lets Python keep what it compiles of the source, whatever the shell says: tests start hundreds of short jobs, and each of
+# their processes would compile it anew, half a second long.
+compile_once() { unset PYTHONDONTWRITEBYTECODE; }
+
 # A Python of at least 3.11 to make virtual environments with.
 base_python() {
     local candidate
