@@ -49,6 +49,20 @@ def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: l
             assert received.decode_rows.tolist() == [step_id, step_id + 1, step_id + 2]
 
 
+def test_a_call_is_no_plan() -> None:
+    """Oracle: the plans sent and the last one's checksum, although the ranks rehearse when they are called."""
+    publisher = PlanPublisher(1, spin_s=1e-6)
+    subscriber = PlanSubscriber(publisher.name, 0)
+    publisher.wait_attached(TIMEOUT_S)
+    for step_id in range(1, 4):
+        publisher.call()
+        publisher.publish(plan(step_id), TIMEOUT_S)
+        assert subscriber.receive(TIMEOUT_S).decode_rows.tolist() == plan(step_id).decode_rows.tolist()
+        assert subscriber.last_checksum == publisher.last_checksum
+    subscriber.close()
+    publisher.close()
+
+
 def test_a_long_prompt_travels_in_pieces(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
     """Oracle: a prompt of 131,072 ids (512 KiB, 9 slots) arrives as it was sent."""
     token_ids = np.arange(131_072, dtype=np.int32)

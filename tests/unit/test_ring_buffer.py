@@ -178,6 +178,20 @@ def test_calls_change_no_message(ring: Callable[..., tuple[RingWriter, list[Ring
             assert future.result() == messages
 
 
+def test_a_reader_has_a_moment_after_each_call() -> None:
+    """Oracle: calls counted; no message is one."""
+    calls: list[None] = []
+    writer = RingWriter(1, num_slots=8, slot_bytes=24, spin_s=1e-6)
+    reader = RingReader(writer.name, 0, on_call=lambda: calls.append(None))
+    writer.call()
+    writer.write(b"one", 1.0)
+    writer.write(b"another, in pieces of sixteen", 1.0)
+    assert (reader.read(1.0), reader.read(1.0)) == (b"one", b"another, in pieces of sixteen")
+    assert len(calls) == 1
+    reader.close()
+    writer.close()
+
+
 def test_a_call_waits_for_nobody(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
     """Oracle: one reader's ring is full, so nobody is called, and the others lose no slot by it."""
     writer, (quick, slow) = ring(2, num_slots=2, slot_bytes=24, spin_s=1e-6)

@@ -13,7 +13,7 @@ message may be larger than the whole ring.  Both sides count ``s`` privately; it
 
 A *call* is a piece without payload that belongs to no message: one is about to come.  To wake a blocked process on
 another core takes longer than to make a small plan, so a writer that calls before it makes one hides the one behind the
-other: readers wake up, spin for a moment, and take the message when it is there.
+other: readers wake up, do what prepares them (``on_call``), spin for a moment, and take the message when it is there.
 
 Why this is right, on x86-64 and on ARM alike.  ``free[i]`` starts at K, ``filled[i]`` at 0.
 
@@ -45,6 +45,8 @@ Alive: TypeAlias = Callable[[int], bool]
 
 WriterAlive: TypeAlias = Callable[[], bool]
 """False once rank 0's process is known to be gone."""
+
+_Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC = 0x31676E6972707474  # "ttpring1"
 _HEADER = struct.Struct("<QIII")
@@ -117,6 +119,7 @@ class RingWriter:
         self._first_slot = _slots_offset(num_readers)
         self._num_slots = num_slots
         self._slot_bytes = slot_bytes
+        self._room = slot_bytes - _SLOT_HEADER.size
         self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
         self._alive = alive
         self._num_pieces = 0
@@ -165,11 +168,11 @@ class RingWriter:
         """
         if self._failure is not None:
             self._refuse(self._failure)
-        view = memoryview(message)
-        room = self._slot_bytes - _SLOT_HEADER.size
         try:
-            for start in range(0, max(len(view), 1), room):
-                self._write_piece(view[start : start + room], start + room < len(view), timeout_s)
+            if len(message) <= self._room:
+                self._write_piece(message, _LAST, timeout_s)
+            else:
+                self._write_pieces(memoryview(message), timeout_s)
         except BaseException as failure:
             self._failure = failure
             raise
@@ -191,7 +194,7 @@ class RingWriter:
         try:
             with_room = [reader for reader in self._readers if reader.free.try_wait()]
             if len(with_room) == len(self._readers):
-                self._fill_slot(memoryview(b""), _CALL)
+                self._fill_slot(b"", _CALL)
             else:
                 for reader in with_room:
                     reader.free.post()
@@ -199,14 +202,20 @@ class RingWriter:
             self._failure = failure
             raise
 
-    def _write_piece(self, piece: memoryview, goes_on: bool, timeout_s: float) -> None:
+    def _write_pieces(self, view: memoryview, timeout_s: float) -> None:
+        last = (len(view) - 1) // self._room * self._room
+        for start in range(0, last, self._room):
+            self._write_piece(view[start : start + self._room], _GOES_ON, timeout_s)
+        self._write_piece(view[last:], _LAST, timeout_s)
+
+    def _write_piece(self, piece: _Bytes, kind: int, timeout_s: float) -> None:
         for reader in self._readers:
             if not reader.free.try_wait():
                 what = "did not make room in its ring for a step plan"
                 _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
-        self._fill_slot(piece, _GOES_ON if goes_on else _LAST)
+        self._fill_slot(piece, kind)
 
-    def _fill_slot(self, piece: memoryview, kind: int) -> None:
+    def _fill_slot(self, piece: _Bytes, kind: int) -> None:
         """Put the next piece into its slot, where all readers have room, and tell them."""
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         _SLOT_HEADER.pack_into(self._memory, offset, len(piece), kind)
@@ -226,11 +235,20 @@ class RingWriter:
 class RingReader:
     """One reader's end: maps the segment ``name`` as reader ``index`` (of rank ``index + 1``) and says so.
 
-    ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone.
+    ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone;
+    ``on_call()`` runs after each call, in the moment that is free until the message.
     ``RankError`` (rank 0) if the segment does not exist.
     """
 
-    def __init__(self, name: str, index: int, *, spin_s: float | None = None, alive: WriterAlive | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        *,
+        spin_s: float | None = None,
+        alive: WriterAlive | None = None,
+        on_call: Callable[[], None] | None = None,
+    ) -> None:
         self._memory = _open(name)
         magic, num_readers, self._num_slots, self._slot_bytes = _HEADER.unpack_from(self._memory, 0)
         assert magic == _MAGIC, f"{name} is not a ring: its magic is {magic:#x}, not {_MAGIC:#x}"
@@ -238,6 +256,7 @@ class RingReader:
         self._first_slot = _slots_offset(num_readers)
         self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
         self._alive: Alive | None = None if alive is None else lambda _rank: alive()
+        self._on_call = on_call
         self._num_pieces = 0
         self._message = bytearray()
         self._self = _Reader(self._memory, index)
@@ -252,6 +271,8 @@ class RingReader:
         spin_s = self._spin_s
         while (kind := self._read_piece(timeout_s, spin_s)) != _LAST:
             spin_s = _CALLED_SPIN_S if kind == _CALL else self._spin_s
+            if kind == _CALL and self._on_call is not None:
+                self._on_call()
         message, self._message = self._message, bytearray()
         return message
 
