@@ -11,13 +11,23 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.dist.collectives import SingleRank
+from tp_engine.kernels.activation import silu_and_mul
 from tp_engine.kernels.embedding import embed
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
+from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.layers import linear_method
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.linear_method import NativeLinear, PackedLinear, PanelLinear, PlainLinear, choose_linear_method
+from tp_engine.layers.linear_method import (
+    NativeLinear,
+    PackedLinear,
+    PanelLinear,
+    PlainLinear,
+    ThenSwiGLU,
+    choose_gated_method,
+    choose_linear_method,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -169,6 +179,9 @@ def test_the_choice_by_type_and_processor(
     assert isinstance(choose_linear_method(weight.half()), NativeLinear)
     assert isinstance(choose_linear_method(weight.double()), PlainLinear)
     assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)
+    for dtype, gated in ((torch.float32, PanelLinear), (torch.bfloat16, expected), (torch.float16, NativeLinear)):
+        method = choose_gated_method(weight.to(dtype), silu_and_mul)
+        assert isinstance(method, PanelLinear if gated is PanelLinear else ThenSwiGLU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -196,6 +209,40 @@ def test_a_tied_head_and_its_embedding_have_one_weight(
         hidden = torch.randn(rows, 8).to(dtype)
         expected = F.linear(hidden.double(), weight[:203].double())
         torch.testing.assert_close(head(hidden).double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 2048])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: int, has_bias: bool) -> None:
+    """Oracle: SwiGLU's kernel after the product in panels, bit by bit, NaN too; sizes that fill no panel."""
+    x, weight, bias = operands((2 * size, 76), 200, dtype)
+    weight[0, 3], weight[size, 70] = float("inf"), float("nan")
+    if not fits_panels(library, weight):
+        pytest.skip("a type that this processor has no panels for")
+    separate, gated = PackedWeight(library, weight), PackedWeight(library, weight, is_gated=True)
+    swiglu = NativeOps(library).silu_and_mul
+    for rows in (0, 1, 5, 6, 7, 97, 200):
+        offset = bias if has_bias else None
+        expected = swiglu(separate.product(x[:rows], offset))
+        torch.testing.assert_close(gated.product(x[:rows], offset), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_native", [False, True])
+def test_gate_and_up_by_the_chosen_method(
+    dtype: torch.dtype, has_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: SwiGLU in float64, to within the type's rounding of each half and of the result."""
+    if not has_native:
+        monkeypatch.setattr(linear_method, "native_library", lambda: None)
+    x, weight, bias = torch.randn(9, 64, dtype=dtype), torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
+    method = choose_gated_method(weight / 8, silu_and_mul)
+    expected = silu_and_mul(F.linear(x.double(), weight.double() / 8, bias.double()))
+    found = method(x, bias)
+    assert found.dtype == dtype and found.shape == (9, 48)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=max(8 * eps, 1e-4))
 
 
 def test_rows_of_a_part_of_the_vocabulary(library: ctypes.CDLL) -> None:

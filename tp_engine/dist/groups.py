@@ -25,8 +25,11 @@ from tp_engine.dist.symmetric_setup import with_symmetric_memory
 from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
 from tp_engine.faults import Phase, PhaseNote
+from tp_engine.log import get_logger
 
 Store: TypeAlias = dist.Store
+
+logger = get_logger(__name__)
 
 _engine_count = itertools.count()
 
@@ -213,6 +216,8 @@ def join(
             "this process already has a torch.distributed process group; before starting an engine, close the other "
             "one or call torch.distributed.destroy_process_group()",
         )
+    if info.is_first:  # whoever reads the log knows where it was, should it die before anybody else is here
+        logger.info("%s: %d ranks meet", Phase.GROUP_INIT.label, info.world_size)
     note.reach(Phase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())

@@ -9,21 +9,23 @@ import torch
 from torch import nn
 
 from tp_engine.dist.collectives import Communicator
-from tp_engine.kernels.layer_ops import LayerOps, layer_ops
-from tp_engine.layers.linear_method import LinearMethod, choose_linear_method
+from tp_engine.kernels.layer_ops import LayerOps, SiluAndMul, layer_ops
+from tp_engine.layers.linear_method import LinearMethod, choose_gated_method, choose_linear_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
     """The ranks that share a layer, and where and how its weights are kept.
 
-    ``make_linear`` prepares the weights of the decoder's linear layers, once they have their values.
+    ``make_linear`` prepares the weights of the decoder's linear layers, once they have their values; ``make_gated``
+    those of gate and up, whose method also makes SwiGLU's product.
     """
 
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
     make_linear: Callable[[torch.Tensor], LinearMethod] = choose_linear_method
+    make_gated: Callable[[torch.Tensor, SiluAndMul], LinearMethod] = choose_gated_method
 
     @property
     def ops(self) -> LayerOps:

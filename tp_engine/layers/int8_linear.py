@@ -27,7 +27,8 @@ import torch
 
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import CODE_OFFSET, LARGEST_CODE
-from tp_engine.kernels.layer_ops import int8_rows
+from tp_engine.kernels.layer_ops import SiluAndMul, int8_rows
+from tp_engine.layers.linear_method import ThenSwiGLU
 
 _REMEDY = "leave quantization out, or use a PyTorch for x86 with oneDNN on a CPU with VNNI"
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
@@ -85,6 +86,11 @@ def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
     if not _trusted[weight.shape]:
         raise _refusal(f"oneDNN's product with a weight of shape {tuple(weight.shape)} is wrong")
     return method
+
+
+def make_int8_gated(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> ThenSwiGLU:
+    """The method for gate and up, one above the other."""
+    return ThenSwiGLU(make_int8_linear(weight), silu_and_mul)
 
 
 def check_int8(device_type: str) -> None:

@@ -14,13 +14,13 @@ A column-parallel layer followed by a row-parallel one needs a single all-reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.linear_method import LinearMethod, PlainLinear
+from tp_engine.layers.linear_method import LinearMethod, PlainLinear, ThenSwiGLU
 
 
 class LocalLinear(nn.Module):
@@ -58,26 +58,27 @@ class LocalLinear(nn.Module):
         return self._method.is_native
 
 
-class ColumnParallelLinear(LocalLinear):
-    """(N, in) -> (N, out / world size)."""
-
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
-        super().__init__(in_size, context.share(out_size), bias=bias, context=context)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._method(x, self.bias)
-
-
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers with the same input as one product; each rank holds its share of every part.
+class GatedColumnParallelLinear(LocalLinear):
+    """``silu(gate(x)) * up(x)``, SwiGLU's product: (N, in) -> (N, size / world size); a rank holds its share of both.
 
     ::
 
         rank 0: [gate 0 | up 0]    rank 1: [gate 1 | up 1]
     """
 
-    def __init__(self, in_size: int, out_sizes: Sequence[int], *, bias: bool, context: LayerContext) -> None:
-        super().__init__(in_size, sum(out_sizes), bias=bias, context=context)
+    def __init__(self, in_size: int, size: int, *, bias: bool, context: LayerContext) -> None:
+        silu_and_mul = context.ops.silu_and_mul
+        super().__init__(
+            in_size,
+            2 * context.share(size),
+            bias=bias,
+            context=context,
+            make_method=lambda weight: context.make_gated(weight, silu_and_mul),
+        )
+        self._method = ThenSwiGLU(self._method, silu_and_mul)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._method(x, self.bias)
 
 
 class QKVParallelLinear(LocalLinear):

@@ -10,6 +10,9 @@ bfloat16    with instructions for matrices of it      oneDNN, the weight packed
 16 bits     otherwise                                 C, the weight as it is
 ==========  ========================================  ==============================
 
+Of gate and up, one weight, SwiGLU's product is wanted: C with panels makes it of its sums, which then need not be
+stored; with the others it is an operation of its own.
+
 The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
 from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
 packed is a copy in another order, after which the original is given up.
@@ -26,6 +29,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from tp_engine.kernels.layer_ops import SiluAndMul
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
@@ -73,13 +77,13 @@ class NativeLinear:
 
 
 class PanelLinear:
-    """C with the weight in panels, for any number of rows."""
+    """C with the weight in panels, for any number of rows; SwiGLU's product of gate and up, if it ``is_gated``."""
 
     needs_weight = False
     is_native = True
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
-        self.weight = PackedWeight(library, weight)
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, is_gated: bool = False) -> None:
+        self.weight = PackedWeight(library, weight, is_gated=is_gated)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.weight.product(x, bias)
@@ -99,21 +103,48 @@ class PackedLinear:
         return packed
 
 
+class ThenSwiGLU:
+    """SwiGLU's product of what another method makes of gate and up."""
+
+    def __init__(self, product: LinearMethod, silu_and_mul: SiluAndMul) -> None:
+        self.needs_weight, self.is_native = product.needs_weight, product.is_native
+        self._product, self._silu_and_mul = product, silu_and_mul
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._silu_and_mul(self._product(x, bias))
+
+
 _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
 def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
     """The fastest method that is known to work for this weight.  Called once its values are final."""
-    if weight.device.type != "cpu":
-        return PlainLinear(weight)
-    library = native_library()
-    if library is None or weight.dtype not in DTYPE_CODES or not weight.is_contiguous():
-        return _packed(weight) or PlainLinear(weight)
-    if weight.dtype == torch.bfloat16 and library.has_bfloat16_matrices():
+    library = _library_for(weight)
+    if library is None:
+        packed = _packed(weight) if weight.device.type == "cpu" else None
+        return packed or PlainLinear(weight)
+    if _has_matrices(library, weight):
         return _packed(weight) or NativeLinear(library, weight)
-    if fits_panels(library, weight):
-        return PanelLinear(library, weight)
-    return NativeLinear(library, weight)
+    return PanelLinear(library, weight) if fits_panels(library, weight) else NativeLinear(library, weight)
+
+
+def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> LinearMethod:
+    """The same for gate and up, one above the other (2 * size, in): SwiGLU's product of both, (N, in) -> (N, size)."""
+    library = _library_for(weight)
+    if library is not None and not _has_matrices(library, weight) and fits_panels(library, weight):
+        return PanelLinear(library, weight, is_gated=True)
+    return ThenSwiGLU(choose_linear_method(weight), silu_and_mul)
+
+
+def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels, if they take this weight."""
+    is_taken = weight.device.type == "cpu" and weight.dtype in DTYPE_CODES and weight.is_contiguous()
+    return native_library() if is_taken else None
+
+
+def _has_matrices(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
+    """Whether the processor has instructions for matrices of this type, which oneDNN uses."""
+    return weight.dtype == torch.bfloat16 and bool(library.has_bfloat16_matrices())
 
 
 def _packed(weight: torch.Tensor) -> PackedLinear | None:

@@ -14,7 +14,7 @@ from tp_engine.kernels.rope import Rotation
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.forward_context import current_metadata
-from tp_engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from tp_engine.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import QKNorm, RMSNorm
 from tp_engine.model_config import ModelConfig
 
@@ -80,14 +80,11 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, (inner, inner), bias=config.mlp_bias, context=context
-        )
+        self.gate_up_proj = GatedColumnParallelLinear(config.hidden_size, inner, bias=config.mlp_bias, context=context)
         self.down_proj = RowParallelLinear(inner, config.hidden_size, bias=config.mlp_bias, context=context)
-        self._silu_and_mul = context.ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj.part(self._silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj.part(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):

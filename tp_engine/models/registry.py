@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.int8_linear import make_int8_linear
-from tp_engine.layers.linear_method import choose_linear_method
+from tp_engine.layers.int8_linear import make_int8_gated, make_int8_linear
 from tp_engine.model_config import ModelConfig
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.llama import LlamaForCausalLM
@@ -35,7 +36,8 @@ def build_model(
 
     ``quantization`` is that of ``EngineConfig``; ``finish_loading`` of the model applies it.
     """
-    make_linear = choose_linear_method if quantization is None else make_int8_linear
-    context = LayerContext(communicator=communicator, dtype=dtype, device=device, make_linear=make_linear)
+    context = LayerContext(communicator=communicator, dtype=dtype, device=device)
+    if quantization is not None:
+        context = replace(context, make_linear=make_int8_linear, make_gated=make_int8_gated)
     model = MODELS[config.architecture](config, backend=backend, max_model_len=max_model_len, context=context)
     return model.eval()

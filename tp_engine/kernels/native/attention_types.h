@@ -46,8 +46,6 @@ enum { SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
    for its keys and values. */
 enum { MIN_PARALLEL_WORK = 1 << 13 };
 
-#define LOG2_E 1.4426950408889634f
-
 /* What all layers of a step share.  Mirrored in layout.py. */
 typedef struct {
     int64_t num_requests, num_tokens;

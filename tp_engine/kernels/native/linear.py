@@ -47,23 +47,36 @@ def fits_panels(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
 
 
 class PackedWeight:
-    """A weight (out, in) in the order that ``packed_linear.c`` reads."""
+    """A weight (out, in) in the order that ``packed_linear.c`` reads.
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+    One that ``is_gated`` is gate and up, one above the other (out = 2 * size).
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         assert weight.is_contiguous() and fits_panels(library, weight)
         out_size, in_size = weight.shape
         width = library.panel_width()
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
+        self._num_parts = 2 if is_gated else 1
+        assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
         self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
-        library.pack_weight(weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, torch.get_num_threads())
+        library.pack_weight(
+            weight.data_ptr(),
+            self._panels.data_ptr(),
+            out_size,
+            self._items,
+            self._num_parts,
+            torch.get_num_threads(),
+        )
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``, as ``few_rows_linear``, of any number of rows."""
+        """``x @ weight.T + bias``, as ``few_rows_linear``, of any number of rows; (N, size), ``silu_and_mul`` of that,
+        if it is gated, bit by bit as if it were applied to it."""
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((len(x), self._out_size), dtype=x.dtype)
+        out = torch.empty((len(x), self._out_size // self._num_parts), dtype=x.dtype)
         self._library.packed_linear(
             x.data_ptr(),
             x.stride(0),
@@ -73,6 +86,7 @@ class PackedWeight:
             len(x),
             self._out_size,
             self._items,
+            self._num_parts,
             DTYPE_CODES[x.dtype],
             torch.get_num_threads(),
         )

@@ -1,8 +1,10 @@
-/* x @ weight.T + bias with the weight in an order of its own, in which no sum crosses a vector:
+/* x @ weight.T + bias with the weight in an order of its own, in which no sum crosses a vector; or SwiGLU's product of that.
 
        item      a float32, or a pair of bfloat16 where the processor multiplies them
        panel     (items, PANEL): item 0 of PANEL outputs side by side, then item 1 of them ...
        weight    panels, one after another; outputs beyond the last are zeros
+       parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and as many of its second (up),
+                 so that a tile's sums hold all that SwiGLU's product wants
 
    A tile is a panel times up to TILE_ROWS rows of x: 24 sums in registers with AVX-512, 12 otherwise.  Each task has one
    panel and some of the rows, and goes through a chunk of its items at a time, which stays in the second-level cache for
@@ -12,7 +14,7 @@
    A sum's items are added in their order: a row's result is the same bit by bit in each batch, and with any number of
    threads. */
 
-#include "simd.h"
+#include "swiglu.h"
 #include "tape.h"
 
 #if VW == 16
@@ -34,7 +36,7 @@ typedef struct {
     char *out;
     const float *weight;
     int64_t x_stride; /* in bytes */
-    int64_t rows, out_size, items;
+    int64_t rows, items, part_size; /* part_size: outputs of a part */
 } Linear;
 
 typedef vf Sums[TILE_ROWS][VECTORS];
@@ -43,24 +45,22 @@ int panel_width(void) { return PANEL; }
 
 int multiplies_bfloat16(void) { return MULTIPLIES_BFLOAT16; }
 
-/* VW items from `first` on of an output's row, or what there is of them. */
-static vf load_row(const float *weight, int64_t output, int64_t out_size, int64_t first, int64_t items)
-{
-    return output < out_size ? load_some(weight + output * items, first, items, FLOAT32) : splat(0);
-}
+static int64_t count_panels(int64_t part_size, int64_t parts) { return (part_size * parts + PANEL - 1) / PANEL; }
 
 /* weight (out_size, items) -> packed (panels, items, PANEL). */
-int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t items, int64_t num_threads)
+int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t num_threads)
 {
-    const int64_t num_panels = (out_size + PANEL - 1) / PANEL;
+    const int64_t part_size = out_size / parts, width = PANEL / parts, num_panels = count_panels(part_size, parts);
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
     for (int64_t panel = 0; panel < num_panels; panel++)
         for (int64_t o = 0; o < PANEL; o += VW)
             for (int64_t i = 0; i < items; i += VW) {
                 float *to = packed + (panel * items + i) * PANEL + o;
+                const int64_t output = panel * width + o % width; /* of its part */
+                const float *from = weight + (o / width * part_size + output) * items;
                 vf rows[VW];
                 for (int j = 0; j < VW; j++)
-                    rows[j] = load_row(weight, panel * PANEL + o + j, out_size, i, items);
+                    rows[j] = output + j < part_size ? load_some(from + j * items, i, items, FLOAT32) : splat(0);
                 transpose(rows);
                 for (int j = 0; j < smaller(VW, items - i); j++)
                     store_vector(to + j * PANEL, rows[j]);
@@ -133,18 +133,31 @@ DEFINE_TILE(6)
 static void (*const MULTIPLY[TILE_ROWS])(Sums, const Tile *) = {multiply_1, multiply_2, multiply_3,
                                                                 multiply_4, multiply_5, multiply_6};
 
-/* Adds the bias, rounds, and stores the outputs of some rows times a panel. */
-INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype)
+/* Outputs `i` to `i + VW` of a part, of which `sum` are the sums. */
+INLINE vf add_bias(const Linear *p, vf sum, int64_t part, int64_t i, const int dtype)
 {
-    const int64_t bytes = item_bytes(dtype), first = panel * PANEL, count = smaller(PANEL, p->out_size - first);
-    const char *bias = p->bias ? p->bias + first * bytes : NULL;
+    const int64_t skipped = part * p->part_size * item_bytes(dtype);
+    return p->bias ? sum + load_some(p->bias + skipped, i, p->part_size, dtype) : sum;
+}
+
+/* Stores what some rows times a panel come to. */
+INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype, const int parts)
+{
+    const int vectors = VECTORS / parts;
     for (int64_t r = 0; r < rows; r++) {
-        char *out = p->out + ((row + r) * p->out_size + first) * bytes;
+        char *out = p->out + (row + r) * p->part_size * item_bytes(dtype);
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-            if (v * VW < count)
-                store_some(out, v * VW, count, bias ? sums[r][v] + load_some(bias, v * VW, count, dtype) : sums[r][v],
-                           dtype);
+        for (int v = 0; v < vectors; v++) {
+            const int64_t i = (panel * vectors + v) * VW;
+            if (i >= p->part_size)
+                break;
+            vf result = add_bias(p, sums[r][v], 0, i, dtype);
+            if (parts == 2) {
+                const vf up = add_bias(p, sums[r][v + vectors], 1, i, dtype);
+                result = swiglu(rounded(result, dtype), rounded(up, dtype), dtype);
+            }
+            store_some(out, i, p->part_size, result, dtype);
+        }
     }
 }
 
@@ -158,7 +171,7 @@ static int wants_hints(void)
 }
 
 /* A single tile's rows times one panel. */
-INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel, const int dtype)
+INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel, const int dtype, const int parts)
 {
     const float *weight = p->weight + panel * p->items * PANEL;
     const Tile tile = {.x = p->x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = p->items,
@@ -166,7 +179,7 @@ INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel,
                        .is_first = 1, .is_near = 1, .by_pairs = dtype == BFLOAT16};
     Sums sums;
     MULTIPLY[rows - 1](sums, &tile);
-    store_sums(p, sums, row, rows, panel, dtype);
+    store_sums(p, sums, row, rows, panel, dtype, parts);
 }
 
 /* More chunks hide memory better, but between them sums are stored: many tiles take up to WHOLE items in one. */
@@ -177,7 +190,7 @@ INLINE int64_t count_chunks(int64_t items, int64_t num_tiles)
 
 /* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be.  The last tiles
    of a chunk fetch the next one, `lines` lines of each item each; the last group of rows also the panel that follows. */
-INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype)
+INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int parts)
 {
     vf sums[GROUP][VECTORS];
     const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, num_chunks = count_chunks(p->items, num_tiles);
@@ -198,35 +211,40 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
                                .is_first = chunk == 0, .by_pairs = dtype == BFLOAT16};
             MULTIPLY[rows - 1](sums + row, &tile);
             if (is_last)
-                store_sums(p, sums + row, first + row, rows, panel, dtype);
+                store_sums(p, sums + row, first + row, rows, panel, dtype, parts);
         }
     }
 }
 
-INLINE void run_rows(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype)
+INLINE void run_rows(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int parts)
 {
     if (count <= TILE_ROWS)
-        run_alone(p, first, count, panel, dtype);
+        run_alone(p, first, count, panel, dtype, parts);
     else
-        run_group(p, first, count, panel, dtype);
+        run_group(p, first, count, panel, dtype, parts);
 }
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
-   (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once. */
+   (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  Of two parts, as SwiGLU's
+   kernel would make it of that, out (rows, out_size / 2). */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, int64_t rows,
-                  int64_t out_size, int64_t items, int64_t dtype, int64_t num_threads)
+                  int64_t out_size, int64_t items, int64_t parts, int64_t dtype, int64_t num_threads)
 {
-    const Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, out_size, items};
-    const int64_t num_panels = (out_size + PANEL - 1) / PANEL, num_groups = (rows + GROUP - 1) / GROUP;
+    const Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts};
+    const int64_t num_panels = count_panels(p.part_size, parts), num_groups = (rows + GROUP - 1) / GROUP;
     const int is_parallel = num_threads > 1 && rows * out_size * items >= MIN_PARALLEL_PRODUCTS;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
     for (int64_t task = 0; task < num_panels * num_groups; task++) {
         const int64_t panel = task / num_groups, group = task % num_groups;
         const int64_t first = group * rows / num_groups, count = (group + 1) * rows / num_groups - first;
-        if (dtype == BFLOAT16)
-            run_rows(&p, first, count, panel, BFLOAT16);
+        if (dtype == BFLOAT16 && parts == 2)
+            run_rows(&p, first, count, panel, BFLOAT16, 2);
+        else if (dtype == BFLOAT16)
+            run_rows(&p, first, count, panel, BFLOAT16, 1);
+        else if (parts == 2)
+            run_rows(&p, first, count, panel, FLOAT32, 2);
         else
-            run_rows(&p, first, count, panel, FLOAT32);
+            run_rows(&p, first, count, panel, FLOAT32, 1);
     }
     return 0;
 }
@@ -234,7 +252,7 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
 int play_packed_linear(const Word *a)
 {
     return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].integer, a[6].integer,
-                         a[7].integer, a[8].integer, a[9].integer);
+                         a[7].integer, a[8].integer, a[9].integer, a[10].integer);
 }
 
 /* out (num_ids, items) = rows of a packed weight, whose first is that of first_id; zeros for ids that it does not hold. */

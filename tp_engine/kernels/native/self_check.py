@@ -73,6 +73,8 @@ def _linear(
     results = [("few_rows_linear", few_rows_linear(library, x, weight, bias), expected)]
     if fits_panels(library, weight):
         results.append(("packed_linear", PackedWeight(library, weight).product(x, bias), expected))
+        gated = PackedWeight(library, weight[:36], is_gated=True).product(x, bias[:36])
+        results.append(("gated packed_linear", gated, activation.silu_and_mul(expected[:, :36])))
     return results
 
 

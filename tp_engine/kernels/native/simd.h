@@ -177,6 +177,8 @@ INLINE vf exp2_fraction(vf f)
     return p * f + 1.0f;
 }
 
+#define LOG2_E 1.4426950408889634f
+
 /* 2^x to float32's precision; 0 from 2^-126 down: numbers below that cost some processors hundreds of cycles. */
 INLINE vf exp2_vector(vf x)
 {
@@ -257,6 +259,16 @@ INLINE void store_items(void *row, int64_t i, vf x, int dtype)
         store_bfloat16((uint16_t *)row + i, x);
     else
         store_float16((uint16_t *)row + i, x);
+}
+
+/* `x` as it would be after being stored. */
+INLINE vf rounded(vf x, const int dtype)
+{
+    uint16_t half[VW];
+    if (dtype == FLOAT32)
+        return x;
+    store_items(half, 0, x, dtype);
+    return load_items(half, 0, dtype);
 }
 
 /* The last `count` < VW elements of a row; what is beyond them reads as 0 and is not written. */

@@ -1,22 +1,10 @@
 /* Row by row: root mean square normalisation, and SwiGLU's product.  Rows are contiguous; float32 inside. */
 
-#include "simd.h"
+#include "swiglu.h"
 #include "tape.h"
 
 /* Items below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_ITEMS = 1 << 14 };
-
-#define LOG2_E 1.4426950408889634f
-
-/* `x` as it would be after being stored. */
-INLINE vf rounded(vf x, const int dtype)
-{
-    uint16_t half[VW];
-    if (dtype == FLOAT32)
-        return x;
-    store_items(half, 0, x, dtype);
-    return load_items(half, 0, dtype);
-}
 
 /* out = (x + residual) / rms * weight, and the rounded sum goes to `residual`; without one, out = x / rms * weight. */
 INLINE void norm_row(const char *x, char *residual, const char *weight, char *out, int64_t width, float eps, const int dtype)
@@ -36,13 +24,12 @@ INLINE void norm_row(const char *x, char *residual, const char *weight, char *ou
         store_some(out, i, width, load_some(from, i, width, dtype) * factor * load_some(weight, i, width, dtype), dtype);
 }
 
-/* out = silu(gate) * up of a row (gate, up); silu is rounded, as PyTorch's is. */
+/* out = silu(gate) * up of a row. */
 INLINE void silu_row(const char *gate, const char *up, char *out, int64_t width, const int dtype)
 {
     for (int64_t i = 0; i < width; i += VW) {
-        const vf x = load_some(gate, i, width, dtype);
-        const vf silu = rounded(x / (1.0f + exp2_vector(x * -LOG2_E)), dtype);
-        store_some(out, i, width, silu * load_some(up, i, width, dtype), dtype);
+        const vf item = swiglu(load_some(gate, i, width, dtype), load_some(up, i, width, dtype), dtype);
+        store_some(out, i, width, item, dtype);
     }
 }
 
