@@ -38,7 +38,7 @@ def seat(batch: Batch, sequence: Sequence) -> list[int]:
 def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
     """The sequence's first ``num_tokens`` are computed, and published."""
     batch.rows.num_computed[sequence.row] = batch.rows.num_scheduled[sequence.row] = num_tokens
-    batch.blocks.publish(sequence)
+    batch.blocks.publish(sequence, num_tokens)
     batch.blocks.check_integrity()
 
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tp_engine.plan import NO_IDS, RowSampling
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched import prefix_cache
-from tp_engine.sched.pending import PendingBlocks
 from tp_engine.sched.prefix_cache import Identity, PrefixCache
-from tp_engine.sched.sequence import RequestGroup, Sequence
 
 SIZE = 4
 
@@ -141,37 +136,3 @@ def test_clear_forgets_all(cache: PrefixCache) -> None:
     cache.clear()
     cache.check_integrity()
     assert len(cache) == 0 and match(cache, EIGHT) == []
-
-
-def make_sequence(num_tokens: int) -> Sequence:
-    """A waiting sequence whose blocks are named 100, 101, ..."""
-    request = EngineRequest(request_id="r", prompt_token_ids=[0] * num_tokens, params=SamplingParams())
-    group = RequestGroup(request, 0, "", frozenset(), frozenset())
-    ids = np.concatenate((NO_IDS, np.zeros(num_tokens, dtype=np.int32)))
-    sequence = Sequence(group, 0, (0, 0, 0), RowSampling(), ids, num_tokens)
-    sequence.hashes = list(range(100, 100 + num_tokens // SIZE))
-    sequence.parent = ""
-    return sequence
-
-
-def test_deferral_needs_progress() -> None:
-    """By definition: worth waiting for the block behind the hits, for one step per number of hits, until it settled."""
-    pending, leader, follower = PendingBlocks(SIZE), make_sequence(12), make_sequence(9)
-    pending.add(leader, 0, 8, step_id=1)
-    assert pending.worth_waiting(follower, 0)
-    assert pending.worth_waiting(follower, 0), "the next plan may be made before the result of that step"
-    pending.add(leader, 0, 8, step_id=2)
-    assert not pending.worth_waiting(follower, 0), "no progress by the step that it waited for"
-    assert pending.worth_waiting(follower, 1)
-    assert not pending.worth_waiting(follower, 2), "its last token is to be computed anyway"
-    pending.settle(2)
-    assert not pending.worth_waiting(make_sequence(9), 0)
-
-
-def test_pending_outlives_earlier_results() -> None:
-    """Plans may run ahead: the result of step 1 does not settle what step 2 computes."""
-    pending = PendingBlocks(SIZE)
-    pending.add(make_sequence(12), 0, 4, step_id=1)
-    pending.add(make_sequence(12), 4, 8, step_id=2)
-    pending.settle(1)
-    assert not pending.worth_waiting(make_sequence(9), 0) and pending.worth_waiting(make_sequence(9), 1)

@@ -13,14 +13,14 @@ ENDLESS = {"ignore_eos": True}
 
 
 def test_shared_prefix_is_computed_once() -> None:
-    """By hand: 32 prompts of 256 equal and 8 own tokens cost 256 + 32 * 8, and one more step."""
+    """By hand: 32 prompts of 256 equal and 8 own tokens cost 256 + 32 * 8, in one step."""
     simulation = Simulation(ROOMY)
     stem = [number % 50 for number in range(256)]
     for number in range(32):
         simulation.add([*stem, number, *range(7)], max_tokens=1)
     simulation.run()
     assert simulation.worker.num_computed_tokens == 256 + 32 * 8
-    assert len(simulation.plans) == 2
+    assert len(simulation.plans) == 1
     assert simulation.scheduler.stats().num_prefix_hit_tokens == 31 * 256
 
 
@@ -34,7 +34,7 @@ def test_many_more_followers_than_are_passed_over_in_a_step() -> None:
 
 
 def test_prefix_in_chunks_is_computed_once() -> None:
-    """By hand: the followers wait while the leader's chunks complete their prefix, four steps of 64 tokens."""
+    """By hand: the leader's chunks take four steps of 64 tokens, and the followers begin behind the last of them."""
     simulation = Simulation(limits(num_blocks=600, max_num_batched_tokens=64, max_model_len=512))
     stem = [number % 50 for number in range(252)]
     for number in range(4):
@@ -43,25 +43,39 @@ def test_prefix_in_chunks_is_computed_once() -> None:
     assert simulation.worker.num_computed_tokens == 252 + 4 * 4
 
 
-def test_others_pass_those_that_wait_for_a_prefix() -> None:
-    """By hand: the second waits for the first's blocks, the third enters at once, the second one step later."""
+def test_a_prefix_is_shared_in_the_step_that_computes_it() -> None:
+    """By hand, blocks of 4: the second uses two blocks that the first fills in the same step, the third none."""
     simulation = Simulation(ROOMY)
     for prompt in ([1] * 9, [1] * 10, [2] * 9):
         simulation.add(prompt, max_tokens=5, **ENDLESS)
-    first, second = simulation.step(), simulation.step()
-    assert first is not None and [a.sampling.seed for a in first.admitted] == [0, 2]
-    assert second is not None and [a.sampling.seed for a in second.admitted] == [1]
-    assert second.admitted[0].num_computed_tokens == 8
+    plan = simulation.step()
+    assert plan is not None and [a.num_computed_tokens for a in plan.admitted] == [0, 8, 0]
+    assert [a.block_ids.tolist() for a in plan.admitted] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
+    simulation.run()
 
 
-def test_leader_that_leaves_frees_its_followers() -> None:
-    """The promise: no deadlock when the request that computes the prefix is aborted before its result."""
+def test_followers_outlive_a_leader_that_leaves() -> None:
+    """By hand: the request that computes the prefix is aborted before its result; its blocks stay."""
     simulation = Simulation(ROOMY)
     simulation.add([1] * 9, max_tokens=2)
     simulation.add([1] * 10, max_tokens=2)
-    simulation.step(between=lambda: simulation.abort("r0"))
+    plan = simulation.step(between=lambda: simulation.abort("r0"))
+    assert plan is not None and [a.num_computed_tokens for a in plan.admitted] == [0, 8]
+    simulation.add([1] * 11, max_tokens=2)
     plan = simulation.step()
-    assert plan is not None and plan.admitted[0].num_computed_tokens == 0
+    assert plan is not None and [a.num_computed_tokens for a in plan.admitted] == [8]
+    simulation.run()
+
+
+def test_a_tail_behind_blocks_that_are_still_computed_is_not_offered() -> None:
+    """By hand: one that others will continue is aborted before its result: 2 blocks may be used, its tail may not."""
+    simulation = Simulation(ROOMY)
+    simulation.add([1] * 10, max_tokens=2, will_continue=True)
+    simulation.step(between=lambda: simulation.abort("r0"))
+    simulation.add([1] * 12, max_tokens=2)
+    plan = simulation.step()
+    assert plan is not None and [a.num_computed_tokens for a in plan.admitted] == [8]
+    assert len(plan.copies) == 0
     simulation.run()
 
 

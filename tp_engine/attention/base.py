@@ -72,7 +72,7 @@ class AttentionBackend(Protocol):
         shape: AttentionShape,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store this step's keys and values, then attend.
+        """Store all of this step's keys and values, then attend: requests of one step may share a prefix it computes.
 
         ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim), both None where they are already
         stored; ``kv_scales`` (2, blocks, KV heads, block_size) of a quantised cache; returns (N, heads, head_dim).

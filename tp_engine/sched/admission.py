@@ -9,10 +9,9 @@ from tp_engine.plan import Admission
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.block_manager import Hits
 from tp_engine.sched.draft import StepDraft
-from tp_engine.sched.pending import PendingBlocks
 from tp_engine.sched.sequence import Phase, Sequence
 
-#: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prefix.
+#: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32
 
 
@@ -25,13 +24,12 @@ class Verdict(enum.Enum):
 
 
 class Admitter:
-    """Fills the rest of a step from the queue, strictly in order but for those that wait for a shared prefix."""
+    """Fills the rest of a step from the queue, strictly in order but for those that wait for a sibling's prompt."""
 
-    def __init__(self, batch: Batch, pending: PendingBlocks) -> None:
+    def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._rows = batch.rows
         self._blocks = batch.blocks
-        self._pending = pending
 
     def admit(self, draft: StepDraft) -> None:
         """Admit while budget, rows and blocks last."""
@@ -55,10 +53,7 @@ class Admitter:
             return self._fork(draft, sequence, donor)
         if self._donor_is_coming(sequence):
             return Verdict.DEFERRED
-        hits = self._blocks.find_hits(sequence)
-        if self._pending.worth_waiting(sequence, len(hits.blocks)):
-            return Verdict.DEFERRED
-        return self._enter(draft, sequence, hits)
+        return self._enter(draft, sequence, self._blocks.find_hits(sequence))
 
     def _enter(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
         num_shared = len(hits.blocks)
@@ -109,7 +104,7 @@ class Admitter:
             )
         )
         draft.add_prefill(sequence, end - start)
-        self._pending.add(sequence, start, end, draft.step_id)
+        self._blocks.publish(sequence, end)
 
     def _donor(self, sequence: Sequence) -> Sequence | None:
         """A running sibling that has computed all that a fork shares, or will have once the plans before this ran."""

@@ -9,7 +9,7 @@ from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.intake import max_tokens_of
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.row_state import RowState
-from tp_engine.sched.sequence import NOT_DEFERRED, Phase, Sequence
+from tp_engine.sched.sequence import Phase, Sequence
 from tp_engine.sched.stats import SchedulerCounters
 from tp_engine.sched.waiting_queue import WaitingQueue
 
@@ -35,14 +35,13 @@ class Batch:
         self.rows.occupy(sequence, step_id, num_computed, max_tokens_of(sequence, self.limits))
         self.blocks.seat(sequence, held, num_tokens)
         sequence.group.running.append(sequence)
-        sequence.deferred_for = NOT_DEFERRED
 
     def leave(self, sequence: Sequence, phase: Phase) -> None:
         """The sequence gives back row and blocks; its full blocks stay cached while nobody needs their room.
 
         So does its last one, if partly filled, of a request that others will continue.
         """
-        self.blocks.publish(sequence)
+        self.blocks.publish(sequence, int(self.rows.num_computed[sequence.row]))
         if sequence.group.request.will_continue:
             self.blocks.publish_tail(sequence)
         self.blocks.release(sequence)

@@ -112,11 +112,14 @@ class BlockManager:
         state.capacity[index] = counts * self.block_size
         return taken
 
-    def publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full, computed blocks to the prefix cache."""
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Offer the full blocks of the sequence's first ``num_tokens`` tokens to the prefix cache.
+
+        They are computed, or will be in a step that is already decided: each layer stores the keys and values of all
+        its tokens before any attention, so requests of that very step may use them.
+        """
         row = sequence.row
-        computed = int(self._rows.num_computed[row])
-        first, end = sequence.num_published, computed // self.block_size
+        first, end = sequence.num_published, num_tokens // self.block_size
         if not self._caching or sequence.parent is None or first >= end:
             return
         if len(sequence.hashes) < end:
@@ -136,7 +139,8 @@ class BlockManager:
         row = sequence.row
         computed = int(self._rows.num_computed[row])
         first = computed - computed % self.block_size
-        if not self._caching or sequence.parent is None or first == computed:
+        is_next = sequence.num_published * self.block_size == first  # not, if a step in flight computes more
+        if not self._caching or sequence.parent is None or first == computed or not is_next:
             return
         block = int(self._rows.block_table[row, first // self.block_size])
         if self.cache.insert_tail(block, sequence.parent, self._rows.tokens[row, first:computed].tobytes()):

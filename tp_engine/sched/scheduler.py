@@ -35,7 +35,6 @@ from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, aborted, collect_prompt_logprobs, slice_logprobs
-from tp_engine.sched.pending import PendingBlocks
 from tp_engine.sched.sequence import Phase, RequestGroup, Sequence
 from tp_engine.sched.stats import SchedulerStats
 from tp_engine.sched.step_builder import StepBuilder
@@ -53,9 +52,8 @@ class Scheduler:
         self._limits = limits
         self._fill_masks = fill_masks
         self._batch = Batch(limits)
-        self._pending = PendingBlocks(limits.block_size)
-        self._builder = StepBuilder(self._batch, self._pending)
-        self._admitter = Admitter(self._batch, self._pending)
+        self._builder = StepBuilder(self._batch)
+        self._admitter = Admitter(self._batch)
         self._stops = StopChecker()
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
@@ -175,7 +173,6 @@ class Scheduler:
             self._add_logprobs(outcome, sampled, positions, result)
         for position in outcome.endings:
             self._finish(outcome.sequences[position])
-        self._pending.settle(plan.step_id)
         return outcome.output()
 
     def stats(self) -> SchedulerStats:
@@ -226,15 +223,13 @@ class Scheduler:
         assert num_compiling == self._num_compiling
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
-        """The chunks of this step are computed: publish what is full."""
+        """The chunks of this step are computed."""
         rows = self._batch.rows
         living = rows.since_step[plan.prefill_rows] <= plan.step_id
         confirmed = plan.prefill_rows[living]
         rows.num_computed[confirmed] += plan.prefill_tokens[living]
-        sequences = rows.occupants(confirmed).sequences
-        for sequence in sequences:
-            self._batch.blocks.publish(sequence)
         if result.prompt_logprobs:
+            sequences = rows.occupants(confirmed).sequences
             collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
 
     def _append(self, plan: StepPlan, sampled: IntArray, token_ids: IntArray) -> StepOutcome:

@@ -29,7 +29,6 @@ from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.prefix_cache import Identity
 
 NO_ROW = -1
-NOT_DEFERRED = (-1, -1)
 
 #: Who runs first, smallest first: (priority, number of the request, index of the sequence).  Unique.
 OrderKey: TypeAlias = tuple[int, int, int]
@@ -67,7 +66,6 @@ class Sequence:
     ``token_ids`` (int32) are all tokens known while it has no row; while it has one, the row's buffer is the truth.
     ``hashes`` name the full blocks of its first tokens; ``num_published`` of its blocks, the last with identity
     ``parent``, have been offered to the prefix cache since it got its row (``parent`` None: no more can be).
-    ``deferred_for``: how many cached blocks it had when it last waited for a prefix, and the step that computes more.
     ``constraint`` is its place in the request's grammar.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     """
@@ -83,7 +81,6 @@ class Sequence:
     hashes: list[int] = field(default_factory=list)
     num_published: int = 0
     parent: Identity | None = None
-    deferred_for: tuple[int, int] = NOT_DEFERRED
     num_preemptions: int = 0
     num_lost_tokens: int = 0
     num_cached_tokens: int = 0

@@ -7,7 +7,6 @@ import numpy as np
 from tp_engine.plan import NO_IDS, IntArray
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.draft import StepDraft
-from tp_engine.sched.pending import PendingBlocks
 from tp_engine.sched.sequence import Phase, Sequence
 
 
@@ -18,11 +17,10 @@ class StepBuilder:
     other gives way to it.  So the first one finishes, and by induction all do.
     """
 
-    def __init__(self, batch: Batch, pending: PendingBlocks) -> None:
+    def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._rows = batch.rows
         self._blocks = batch.blocks
-        self._pending = pending
 
     def schedule_decodes(self, draft: StepDraft) -> None:
         """One token for each row in DECODE, as far as the budget goes."""
@@ -69,7 +67,7 @@ class StepBuilder:
             chunk = min(int(self._rows.num_tokens[sequence.row]) - start, draft.budget)
             if self._grow(draft, sequence, start + chunk):
                 draft.add_prefill(sequence, chunk)
-                self._pending.add(sequence, start, start + chunk, draft.step_id)
+                self._blocks.publish(sequence, start + chunk)
         if draft.short:
             draft.drop_preempted(self._rows)
 
