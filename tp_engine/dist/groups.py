@@ -216,7 +216,7 @@ def join(
             "this process already has a torch.distributed process group; before starting an engine, close the other "
             "one or call torch.distributed.destroy_process_group()",
         )
-    if info.is_first:  # whoever reads the log knows where it was, should it die before anybody else is here
+    if info.is_first:  # should it die before anybody else is here, nobody else can say where it was
         logger.info("%s: %d ranks meet", Phase.GROUP_INIT.label, info.world_size)
     note.reach(Phase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))

@@ -35,7 +35,10 @@ from tp_engine.engine.worker_loop import run_worker
 from tp_engine.errors import ConfigError
 from tp_engine.faults import Phase, PhaseNote, configured_faults
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
+
+logger = get_logger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 _FAILED_STOP_S = 1.0
@@ -60,6 +63,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
             assert launched is not None
             store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
             store.set(_BOARD_KEY, job.board.address)
+            logger.info("%s: torch is loaded, the other ranks may come", Phase.IMPORT.label)
             note.reach(Phase.IMPORT)
             return build_engine(
                 effective, _join(effective, _info(launched), store, job), job, leave=lambda _failed: None
