@@ -84,8 +84,9 @@ def test_decodes_in_a_cuda_graph(name: str) -> None:
     """Oracle: the same backend without a graph; replays see other lengths and other blocks."""
     shape = AttentionShape(num_heads=16, num_kv_heads=2, head_dim=128, scale=0.1)
     steps = [[(1, 40), (1, 300), (1, 1), (1, 0)], [(1, 1), (1, 17), (1, 900), (1, 2)], [(1, 0)] * 3 + [(1, 1024)]]
-    batches = [make_batch(step, shape, dtype=torch.bfloat16, block_size=256, device="cuda") for step in steps]
-    batch = batches[0]
+    batch, *batches = (
+        make_batch(step, shape, dtype=torch.bfloat16, block_size=256, device="cuda") for step in (steps[0], *steps)
+    )
     num_blocks = max(one.kv_cache.shape[1] for one in batches)
     cache = torch.zeros(2, num_blocks, *batch.kv_cache.shape[2:], dtype=torch.bfloat16, device="cuda")
     metadata = batch.metadata
@@ -103,7 +104,7 @@ def test_decodes_in_a_cuda_graph(name: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for other in batches[::-1]:
+    for other in reversed(batches):
         cache[:, : other.kv_cache.shape[1]] = other.kv_cache
         metadata.block_table[:, : other.metadata.block_table.shape[1]] = other.metadata.block_table
         for kept, new in (

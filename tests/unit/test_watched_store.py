@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -95,3 +96,15 @@ def test_a_process_group_that_meets_through_it_hears_of_a_death() -> None:
     """Oracle: the error comes out of init_process_group, which waits for the other rank in C++."""
     done = subprocess.run([sys.executable, "-c", LONELY], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.stdout == "rank 1: its process is gone True\n", done.stderr[-2000:]
+
+
+def test_the_groups_can_use_their_store_later(store: dist.TCPStore) -> None:
+    """Oracle: a second group meets through it: symmetric memory does that long after the start."""
+    joined = groups.join(
+        RankInfo(), store, PhaseNote(0), lambda: None, device_type="cpu", start_s=20.0, collective_s=20.0
+    )
+    try:
+        gc.collect()
+        dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=20)))
+    finally:
+        joined.close()

@@ -95,7 +95,9 @@ class RankGroups:
         device_group: dist.ProcessGroup | None = None,
         check: Callable[[], None] = lambda: None,
         collective_s: float = 0.0,
+        store: Store | None = None,
     ) -> None:
+        """``store`` is what the groups met with: torch uses it later too, and its Python part lives here alone."""
         self.info = info
         self.communicator = communicator
         self.host = host
@@ -104,6 +106,7 @@ class RankGroups:
         self._device_group = device_group
         self._check = check
         self._collective_s = collective_s
+        self._store = store
 
     def use_shared_memory(self, *, is_required: bool) -> None:
         """Let ``communicator``, of ranks on CPUs of one host, be one that all-reduces through shared memory, if all can.
@@ -163,6 +166,7 @@ class RankGroups:
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_default = False
+        self._store = None
 
 
 def alone(note: PhaseNote) -> RankGroups:
@@ -244,6 +248,7 @@ def join(
         device_group=device,
         check=check,
         collective_s=collective_s,
+        store=store,
     )
 
 
