@@ -81,10 +81,11 @@ def main() -> None:
         return used[-1]
 
     with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101)
+        folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, hidden_size=128, intermediate_size=128)
         expected = generate(folder)
         with (
             patch("tp_engine.layers.context.layer_ops", kernels),
+            patch("tp_engine.layers.linear_method.runs_triton", lambda device_type: True),
             patch("tp_engine.worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
             patch("tp_engine.worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
             patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),

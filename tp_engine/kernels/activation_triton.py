@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+
 _BLOCK = 1024
 
 
@@ -21,8 +23,11 @@ def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     stride,
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: up to BLOCK elements of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -42,6 +47,6 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         block = min(int(triton.next_power_of_2(size)), _BLOCK)
         silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, **dependent_launch(gate_up.device)
         )
     return out

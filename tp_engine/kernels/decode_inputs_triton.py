@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.plan import PAD_SLOT
 
 _TABLE_BLOCK = 256
@@ -35,8 +36,11 @@ def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
     NUM_COLUMNS: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one request."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     request = tl.program_id(0)
     row = tl.load(rows + request).to(tl.int64)
     if row < 0:
@@ -69,8 +73,11 @@ def advance_decodes_kernel(  # type: ignore[no-untyped-def]
     token_stride,
     num_requests,
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: up to BLOCK requests."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + request, mask=request < num_requests, other=-1).to(tl.int64)
     is_kept = row >= 0
@@ -100,6 +107,7 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
         BLOCK_SIZE=tables.block_size,
         BLOCK=_TABLE_BLOCK,
         num_warps=1,
+        **dependent_launch(inputs.rows.device),
     )
 
 
@@ -115,4 +123,5 @@ def advance_decodes_triton(tables: RowTables, inputs: DecodeInputs, sampled: tor
         tables.token_ids.stride(0),
         len(rows),
         BLOCK=_ADVANCE_BLOCK,
+        **dependent_launch(rows.device),
     )

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+
 MAX_SIZE = 1 << 16
 _ELEMENTS_PER_THREAD = 8
 _MAX_WARPS = 16
@@ -27,11 +29,15 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     ADDS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one row of SIZE elements, added to the residual where ADDS."""
+    let_next_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         place = residual + token * residual_stride + column
@@ -40,7 +46,6 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(place, rounded, mask=inside)
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
@@ -75,6 +80,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         BLOCK=block,
         ADDS=residual is not None,
         num_warps=num_warps,
+        **dependent_launch(x.device),
     )
     return out
 

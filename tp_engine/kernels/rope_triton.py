@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.kv_quant import LARGEST_VALUE
 from tp_engine.kernels.kv_quant_triton import scaled_to_range
 from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
@@ -74,8 +75,11 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one tile of one token's heads; PAIRS is head_dim / 2, rounded up to a power of two."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2  # noqa: N806
     QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE  # noqa: N806
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -162,6 +166,7 @@ def prepare_heads_triton(
             LARGEST=0.0 if kv_scales is None else LARGEST_VALUE[keys.dtype],
             IS_INTEGER=keys.dtype == torch.int8,
             num_warps=max(1, tile * pairs // (32 * _PAIRS_PER_THREAD)),
+            **dependent_launch(heads.device),
         )
     query = heads[:, :num_heads]
     if kv_cache is not None:

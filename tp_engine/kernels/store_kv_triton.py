@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.kv_quant_triton import store_quantised_kv_triton
 
 _MAX_BLOCK = 1024
@@ -31,8 +32,11 @@ def store_kv_kernel(  # type: ignore[no-untyped-def]
     value_stride,
     WIDTH: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: up to BLOCK of the WIDTH = KV heads x head_dim elements of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     # 64 bits: a large cache holds more than 2**31 elements.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -65,8 +69,9 @@ def store_kv_triton(
     width = num_kv_heads * head_dim
     block = block_for(width)
     store_kv_kernel[(num_tokens, triton.cdiv(width, block))](
-        key, value, kv_cache[0], kv_cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width, BLOCK=block
-    )
+        key, value, kv_cache[0], kv_cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width, BLOCK=block,
+        **dependent_launch(key.device),
+    )  # fmt: skip
 
 
 def block_for(width: int) -> int:

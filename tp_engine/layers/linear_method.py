@@ -1,4 +1,7 @@
-"""How ``x @ weight.T + bias`` is computed on a CPU.
+"""How ``x @ weight.T + bias`` is computed.
+
+On a GPU by PyTorch's library; of a single row, which is a decode step of one request, by a Triton kernel.
+On a CPU:
 
 ==========  ========================================  ==============================
 type        processor                                 by
@@ -33,6 +36,7 @@ from tp_engine.kernels.layer_ops import SiluAndMul
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
+from tp_engine.kernels.triton_support import has_triton
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -103,6 +107,36 @@ class PackedLinear:
         return packed
 
 
+class OneRowLinear:
+    """Triton for one row, ``F.linear`` for more."""
+
+    needs_weight = True
+    is_native = False
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton
+
+        self._weight, self._of_one_row = weight, one_row_linear_triton
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return self._of_one_row(x, self._weight, bias)
+        return F.linear(x, self._weight, bias)
+
+
+class OneRowSwiGLU(OneRowLinear):
+    """The same for gate and up, and SwiGLU's product of both."""
+
+    def __init__(self, weight: torch.Tensor, silu_and_mul: SiluAndMul) -> None:
+        super().__init__(weight)
+        self._silu_and_mul = silu_and_mul
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return self._of_one_row(x, self._weight, bias, is_gated=True)
+        return self._silu_and_mul(F.linear(x, self._weight, bias))
+
+
 class ThenSwiGLU:
     """SwiGLU's product of what another method makes of gate and up."""
 
@@ -119,6 +153,8 @@ _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
     """The fastest method that is known to work for this weight.  Called once its values are final."""
+    if takes_one_row(weight):
+        return OneRowLinear(weight)
     library = _library_for(weight)
     if library is None:
         packed = _packed(weight) if weight.device.type == "cpu" else None
@@ -130,10 +166,26 @@ def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
 
 def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> LinearMethod:
     """The same for gate and up, one above the other (2 * size, in): SwiGLU's product of both, (N, in) -> (N, size)."""
+    if takes_one_row(weight, is_gated=True):
+        return OneRowSwiGLU(weight, silu_and_mul)
     library = _library_for(weight)
     if library is not None and not _has_matrices(library, weight) and fits_panels(library, weight):
         return PanelLinear(library, weight, is_gated=True)
     return ThenSwiGLU(choose_linear_method(weight), silu_and_mul)
+
+
+def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
+    """Whether a single row's product is Triton's: on a GPU, where the weight divides into its blocks."""
+    if not (runs_triton(weight.device.type) and has_triton()):
+        return False
+    from tp_engine.kernels.one_row_linear_triton import takes_weight
+
+    return takes_weight(weight, is_gated=is_gated)
+
+
+def runs_triton(device_type: str) -> bool:
+    """Whether Triton's kernels run there."""
+    return device_type == "cuda"
 
 
 def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:

@@ -1,0 +1,74 @@
+"""Linear layers of one row by Triton: interpreted (``main``), on CUDA (``CASES``), and those of real models
+(``launch_all``).
+
+The rule: against float64, the error is at most twice that of PyTorch's product in the same precision; in float32, where
+the order of a sum decides, four units of the largest result are granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from tests.unit.kernel_cases_layer_ops import DTYPES, assert_close_enough, random
+from tests.unit.kernel_harness import AGREEMENT
+from tp_engine.kernels.activation import silu_and_mul
+from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
+
+# (in, out): a block that is all of a row, several blocks of 1024 and of 128, the largest block.
+SIZES = ((256, 32), (3072, 8), (384, 64), (4096, 4))
+# (in, out, gated) of Qwen3-0.6B, 8B, 14B and 32B on 8 ranks, and an inner size that few powers of two divide.
+MODELS = (
+    (1024, 4096, False), (2048, 1024, False), (1024, 6144, True), (3072, 1024, False), (4096, 24576, True),
+    (12288, 4096, False), (5120, 34816, True), (1024, 5120, False), (11008, 4096, False),
+)  # fmt: skip
+
+
+def check(device: str, sizes: tuple[int, int], dtype: torch.dtype, is_gated: bool, has_bias: bool) -> None:
+    """A row that is a slice of a wider one's beginning."""
+    num_in, num_out = sizes
+    x = random((1, num_in + 64), dtype, device)[:, :num_in]
+    weight = (random((num_out, num_in), torch.float32, device, 1) * num_in**-0.5).to(dtype)
+    bias = random((num_out,), dtype, device, 2) if has_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    twin = F.linear(x, weight, bias)
+    if is_gated:
+        gate, up = exact.chunk(2, -1)
+        exact, twin = gate * gate.sigmoid() * up, silu_and_mul(twin)
+    assert takes_weight(weight, is_gated=is_gated)
+    granted = 4 * exact.abs().max().item() if dtype == torch.float32 else 1e-2
+    assert_close_enough(one_row_linear_triton(x, weight, bias, is_gated=is_gated), twin, exact, granted)
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    f"{sizes[0]} to {sizes[1]}, {str(dtype)[6:]}{', gated' * gated}{', bias' * bias}": partial(
+        check, sizes=sizes, dtype=dtype, is_gated=gated, has_bias=bias
+    )
+    for sizes in SIZES
+    for dtype in DTYPES
+    for gated in (False, True)
+    for bias in (False, True)
+}
+
+
+def main() -> None:
+    for case in CASES.values():
+        case("cpu")
+    print(AGREEMENT)
+
+
+def launch_all() -> None:
+    """One launch of each layer."""
+    for num_in, num_out, is_gated in MODELS:
+        for has_bias in (False, True):
+            weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
+            x, bias = weight[:1], weight[:, 0].contiguous() if has_bias else None
+            assert takes_weight(weight, is_gated=is_gated)
+            one_row_linear_triton(x, weight, bias, is_gated=is_gated)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Programmatic dependent launch: a kernel is set up, and reads its weights, while the one before it still runs.
+
+::
+
+    without    kernel n [ work ]  drained, next one set up  [ n + 1: weights, work ]
+    with       kernel n [ work ]
+                  [ n + 1 set up, weights ] waits [ work ]
+
+A decode step of few rows is some hundred kernels of a few microseconds each, and about one more between any two of
+them.  GPUs of compute capability 9.0 and later have it (CUDA Programming Guide, "Programmatic Dependent Launch").
+
+The rule that keeps it correct: every program of a kernel that is launched so calls ``wait_for_previous`` before it
+reads anything that another kernel writes, and before it writes anything at all.  The wait ends when the kernel before
+has ended, whose own programs have waited likewise: so everything earlier on the stream has ended too.  What never
+changes while steps run, the weights, may be read before.  Kernels of libraries are launched without it, and so begin
+when all before them has ended.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_MIN_CAPABILITY = (9, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_next_begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The next kernel may be set up from now on, as soon as the GPU has room beside this one."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Until all earlier kernels of the stream have ended and what they wrote can be read."""
+    if PDL:
+        gdc_wait()
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch on ``device``: the kernel's constant PDL, and Triton's option where the GPU can."""
+    return {"PDL": True, "launch_pdl": True} if can_launch_early(device) else {"PDL": False}
+
+
+@cache
+def can_launch_early(device: torch.device) -> bool:
+    """Whether ``device`` is a GPU that has it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY

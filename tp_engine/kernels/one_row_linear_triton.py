@@ -1,0 +1,113 @@
+"""A linear layer applied to one row, which is all that a decode step of one request has: bound by reading the weight.
+
+::
+
+    weight (out, in) = [ rows of program 0 ]     program i: BLOCK_OUT whole rows, BLOCK_IN columns at a time
+                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and the same of up, whose SwiGLU
+                       ...                       product is the result
+
+Libraries make tiles for their matrix units of one row and split the columns over programs whose sums then have to be
+added up; here a program multiplies as it reads, and the first columns of its weight are on their way before the
+kernel that makes ``x`` has ended (``dependent_launch_triton``).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+
+_MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
+_BLOCK_ELEMENTS = 4096
+_MIN_BLOCK_OUT = 2
+# With more outputs, such as a vocabulary, a library's product reads the weight as fast as memory allows.
+_MAX_OUT = 1 << 16
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def one_row_linear_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    out,
+    OUT: tl.constexpr,  # noqa: N803
+    IN: tl.constexpr,  # noqa: N803
+    BLOCK_OUT: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    GATED: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: BLOCK_OUT of the OUT results; ``weight`` has twice as many rows where GATED."""
+    let_next_begin(PDL)
+    row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = tl.arange(0, BLOCK_IN)
+    place = weight + row.to(tl.int64)[:, None] * IN + column[None, :]
+    first = tl.load(place)
+    up_place = place + OUT * IN
+    first_up = first
+    if GATED:
+        first_up = tl.load(up_place)
+    wait_for_previous(PDL)
+    values = tl.load(x + column).to(tl.float32)[None, :]
+    sums = first.to(tl.float32) * values
+    up_sums = first_up.to(tl.float32) * values
+    for start in tl.static_range(BLOCK_IN, IN, BLOCK_IN):
+        values = tl.load(x + start + column).to(tl.float32)[None, :]
+        sums += tl.load(place + start).to(tl.float32) * values
+        if GATED:
+            up_sums += tl.load(up_place + start).to(tl.float32) * values
+    result = tl.sum(sums, axis=1)
+    if HAS_BIAS:
+        result += tl.load(bias + row).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_sums, axis=1)
+        if HAS_BIAS:
+            up += tl.load(bias + OUT + row).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result)) * up
+    tl.store(out + row, result.to(out.dtype.element_ty))
+
+
+def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
+    """Whether ``one_row_linear_triton`` takes a weight of this shape."""
+    num_rows, size = weight.shape
+    block_in, block_out = _blocks(size, is_gated)
+    num_out = num_rows // 2 if is_gated else num_rows
+    return weight.is_contiguous() and block_in >= _MIN_BLOCK_IN and num_out % block_out == 0 and num_rows <= _MAX_OUT
+
+
+def one_row_linear_triton(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool = False
+) -> torch.Tensor:
+    """``x`` (1, in) @ ``weight`` (out, in).T + ``bias`` (out,), summed up in float32: (1, out).
+
+    ``is_gated``: SwiGLU's product of the first half of that and the second, rounded once: (1, out / 2).
+    """
+    num_rows, size = weight.shape
+    assert x.shape == (1, size) and x.stride(1) == 1 and takes_weight(weight, is_gated=is_gated), (x.shape, size)
+    num_out = num_rows // 2 if is_gated else num_rows
+    block_in, block_out = _blocks(size, is_gated)
+    out = torch.empty((1, num_out), dtype=x.dtype, device=x.device)
+    one_row_linear_kernel[(num_out // block_out,)](
+        x,
+        weight,
+        bias,
+        out,
+        OUT=num_out,
+        IN=size,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        GATED=is_gated,
+        HAS_BIAS=bias is not None,
+        **dependent_launch(x.device),
+    )
+    return out
+
+
+def _blocks(size: int, is_gated: bool) -> tuple[int, int]:
+    """Columns, the largest power of two of which there is a whole number, and rows of a program."""
+    block_in = min(size & -size, _MAX_BLOCK_IN)
+    block_out = max(_BLOCK_ELEMENTS // block_in, _MIN_BLOCK_OUT)
+    return block_in, block_out // 2 if is_gated else block_out
