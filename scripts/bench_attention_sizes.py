@@ -19,8 +19,10 @@ from benchmarks.kernels.attention import decode_bytes, prefill_flops
 from benchmarks.kernels.cases import Shape, random_cache
 from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
+from tp_engine.kernels.kv_quant import is_quantised
+
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-DECODE_TILES, DECODE_WARPS, DECODE_STAGES, SPLIT_FACTORS = (32, 64, 128), (4, 8), (2, 3, 5), (0.25, 1, 4)
+DECODE_TILES, DECODE_WARPS, DECODE_STAGES, SPLIT_FACTORS = (32, 64, 128), (2, 4, 8), (2, 3, 5), (0.5, 1, 4)
 PREFILL_ROWS, PREFILL_TILES, PREFILL_WARPS, PREFILL_STAGES = (64, 128), (32, 64, 128), (4, 8), (2, 3)
 
 
@@ -28,17 +30,34 @@ def decode_rows(
     shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype, bandwidth: float
 ) -> Iterator[dict[str, object]]:
     """One row per candidate, the current sizes first."""
-    from tp_engine.kernels.paged_decode_triton import MAX_SPLITS, DecodeSizes, decode_sizes, paged_decode_triton
+    from tp_engine.kernels.paged_decode_triton import (
+        MAX_ARRIVALS,
+        MAX_SPLITS,
+        DecodeSizes,
+        decode_sizes,
+        paged_decode_triton,
+    )
 
     columns = -(-length // shape.block_size)
     num_bytes = decode_bytes(shape, num_requests, length, cache_dtype)
     properties = torch.cuda.get_device_properties(0)
     current = decode_sizes(
-        num_requests, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, properties.multi_processor_count
+        num_requests,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.dtype.itemsize,
+        properties.multi_processor_count,
+        is_quantised=is_quantised(cache_dtype),
     )
-    splits = sorted({min(MAX_SPLITS, max(1, int(current.num_splits * factor))) for factor in SPLIT_FACTORS})
+    splits = sorted({min(MAX_SPLITS, max(1, int(current.usual_splits * factor))) for factor in SPLIT_FACTORS})
     candidates = [
-        DecodeSizes(tile=tile, num_warps=warps, num_stages=stages, num_splits=count)
+        DecodeSizes(
+            tile=tile,
+            num_warps=warps,
+            num_stages=stages,
+            usual_splits=count,
+            num_splits=max(count, current.num_splits),
+        )
         for tile, warps, stages, count in itertools.product(DECODE_TILES, DECODE_WARPS, DECODE_STAGES, splits)
     ]
     sets = []
@@ -48,11 +67,11 @@ def decode_rows(
         sets.append((cache, scales, table))
     seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device="cuda")
     query = torch.randn(num_requests, shape.num_heads, shape.head_dim, device="cuda").to(shape.dtype)
-    out = torch.empty_like(query)
+    out, arrivals = torch.empty_like(query), torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device="cuda")
     for sizes in [current, *(one for one in candidates if one != current)]:
         launches = [
             lambda one=one, sizes=sizes: paged_decode_triton(
-                query, one[0], one[2], seq_lens, out, scale=0.1, sizes=sizes, kv_scales=one[1]
+                query, one[0], one[2], seq_lens, out, scale=0.1, sizes=sizes, arrivals=arrivals, kv_scales=one[1]
             )
             for one in sets
         ]

@@ -14,7 +14,7 @@ from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised
 from tp_engine.kernels.paged_attention import paged_attention
-from tp_engine.kernels.paged_decode_triton import decode_sizes, paged_decode_triton
+from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
 from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 from tp_engine.kernels.store_kv import store_kv
 
@@ -25,7 +25,7 @@ CHUNKS = [(1, 40), (1, 1), (30, 30), (5, 100), (1, 9), (2, 64), (40, 50)]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One specialisation, small; ``splits`` for decodes."""
+    """One specialisation, small; ``splits`` for decodes, up to 4 of ``long_keys`` keys each."""
 
     head_dim: int = 64
     group: int = 4
@@ -35,6 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     splits: int = 4
+    long_keys: int = 512
     query_len: int = 1
 
     @property
@@ -51,6 +52,7 @@ class Case:
 
 DECODE_CASES = (
     Case(splits=1),
+    Case(splits=1, long_keys=64),
     Case(splits=1, window=20, head_dim=80, group=3),
     Case(window=1, group=1, block_size=32),
     Case(window=100, head_dim=112, group=7, num_kv_heads=1),
@@ -117,8 +119,10 @@ def run_decode(case: Case, device: str = "cpu") -> None:
     if case.query_len > 1:
         requests = [request for request in requests if request[1]]
     batch, scales = stored_batch(case, requests, device)
-    sizes = decode_sizes(1, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132)
-    sizes = replace(sizes, num_splits=case.splits)
+    quantised = scales is not None
+    sizes = decode_sizes(1, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132, is_quantised=quantised)
+    most = 4 if case.long_keys < 512 else case.splits
+    sizes = replace(sizes, usual_splits=case.splits, num_splits=most, long_keys=case.long_keys)
     out = torch.full_like(batch.query, float("nan"))
     paged_decode_triton(
         batch.query,
@@ -128,11 +132,13 @@ def run_decode(case: Case, device: str = "cpu") -> None:
         out,
         scale=case.shape.scale,
         sizes=sizes,
+        arrivals=(arrivals := torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)),
         query_len=case.query_len,
         window=case.window,
         kv_scales=scales,
     )
     compare(case, out, *expected_of(batch, scales))
+    assert not arrivals.any(), "a later launch would join too early"
 
 
 def run_prefill(case: Case, device: str = "cpu") -> None:
@@ -246,8 +252,10 @@ def launch_all(capability: int) -> None:
         itemsize = call["query"].dtype.itemsize
         seq_lens = torch.empty(64, dtype=torch.int32, device="meta")
         for num_requests in (64, 100_000) if number % 2 == 0 else (64,):
-            sizes = decode_sizes(num_requests, num_kv_heads, head_dim, itemsize, 132)
-            paged_decode_triton(**call, seq_lens=seq_lens, sizes=sizes)
+            quantised = call["kv_scales"] is not None
+            sizes = decode_sizes(num_requests, num_kv_heads, head_dim, itemsize, 132, is_quantised=quantised)
+            arrivals = torch.empty(MAX_ARRIVALS, dtype=torch.int32, device="meta")
+            paged_decode_triton(**call, seq_lens=seq_lens, sizes=sizes, arrivals=arrivals)
         query_start = torch.empty(65, dtype=torch.int32, device="meta")
         paged_prefill_triton(
             **call,

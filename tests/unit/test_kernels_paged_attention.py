@@ -50,11 +50,12 @@ def test_kernels_compile_for(capability: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("num_requests", "num_kv_heads", "num_splits"),
-    [(1, 8, 64), (8, 8, 32), (64, 8, 4), (256, 8, 1), (256, 1, 8), (100_000, 1, 1)],
+    ("num_requests", "num_kv_heads", "usual", "most"),
+    [(1, 8, 32, 64), (8, 8, 4, 32), (64, 8, 1, 4), (256, 8, 1, 1), (256, 1, 1, 8), (100_000, 1, 1, 1)],
 )
-def test_number_of_splits(num_requests: int, num_kv_heads: int, num_splits: int) -> None:
-    """Oracle: the power of two that makes about 16 programs per multiprocessor, at most 64."""
+def test_number_of_splits(num_requests: int, num_kv_heads: int, usual: int, most: int) -> None:
+    """Oracle: powers of two: two programs per multiprocessor, and 16 at most; neither above 64."""
     from tp_engine.kernels.paged_decode_triton import decode_sizes
 
-    assert decode_sizes(num_requests, num_kv_heads, 128, 2, 132).num_splits == num_splits
+    sizes = decode_sizes(num_requests, num_kv_heads, 128, 2, 132)
+    assert (sizes.usual_splits, sizes.num_splits) == (usual, most)

@@ -36,7 +36,7 @@ def launch_layer(num_tokens: int, cache: torch.Tensor) -> torch.Tensor:
 
 def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int, num_chunks: int, width: int) -> None:
     """Decodes, then chunks of the remaining tokens; block tables of ``width`` columns."""
-    from tp_engine.kernels.paged_decode_triton import decode_sizes, paged_decode_triton
+    from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
     from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 
     num_requests = num_decodes + num_chunks
@@ -45,7 +45,7 @@ def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int,
     if num_decodes:
         sizes = decode_sizes(num_decodes, KV_HEADS, HEAD_DIM, 2, 132)
         part = (query[:num_decodes], cache, table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes])
-        paged_decode_triton(*part, sizes=sizes, scale=0.1)
+        paged_decode_triton(*part, sizes=sizes, scale=0.1, arrivals=empty(MAX_ARRIVALS, dtype=torch.int32))
     if num_chunks:
         starts, sizes_of_chunks = empty(num_requests + 1, dtype=torch.int32), prefill_sizes(HEAD_DIM, 2)
         place: dict[str, Any] = {"num_queries": len(query) - num_decodes, "first_request": num_decodes}
@@ -54,7 +54,7 @@ def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int,
 
 def launch_decode_inputs_and_sampling(num_rows: int) -> None:
     """The other launches of a step of ``num_rows`` decodes."""
-    from tp_engine.kernels import sampling_best_triton, sampling_filter_triton
+    from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
     from tp_engine.kernels.decode_inputs import triton_decode_ops
 
     tables = RowTables(
@@ -71,7 +71,7 @@ def launch_decode_inputs_and_sampling(num_rows: int) -> None:
     sampling_best_triton.best_keys_triton(logits, rows, positions, sampling, first_id=0)
     sampling_filter_triton.top_keys_triton(logits, rows, sampling, first_id=0, width=64)
     drawn = empty(num_rows, dtype=torch.int32)
-    sampling_filter_triton.draw_filtered_triton(logits, rows, positions, sampling, drawn)
+    sampling_candidates_triton.draw_filtered_triton(logits, rows, positions, sampling, drawn)
 
 
 @needs_triton

@@ -32,6 +32,8 @@ class TritonBackend:
         self._decode_sizes = cache(paged_decode_triton.decode_sizes)
         self._prefill = paged_prefill_triton.paged_prefill_triton
         self._prefill_sizes = cache(paged_prefill_triton.prefill_sizes)
+        self._max_arrivals = paged_decode_triton.MAX_ARRIVALS
+        self._arrivals: torch.Tensor | None = None
         self._num_prefill_tokens = 0
         self._decode_tables = (torch.empty(0), torch.empty(0))
 
@@ -86,8 +88,15 @@ class TritonBackend:
     ) -> None:
         """``query`` and ``out`` (D, heads, head_dim), one token of each of the first D requests."""
         sizes = self._decode_sizes(
-            len(query), shape.num_kv_heads, shape.head_dim, query.dtype.itemsize, _num_multiprocessors(query.device)
+            len(query),
+            shape.num_kv_heads,
+            shape.head_dim,
+            query.dtype.itemsize,
+            _num_multiprocessors(query.device),
+            is_quantised=kv_scales is not None,
         )
+        if self._arrivals is None:
+            self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=query.device)
         self._decode(
             query,
             kv_cache,
@@ -95,6 +104,7 @@ class TritonBackend:
             out,
             scale=shape.scale,
             sizes=sizes,
+            arrivals=self._arrivals,
             window=shape.sliding_window,
             kv_scales=kv_scales,
         )

@@ -5,12 +5,17 @@
     grid (KV heads, splits, B)      program (h, s, b): all queries of request b on KV head h, over one range of its keys
 
     tiles of request b      |0|1|2|3|4|5|6|7|8|       ceil(visible keys / TILE)
-    splits, 4 at most       |  s0   |  s1   |s2|       each at least MIN_TILES tiles; the other programs end at once
+    splits, 4 at most       |  s0   |  s1   |s2|       the other programs end at once
 
-    partial (N, heads, splits, head_dim) float32, partial_lse (N, heads, splits) float32    joined by a second kernel
+    partial (N, heads, splits, head_dim), partial_lse (N, heads, splits)    float32
+    arrivals (B, KV heads)    splits that have written theirs: the last to arrive joins them, in their order
+
+A small batch is split until its programs fill the GPU: ``usual_splits``.  A larger one fills it by itself, and each
+request's result is written at once; but a request of many keys is still split, so that it does not keep the others
+waiting: ``num_splits`` is the most.
 
 The grid depends on the size of the batch alone and lengths are read on the device, so a CUDA graph can hold both.
-The number of splits is no constant of the compiled code, as a new one would stop the engine while Triton compiles.
+The numbers of splits are no constants of the compiled code, as a new one would stop the engine while Triton compiles.
 """
 
 from __future__ import annotations
@@ -21,29 +26,36 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
 
 MAX_SPLITS = 64
-# Widths of the joining kernel, which is compiled for the smallest that holds the splits.
-_JOIN_WIDTHS = (8, MAX_SPLITS)
-# Enough programs that the last wave of them is short next to the rest.
-_PROGRAMS_PER_MULTIPROCESSOR = 16
-# A split below so many keys costs more to start and to join than it saves.
-_MIN_KEYS_PER_SPLIT = 256
+# So many parts are joined at a time.
+_JOIN_WIDTH = tl.constexpr(8)
+# On an H200 (docs/benchmarks.md) more programs do not read faster, and what they split must be joined.
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # those that have nothing to do end at once, but must be launched too
+MAX_ARRIVALS = 4096
 _MIN_ROWS = 16  # of a matrix product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
-    """``tile`` keys at a time by ``num_warps`` warps, ``num_stages`` tiles on their way; at most ``num_splits``."""
+    """``tile`` keys at a time by ``num_warps`` warps, ``num_stages`` tiles on their way.
+
+    ``usual_splits`` parts of each request's keys, more where they would have more than ``long_keys``, at most
+    ``num_splits``.
+    """
 
     tile: int
     num_warps: int
     num_stages: int
+    usual_splits: int
     num_splits: int
+    long_keys: int = 2048
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride", "usual_splits", "num_splits"])  # type: ignore[untyped-decorator]
 def paged_decode_kernel(  # type: ignore[no-untyped-def]
     query,
     key_cache,
@@ -53,10 +65,13 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     block_table,
     seq_lens,
     out,
+    partial,
     partial_lse,
+    arrivals,
     scale,
     query_stride,
     table_stride,
+    usual_splits,
     num_splits,
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
@@ -66,20 +81,23 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_PAD: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
-    MIN_TILES: tl.constexpr,  # noqa: N803
+    LONG_TILES: tl.constexpr,  # noqa: N803
     IS_SPLIT: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
     QUANTISED: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
-    """``out`` is ``partial`` with IS_SPLIT, else the output (N, heads, head_dim) of the only split."""
+    """A request of one split alone goes to ``out`` (N, heads, head_dim), the others with IS_SPLIT to ``partial``."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     length = tl.load(seq_lens + request)
-    first, tiles, per_split = split_of(length, num_splits, QUERY_LEN, TILE, MIN_TILES, WINDOW)
+    first, tiles, per_split = split_of(length, usual_splits, num_splits, QUERY_LEN, TILE, LONG_TILES, WINDOW)
     tile = split * per_split
     end = tl.minimum(tile + per_split, tiles)
-    if tile < end or not IS_SPLIT:
+    if tile < end or split == 0:  # padding has no keys, and a result of zeros
         line = tl.arange(0, ROWS)
         column = tl.arange(0, HEAD_PAD)
         inside = (line < QUERY_LEN * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
@@ -88,6 +106,9 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         head = kv_head * GROUP + line % GROUP
         place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
         states = tl.load(own_query + place, mask=inside, other=0.0)
+        if QUANTISED and states.dtype == tl.bfloat16 and key_cache.dtype.element_ty.is_fp8():
+            # The conversion to bfloat16 costs more than the product; 8-bit floats fit into float16, with more digits.
+            states = tl.minimum(tl.maximum(states.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
         own = length - QUERY_LEN + line // GROUP
 
         accumulated = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
@@ -103,22 +124,81 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
             # fmt: on
 
         result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
-        first_row = request * QUERY_LEN * NUM_KV_HEADS * GROUP * num_splits
-        row = (line // GROUP * NUM_KV_HEADS * GROUP + head) * num_splits + split
+        first_row = request * QUERY_LEN * NUM_KV_HEADS * GROUP
+        row = line // GROUP * NUM_KV_HEADS * GROUP + head
         place = row[:, None] * HEAD_DIM + column[None, :]
-        tl.store(out + first_row * HEAD_DIM + place, result.to(out.dtype.element_ty), mask=inside)
-        if IS_SPLIT:
+        num_used = tl.cdiv(tiles, per_split)
+        if IS_SPLIT and num_used > 1:
             lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
-            tl.store(partial_lse + first_row + row, lse, mask=line < QUERY_LEN * GROUP)
+            partial += first_row * num_splits * HEAD_DIM
+            partial_lse += first_row * num_splits
+            own_part = (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
+            tl.store(partial + own_part, result, mask=inside)
+            tl.store(partial_lse + row * num_splits + split, lse, mask=line < QUERY_LEN * GROUP)
+            tl.debug_barrier()  # all threads' stores come before the one thread's arrival
+            arrived = arrivals + request * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+                tl.store(arrived, 0)
+                # fmt: off
+                joined = join_splits(partial, partial_lse, row, column, inside, num_used, num_splits,
+                                     ROWS, HEAD_DIM, HEAD_PAD)
+                # fmt: on
+                tl.store(out + first_row * HEAD_DIM + place, joined.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(out + first_row * HEAD_DIM + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join_splits(  # type: ignore[no-untyped-def]
+    partial,
+    partial_lse,
+    row,
+    column,
+    inside,
+    num_used,
+    num_splits,
+    ROWS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+):
+    """(ROWS, HEAD_PAD) float32: the attention over all keys of heads ``row`` (ROWS,), from those over the parts.
+
+    A part weighs as much as its sum of exponentials.
+    """
+    joined = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    is_row = tl.sum(inside.to(tl.int32), axis=1) > 0
+    for start in range(0, num_used, _JOIN_WIDTH):
+        split = start + tl.arange(0, _JOIN_WIDTH)
+        is_part = is_row[:, None] & (split < num_used)[None, :]
+        # Past the first-level cache, which does not see what other multiprocessors have written.
+        place = partial_lse + row[:, None] * num_splits + split[None, :]
+        lse = tl.load(place, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(lse, axis=1))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(tl.exp2(lse - base[:, None]), axis=1)
+        joined *= shrink[:, None]
+        for offset in tl.static_range(_JOIN_WIDTH):
+            is_read = inside & (start + offset < num_used)
+            part = row * num_splits + start + offset
+            own_place = partial + part[:, None] * HEAD_DIM + column[None, :]
+            states = tl.load(own_place, mask=is_read, other=0.0, cache_modifier=".cg")
+            own_lse = tl.sum(tl.where((split == start + offset)[None, :], lse, 0.0), axis=1)
+            joined += states * tl.exp2(own_lse - base)[:, None]
+        peak = new_peak
+    return joined / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_of(  # type: ignore[no-untyped-def]
     length,
+    usual_splits,
     num_splits,
     QUERY_LEN: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
-    MIN_TILES: tl.constexpr,  # noqa: N803
+    LONG_TILES: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
 ):
     """The first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
@@ -126,42 +206,8 @@ def split_of(  # type: ignore[no-untyped-def]
     if WINDOW > 0:
         first = tl.maximum(length - QUERY_LEN - WINDOW + 1, 0) // TILE * TILE
     tiles = tl.cdiv(length - first, TILE)
-    return first, tiles, tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
-
-
-@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
-def join_splits_kernel(  # type: ignore[no-untyped-def]
-    partial,
-    partial_lse,
-    seq_lens,
-    out,
-    num_splits,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    QUERY_LEN: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HEAD_PAD: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    MIN_TILES: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-):
-    """One program: one head of one token, of WIDTH splits at most."""
-    token = tl.program_id(0).to(tl.int64)
-    row = token * NUM_HEADS + tl.program_id(1)
-    length = tl.load(seq_lens + token // QUERY_LEN)
-    _, tiles, per_split = split_of(length, num_splits, QUERY_LEN, TILE, MIN_TILES, WINDOW)
-    split = tl.arange(0, WIDTH)
-    column = tl.arange(0, HEAD_PAD)
-    is_used = split < tl.cdiv(tiles, per_split)
-    lse = tl.load(partial_lse + row * num_splits + split, mask=is_used, other=float("-inf"))
-    peak = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
-    inside = is_used[:, None] & (column < HEAD_DIM)[None, :]
-    place = partial + (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
-    states = tl.load(place, mask=inside, other=0.0)
-    total = tl.sum(weights, axis=0)
-    result = tl.sum(states * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * HEAD_DIM + column, result.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+    per_split = tl.minimum(tl.maximum(tl.cdiv(tiles, usual_splits), 1), LONG_TILES)
+    return first, tiles, tl.maximum(tl.cdiv(tiles, num_splits), per_split)
 
 
 def paged_decode_triton(
@@ -173,6 +219,7 @@ def paged_decode_triton(
     *,
     scale: float,
     sizes: DecodeSizes,
+    arrivals: torch.Tensor,
     query_len: int = 1,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
@@ -180,64 +227,78 @@ def paged_decode_triton(
     """``paged_attention`` of B requests with ``query_len`` queries each, N = B x query_len, into ``out``.
 
     ``query`` (N, heads, head_dim), a token's heads contiguous; ``out`` (N, heads, head_dim), contiguous; the rest as in
-    ``paged_attention``.  Launches the same kernels for every content of ``seq_lens`` and ``block_table``.
+    ``paged_attention``.  Launches the same kernel for every content of ``seq_lens`` and ``block_table``.
+
+    ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros, and are so again afterwards; launches that may run at the same
+    time need their own.
     """
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, _, head_dim = query.shape
     if num_tokens == 0:
         return
     num_splits = sizes.num_splits
     assert out.is_contiguous() and block_table.stride(1) == 1 and num_tokens == query_len * len(seq_lens)
+    assert num_splits == 1 or len(seq_lens) * kv_cache.shape[3] <= len(arrivals), (num_splits, len(arrivals))
     constants = layer_constants(query, kv_cache, kv_scales, window)
     partial, lse = out, out
     if num_splits > 1:
         partial = torch.empty((*query.shape[:2], num_splits, head_dim), dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], num_splits), dtype=torch.float32, device=query.device)
-    ranges = {
-        "QUERY_LEN": query_len,
-        "TILE": sizes.tile,
-        "MIN_TILES": max(1, _MIN_KEYS_PER_SPLIT // sizes.tile),
-    }
     paged_decode_kernel[(constants["NUM_KV_HEADS"], num_splits, len(seq_lens))](
         query,
         *cache_arguments(kv_cache, kv_scales),
         block_table,
         seq_lens,
+        out,
         partial,
         lse,
+        arrivals,
         scale * LOG2_E,
         query.stride(0),
         block_table.stride(0),
+        sizes.usual_splits,
         num_splits,
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(query_len * constants["GROUP"])),
+        QUERY_LEN=query_len,
+        TILE=sizes.tile,
+        LONG_TILES=max(1, sizes.long_keys // sizes.tile),
         IS_SPLIT=num_splits > 1,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
-        **ranges,
+        **dependent_launch(query.device),
         **constants,
     )
-    if num_splits > 1:
-        join_splits_kernel[(num_tokens, num_heads)](
-            partial,
-            lse,
-            seq_lens,
-            out,
-            num_splits,
-            NUM_HEADS=num_heads,
-            WIDTH=next(width for width in _JOIN_WIDTHS if width >= num_splits),
-            **{name: constants[name] for name in ("HEAD_DIM", "HEAD_PAD", "WINDOW")},
-            **ranges,
-        )
 
 
 def decode_sizes(
-    num_requests: int, num_kv_heads: int, head_dim: int, itemsize: int, num_multiprocessors: int
+    num_requests: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_multiprocessors: int,
+    *,
+    is_quantised: bool = False,
 ) -> DecodeSizes:
-    """Sizes for a batch on a GPU; ``itemsize`` is that of the query's type.
+    """Sizes for a batch on a GPU; ``itemsize`` is that of the query's type, ``is_quantised`` the cache.
 
-    The number of splits, a power of two, is what fills the GPU with a batch of this size, whatever its lengths.
+    The numbers of splits, powers of two, follow from the size of the batch, whatever its lengths.
     """
-    wanted = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // max(1, num_requests * num_kv_heads)
-    num_splits = min(MAX_SPLITS, 1 << max(0, wanted).bit_length() - 1) if wanted > 1 else 1
+    num_programs = max(1, num_requests * num_kv_heads)
+    usual_splits = _power_of_two(num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_programs)
+    num_splits = max(
+        usual_splits, _power_of_two(num_multiprocessors * _MOST_PROGRAMS_PER_MULTIPROCESSOR // num_programs)
+    )
     head_bytes = triton.next_power_of_2(head_dim) * itemsize
-    tile = 64 if head_bytes <= 256 else 32
-    return DecodeSizes(tile=tile, num_warps=4, num_stages=5 if head_bytes <= 512 else 2, num_splits=num_splits)
+    if head_bytes > 256:
+        tile, num_warps, num_stages = 32, 4, 5 if head_bytes <= 512 else 2
+    elif is_quantised:
+        tile, num_warps, num_stages = 128, 4, 2
+    else:
+        tile, num_warps, num_stages = 64, 2, 3
+    return DecodeSizes(
+        tile=tile, num_warps=num_warps, num_stages=num_stages, usual_splits=usual_splits, num_splits=num_splits
+    )
+
+
+def _power_of_two(wanted: int) -> int:
+    """The largest one up to ``wanted`` and ``MAX_SPLITS``; at least 1."""
+    return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
