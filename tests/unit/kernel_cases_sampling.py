@@ -19,7 +19,7 @@ import triton.language as tl
 from tests.simulated_ranks import run_ranks
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.dist.collectives import Communicator, SingleRank
-from tp_engine.kernels import sampling_best_triton, sampling_filter_triton
+from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
 from tp_engine.kernels.sampling_noise_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
@@ -205,6 +205,9 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
     add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
+    # Several chunks of candidates on a GPU too.
+    peaked = random_logits(4, 4500, torch.bfloat16, 6.0)
+    add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], StepKind(ranked=True), 1, peaked)
     add("filtered ties", FILTERED, StepKind(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
     add("padding alone", [*PLAIN, RANKED[1]], StepKind(ranked=True), 2, random_logits(4, 16, torch.float32))
     return cases
@@ -236,14 +239,17 @@ def launch_all() -> None:
         best(other, rows, positions, tables, first_id=18992)
         sampling_filter_triton.top_keys_triton(other, rows, tables, first_id=18992, width=64)
     token_ids = empty(64, dtype=torch.int32)
-    sampling_filter_triton.draw_filtered_triton(whole, rows, positions, tables, token_ids)
+    sampling_candidates_triton.draw_filtered_triton(whole, rows, positions, tables, token_ids)
     wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)
-    sampling_filter_triton.draw_filtered_triton(wide, rows, None, tables, token_ids, noise_keys=keys)
+    sampling_candidates_triton.draw_filtered_triton(wide, rows, None, tables, token_ids, noise_keys=keys)
 
 
 def main(ranks: str) -> None:
     """The cases of ``one`` rank, or those of ``several``."""
-    sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = 256  # several blocks of few tokens
+    # Several blocks of few tokens; so few candidates that some rows need more.
+    sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = sampling_candidates_triton._BLOCK = 256
+    sampling_candidates_triton._CHUNK = 128
+    sampling_candidates_triton._GROUPS = sampling_candidates_triton._KEPT = 16
     for name, check in CASES.items():
         if (name[-2:] in ("-2", "-3")) != (ranks == "several"):
             continue

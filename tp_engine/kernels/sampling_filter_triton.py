@@ -1,8 +1,9 @@
-"""top_k, top_p and min_p without a sort: one program per row searches the threshold bit by bit.
+"""top_k, top_p and min_p without a sort: one program per row searches the threshold bit by bit, in all its logits.
 
-The Triton twin of ``sampling``'s RANKED, SORTED and NUCLEUS ways.  Values are compared as ``ordered_bits`` (their order
-as integers), so a threshold is a 32-bit number, found from its highest bits down: of the three numbers that extend
-what is known by two bits, the largest that still has enough above it.  16 passes over the row instead of a sort::
+What ``sampling_candidates_triton`` falls back on, and a rank's candidates for the others.  The Triton twin of
+``sampling``'s RANKED, SORTED and NUCLEUS ways.  Values are compared as ``ordered_bits`` (their order as integers), so a
+threshold is a 32-bit number, found from its highest bits down: of the three numbers that extend what is known by two
+bits, the largest that still has enough above it.  16 passes over the row instead of a sort::
 
     top_k    the largest t with            #(values >= t) >= k;          of the values equal to t, the lowest ids
     top_p    the largest t with   weight of (values >= t) >= p * total;  of the values equal to t, as many as p takes
@@ -21,17 +22,22 @@ from tp_engine.kernels.sampling_noise_triton import (
     LOWEST_KEY,
     exponential,
     gumbel_noise,
-    noise_key,
     ordered_bits,
     pack_keys,
     pack_scores,
 )
-from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
+from tp_engine.kernels.sampling_tables import SamplingTables
 
 _BLOCK = 4096
 _MIN_INT32 = tl.constexpr(-(2**31))
 _MAX_INT32 = tl.constexpr(2**31 - 1)
 _WEIGHT_ONE = tl.constexpr(float(1 << 36))
+
+
+@triton.jit
+def is_filtered(parameters, top_k, vocab_size):  # type: ignore[no-untyped-def]
+    """Whether a row with these parameters has top_k or top_p, and is not greedy."""
+    return (tl.load(parameters) > 0.0) & ((top_k < vocab_size) | (tl.load(parameters + 1) < 1.0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -233,36 +239,6 @@ def draw(  # type: ignore[no-untyped-def]
     return ((-tl.max(best, axis=0)) & 0xFFFFFFFF).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def draw_filtered_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    rows,
-    positions,
-    floats,
-    top_ks,
-    seeds,
-    noise_keys,
-    token_ids,
-    logits_stride,
-    num_ids,
-    NUM_FLOATS: tl.constexpr,  # noqa: N803
-    HAS_KEYS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """One program: one row; it leaves at once if the row has neither top_k nor top_p."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
-    parameters = floats + row * NUM_FLOATS
-    top_k = tl.load(top_ks + row)
-    if (tl.load(parameters) > 0.0) & ((top_k < num_ids) | (tl.load(parameters + 1) < 1.0)):
-        if HAS_KEYS:
-            word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
-        else:
-            word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + place))
-        drawn = draw(logits + place * logits_stride, num_ids, parameters, top_k, word_1, word_2, BLOCK)
-        tl.store(token_ids + place, drawn)
-
-
 def top_keys_triton(
     logits: torch.Tensor, rows: torch.Tensor, tables: SamplingTables, *, first_id: int, width: int
 ) -> torch.Tensor:
@@ -278,25 +254,3 @@ def top_keys_triton(
         WIDTH=width, BLOCK=_BLOCK, num_warps=16, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
-
-
-def draw_filtered_triton(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor | None,
-    tables: SamplingTables,
-    token_ids: torch.Tensor,
-    *,
-    noise_keys: torch.Tensor | None = None,
-) -> None:
-    """Draw the rows of ``logits`` (n, vocab) that have top_k or top_p, by these, min_p and noise.
-
-    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  ``noise_keys`` (n, 2) int32 are
-    taken instead of seeds and positions where they are known.  Other arguments as for ``best_keys_triton``.
-    """
-    num_rows, num_ids = logits.shape
-    assert logits.stride(1) == 1 and (positions is None) != (noise_keys is None), logits.stride()
-    draw_filtered_kernel[(num_rows,)](
-        logits, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, token_ids, logits.stride(0),
-        num_ids, NUM_FLOATS=NUM_FLOATS, HAS_KEYS=noise_keys is not None, BLOCK=_BLOCK, num_warps=16, **LAUNCH_OPTIONS,
-    )  # fmt: skip

@@ -49,7 +49,8 @@ class DeviceSampler:
 
     def __init__(self, state: SamplingState, communicator: Communicator) -> None:
         from tp_engine.kernels.sampling_best_triton import best_keys_triton
-        from tp_engine.kernels.sampling_filter_triton import draw_filtered_triton, top_keys_triton
+        from tp_engine.kernels.sampling_candidates_triton import draw_filtered_triton
+        from tp_engine.kernels.sampling_filter_triton import top_keys_triton
 
         assert state.tables is not None, "kernels read the state's tables"
         self._tables: SamplingTables = state.tables
@@ -82,7 +83,8 @@ class DeviceSampler:
         held = logits[:, : self._state.vocab.num_ids]
         counts = self._state.penalties.tables if kind.penalised else None
         maxima = self._maxima(held) if kind.min_p else None
-        keys = self._best_share(held, rows, positions, counts, maxima)
+        filtered_below = self._state.vocab_size if kind.ranked else None
+        keys = self._best_share(held, rows, positions, counts, maxima, filtered_below)
         if self._communicator.info.world_size == 1:
             tokens = key_ids(keys[:, 0])
             if kind.ranked:
@@ -107,11 +109,15 @@ class DeviceSampler:
         positions: torch.Tensor,
         counts: CountTables | None,
         maxima: torch.Tensor | None,
+        filtered_below: int | None,
     ) -> torch.Tensor:
         first_id = self._state.vocab.first
         if held.shape[1] == 0:
             return self._no_keys(held, 1)
-        keys = self._best_keys(held, rows, positions, self._tables, first_id=first_id, counts=counts, maxima=maxima)
+        keys = self._best_keys(
+            held, rows, positions, self._tables, first_id=first_id, counts=counts, maxima=maxima,
+            filtered_below=filtered_below,
+        )  # fmt: skip
         return keys[:, None]
 
     def _ranked_share(self, held: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

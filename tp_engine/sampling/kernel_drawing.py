@@ -19,7 +19,7 @@ def draws_by_kernel(device_type: str) -> bool:
 
 def draw_filtered(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
     """Draw (m,) int32 from ``logits`` (m, vocab) of a group that has top_k or top_p; ``keys`` (m, 2) are for noise."""
-    from tp_engine.kernels.sampling_filter_triton import draw_filtered_triton
+    from tp_engine.kernels.sampling_candidates_triton import draw_filtered_triton
 
     num_rows = logits.shape[0]
     unused = torch.zeros_like(group.temperature)

@@ -20,8 +20,11 @@ WAYS = {
     "min_p": RowSampling(temperature=0.8, min_p=0.05, seed=1),
     "top_k 50": RowSampling(temperature=0.8, top_k=50, seed=1),
     "top_k 20, top_p 0.95": RowSampling(temperature=0.6, top_k=20, top_p=0.95, seed=1),
-    "top_p 0.95": RowSampling(temperature=0.8, top_p=0.95, seed=1),
+    "top_p 0.95, flat": RowSampling(temperature=0.8, top_p=0.95, seed=1),
+    "top_p 0.95, peaked": RowSampling(temperature=0.8, top_p=0.95, seed=1),
 }
+# The logits' standard deviation: with 8, as in a text, few tokens make up the nucleus; with 3, tens of thousands.
+SPREAD, PEAKED_SPREAD = 3.0, 8.0
 
 
 def sampling_cases(shape: Shape, num_rows: int, vocab_size: int) -> Iterator[KernelCase]:
@@ -31,11 +34,13 @@ def sampling_cases(shape: Shape, num_rows: int, vocab_size: int) -> Iterator[Ker
             kernel=f"sample: {name}",
             size=f"{num_rows} x {vocab_size}",
             num_bytes=num_rows * vocab_size * shape.dtype.itemsize,
-            make=lambda sampling=sampling: _launch(shape, num_rows, vocab_size, sampling),
+            make=lambda name=name, sampling=sampling: _launch(
+                shape, num_rows, vocab_size, sampling, PEAKED_SPREAD if "peaked" in name else SPREAD
+            ),
         )
 
 
-def _launch(shape: Shape, num_rows: int, vocab_size: int, sampling: RowSampling) -> Launch:
+def _launch(shape: Shape, num_rows: int, vocab_size: int, sampling: RowSampling, spread: float) -> Launch:
     device, prompt = torch.device(shape.device), np.arange(4, dtype=np.int32)
     state = SamplingState(max_num_seqs=num_rows, vocab_size=vocab_size, device=device, has_tables=True)
     for row in range(num_rows):
@@ -44,6 +49,6 @@ def _launch(shape: Shape, num_rows: int, vocab_size: int, sampling: RowSampling)
     rows, positions = np.arange(num_rows, dtype=np.int32), np.full(num_rows, len(prompt), dtype=np.int32)
     kind = sampler.kind_of(rows, positions)
     assert kind is not None, f"no kernel samples {sampling}"
-    logits = (3 * torch.randn(num_rows, vocab_size, device=device)).to(shape.dtype)
+    logits = (spread * torch.randn(num_rows, vocab_size, device=device)).to(shape.dtype)
     on_device = [torch.from_numpy(array.astype(np.int64)).to(device) for array in (rows, positions)]
     return lambda: sampler.sample(kind, logits, *on_device)

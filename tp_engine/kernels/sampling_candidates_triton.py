@@ -1,0 +1,365 @@
+"""Rows with top_k or top_p, drawn from few candidates, which many programs find in one row.
+
+::
+
+    logits (n, vocab)   | chunk 0 | chunk 1 | chunk 2 | ...       each of 64 groups of 64
+    survey (i, c)       the largest value of each group; if there is no top_k, the sum of the chunk's weights, roughly
+    choose_cut (i)      what is surely below the threshold: with top_k, all below the k-th largest of the groups' values
+    collect (i, c)      what is not below the cut, up to 64 candidates of a chunk
+    draw (i)            thresholds and the token from row i's candidates alone, all of them in registers
+
+A threshold that is found among the candidates is the row's unless a chunk had too many of them, or the cut was too
+high, which the threshold itself shows: it lies below.  Then, as for flat logits and a high top_p, the program searches
+all logits (``sampling_filter_triton``).  Both ways add up the same integers, so the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.sampling_filter_triton import draw, fixed_weights, is_filtered, load_block, value_of
+from tp_engine.kernels.sampling_noise_triton import (
+    LAUNCH_OPTIONS,
+    LOWEST_KEY,
+    gumbel_noise,
+    noise_key,
+    ordered_bits,
+    pack_scores,
+)
+from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
+
+_CHUNK = 4096
+_GROUPS = 64  # of a chunk
+_KEPT = 64  # of a chunk
+_BLOCK = 4096  # of a search through all logits
+_MIN_INT32 = tl.constexpr(-(2**31))
+_MAX_INT32 = tl.constexpr(2**31 - 1)
+_MARGIN = tl.constexpr(0.01)  # by which the cut for top_p is lower, in units of the temperature: sums are rough there
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def next_digit(  # type: ignore[no-untyped-def]
+    ordered,
+    counted,
+    amounts,
+    target,
+    found,
+    shift,
+    WEIGHTED: tl.constexpr,  # noqa: N803
+):
+    """``found`` (ordered bits + 2**31) with two more bits, from ``shift`` on: the largest that still has ``target``.
+
+    ``ordered`` (BLOCK,) are in registers; those that are not ``counted`` do not count, the others their ``amounts``,
+    or 1.
+    """
+    unit = tl.full((), 1, tl.int64) << shift
+    above_low = counted & (ordered >= (found + unit - 2147483648).to(tl.int32))
+    above_middle = counted & (ordered >= (found + 2 * unit - 2147483648).to(tl.int32))
+    above_high = counted & (ordered >= (found + 3 * unit - 2147483648).to(tl.int32))
+    if WEIGHTED:
+        in_low = tl.sum(tl.where(above_low, amounts, 0), axis=0)
+        in_middle = tl.sum(tl.where(above_middle, amounts, 0), axis=0)
+        in_high = tl.sum(tl.where(above_high, amounts, 0), axis=0)
+    else:  # three counts of less than 2**20 in one sum
+        packed = above_low.to(tl.int64) + (above_middle.to(tl.int64) << 20) + (above_high.to(tl.int64) << 40)
+        counts = tl.sum(packed, axis=0)
+        in_low, in_middle, in_high = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+    enough = (in_low >= target).to(tl.int64) + (in_middle >= target).to(tl.int64) + (in_high >= target).to(tl.int64)
+    return found + enough * unit
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def search_registers(ordered, counted, amounts, target, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """``sampling_filter_triton.search`` of values that are in registers."""
+    found = tl.full((), 0, tl.int64)
+    for step in range(16):
+        found = next_digit(ordered, counted, amounts, target, found, 30 - 2 * step, WEIGHTED)
+    return (found - 2147483648).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def survey_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    rows,
+    floats,
+    top_ks,
+    group_maxima,
+    chunk_sums,
+    logits_stride,
+    num_ids,
+    NUM_FLOATS: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: one chunk of a row.  Sums are relative to the chunk's own largest value."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
+    parameters, top_k = floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    if is_filtered(parameters, top_k, num_ids):
+        group, member = tl.arange(0, GROUPS), tl.arange(0, CHUNK // GROUPS)
+        column = chunk * CHUNK + group[:, None] * (CHUNK // GROUPS) + member[None, :]
+        inside = column < num_ids
+        values = tl.load(logits + place * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
+        maxima = tl.max(tl.where(inside, ordered_bits(values), _MIN_INT32), axis=1)
+        place_of_chunk = place * tl.num_programs(1) + chunk
+        tl.store(group_maxima + place_of_chunk * GROUPS + group, maxima)
+        if top_k >= num_ids:
+            peak = value_of(tl.max(maxima, axis=0))
+            relative = tl.exp((values - peak) / tl.load(parameters))
+            tl.store(chunk_sums + place_of_chunk, tl.sum(tl.sum(tl.where(inside, relative, 0.0), axis=1), axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def choose_cut_kernel(  # type: ignore[no-untyped-def]
+    rows,
+    floats,
+    top_ks,
+    group_maxima,
+    chunk_sums,
+    cuts,
+    maxima,
+    num_ids,
+    num_chunks,
+    NUM_FLOATS: tl.constexpr,  # noqa: N803
+    CHUNKS: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: one row's cut (ordered bits) and its largest value.
+
+    At least k values are not below the k-th largest of the groups' largest.  What has less than an equal share of the
+    weight that top_p leaves out lies, all together, in what it leaves out.
+    """
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
+    parameters, top_k = floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    if is_filtered(parameters, top_k, num_ids):
+        chunk, group = tl.arange(0, CHUNKS), tl.arange(0, GROUPS)
+        exists = (chunk < num_chunks)[:, None] & (group >= 0)[None, :]
+        own = (place * num_chunks + chunk)[:, None] * GROUPS + group[None, :]
+        groups = tl.load(group_maxima + own, mask=exists, other=_MIN_INT32)
+        peaks = tl.max(groups, axis=1)
+        first = tl.max(peaks, axis=0)
+        maximum = value_of(first)
+        if top_k < num_ids:
+            every = tl.reshape(groups, (CHUNKS * GROUPS,))
+            cut = search_registers(every, every > _MIN_INT32, every, top_k.to(tl.int64), False)
+        else:
+            temperature, top_p = tl.load(parameters), tl.load(parameters + 1)
+            sums = tl.load(chunk_sums + place * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
+            shares = tl.where(chunk < num_chunks, tl.exp((value_of(peaks) - maximum) / temperature), 0.0)
+            total = tl.sum(sums * shares, axis=0)
+            least = maximum + temperature * (tl.log((1.0 - top_p) * total / num_ids) - _MARGIN)
+            cut = tl.minimum(ordered_bits(least), first)
+        tl.store(cuts + place, cut)
+        tl.store(maxima + place, maximum)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def collect_candidates_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    rows,
+    floats,
+    top_ks,
+    cuts,
+    maxima,
+    values_out,
+    columns_out,
+    counts,
+    weights,
+    logits_stride,
+    num_ids,
+    NUM_FLOATS: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    KEPT: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: one chunk of a row; of more than KEPT candidates it stores the first, and how many there are."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
+    parameters, top_k = floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    if is_filtered(parameters, top_k, num_ids):
+        column, inside, values, ordered = load_block(logits + place * logits_stride, chunk * CHUNK, num_ids, CHUNK)
+        place_of_chunk = place * tl.num_programs(1) + chunk
+        kept = (inside & (ordered >= tl.load(cuts + place))).to(tl.int32)
+        count = tl.sum(kept, axis=0)
+        if count > 0:
+            slot = tl.cumsum(kept, axis=0) - 1
+            is_stored = (kept > 0) & (slot < KEPT)
+            tl.store(values_out + place_of_chunk * KEPT + slot, values, mask=is_stored)
+            tl.store(columns_out + place_of_chunk * KEPT + slot, column, mask=is_stored)
+        tl.store(counts + place_of_chunk, count)
+        if top_k >= num_ids:
+            temperature = tl.load(parameters)
+            highest = tl.math.div_rn(tl.load(maxima + place), temperature)
+            weight = tl.sum(tl.where(inside, fixed_weights(values, temperature, highest), 0), axis=0)
+            tl.store(weights + place_of_chunk, weight)
+
+
+@triton.jit
+def narrow(  # type: ignore[no-untyped-def]
+    values,
+    ordered,
+    exists,
+    num_ids,
+    top_k,
+    top_p,
+    temperature,
+    highest,
+    all_weight,
+    cut,
+):
+    """The threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
+
+    And whether it is the row's, which has other values too, all of them below ``cut``.
+    """
+    threshold = tl.full((), _MIN_INT32, tl.int32)
+    num_equal = tl.full((), 0, tl.int64)
+    is_known = tl.full((), 1, tl.int1)
+    if top_k < num_ids:
+        threshold = search_registers(ordered, exists, ordered, top_k.to(tl.int64), False)
+        num_equal = top_k.to(tl.int64) - tl.sum((exists & (ordered > threshold)).to(tl.int64), axis=0)
+        is_known = threshold >= cut
+    if top_p < 1.0:
+        amounts = fixed_weights(values, temperature, highest)
+        above = tl.sum(tl.where(exists & (ordered > threshold), amounts, 0), axis=0)
+        weight = fixed_weights(value_of(threshold), temperature, highest)
+        total = all_weight
+        if top_k < num_ids:
+            total = above + num_equal * weight
+        wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        border = search_registers(ordered, exists & (ordered > threshold), amounts, wanted, True)
+        if border > threshold:
+            threshold = border
+            num_equal = tl.full((), _MAX_INT32, tl.int64)
+            above = tl.sum(tl.where(exists & (ordered > threshold), amounts, 0), axis=0)
+            weight = fixed_weights(value_of(threshold), temperature, highest)
+        if weight > 0:
+            num_equal = tl.minimum(num_equal, (wanted - above + weight - 1) // weight)
+    return threshold, num_equal, is_known & (threshold >= cut)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_candidates_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    maxima,
+    rows,
+    positions,
+    floats,
+    top_ks,
+    seeds,
+    noise_keys,
+    values_in,
+    columns_in,
+    cuts,
+    counts,
+    weights,
+    token_ids,
+    logits_stride,
+    num_ids,
+    num_chunks,
+    NUM_FLOATS: tl.constexpr,  # noqa: N803
+    HAS_KEYS: tl.constexpr,  # noqa: N803
+    CHUNKS: tl.constexpr,  # noqa: N803
+    KEPT: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: one row; CHUNKS is ``num_chunks``, rounded up to a power of two."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
+    parameters = floats + row * NUM_FLOATS
+    top_k = tl.load(top_ks + row)
+    if is_filtered(parameters, top_k, num_ids):
+        if HAS_KEYS:
+            word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
+        else:
+            word_1, word_2 = noise_key(tl.load(seeds + row), tl.load(positions + place))
+        temperature, top_p, log_min_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
+        chunk = tl.arange(0, CHUNKS)
+        most = tl.max(tl.load(counts + place * num_chunks + chunk, mask=chunk < num_chunks, other=0), axis=0)
+        all_weight = tl.full((), 0, tl.int64)
+        if top_k >= num_ids:
+            all_weight = tl.sum(tl.load(weights + place * num_chunks + chunk, mask=chunk < num_chunks, other=0), axis=0)
+        slot = tl.arange(0, CHUNKS * KEPT)
+        place_of_chunk = place * num_chunks + slot // KEPT
+        in_chunk = tl.load(counts + place_of_chunk, mask=slot < num_chunks * KEPT, other=0)
+        exists = slot % KEPT < in_chunk
+        column = tl.load(columns_in + place_of_chunk * KEPT + slot % KEPT, mask=exists, other=0)
+        values = tl.load(values_in + place_of_chunk * KEPT + slot % KEPT, mask=exists, other=0.0)
+        ordered = ordered_bits(values)
+        maximum = tl.load(maxima + place)
+        highest = tl.math.div_rn(maximum, temperature)
+        # fmt: off
+        threshold, num_equal, is_known = narrow(
+            values, ordered, exists, num_ids, top_k, top_p, temperature, highest, all_weight, tl.load(cuts + place))
+        # fmt: on
+        if is_known & (most <= KEPT):
+            is_equal = (exists & (ordered == threshold)).to(tl.int64)
+            kept = exists & ((ordered > threshold) | ((is_equal > 0) & (tl.cumsum(is_equal, axis=0) <= num_equal)))
+            scaled = tl.math.div_rn(values, temperature)
+            kept = kept & ((scaled - highest >= log_min_p) | (values == maximum))
+            keys = pack_scores(gumbel_noise(column, word_1, word_2) + scaled, column)
+            best = tl.max(tl.where(kept, keys, LOWEST_KEY), axis=0)
+            tl.store(token_ids + place, ((-best) & 0xFFFFFFFF).to(tl.int32))
+        else:
+            drawn = draw(logits + place * logits_stride, num_ids, parameters, top_k, word_1, word_2, BLOCK)
+            tl.store(token_ids + place, drawn)
+
+
+def draw_filtered_triton(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor | None,
+    tables: SamplingTables,
+    token_ids: torch.Tensor,
+    *,
+    noise_keys: torch.Tensor | None = None,
+) -> None:
+    """Draw the rows of ``logits`` (n, vocab) that have top_k or top_p, by these, min_p and noise.
+
+    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  ``noise_keys`` (n, 2) int32 are
+    taken instead of seeds and positions where they are known.  Other arguments as for ``best_keys_triton``.
+    """
+    num_rows, num_ids = logits.shape
+    assert logits.stride(1) == 1 and (positions is None) != (noise_keys is None), logits.stride()
+    num_chunks = triton.cdiv(num_ids, _CHUNK)
+
+    def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)
+
+    groups, sums = room(torch.int32, num_chunks, _GROUPS), room(torch.float32, num_chunks)
+    cuts, maxima = room(torch.int32), room(torch.float32)
+    values, columns = room(torch.float32, num_chunks, _KEPT), room(torch.int32, num_chunks, _KEPT)
+    counts, weights = room(torch.int32, num_chunks), room(torch.int64, num_chunks)
+    sizes = {"NUM_FLOATS": NUM_FLOATS, "num_warps": 8, **LAUNCH_OPTIONS, **dependent_launch(logits.device)}
+    padded = {"CHUNKS": triton.next_power_of_2(num_chunks)}
+    survey_kernel[(num_rows, num_chunks)](
+        logits, rows, tables.floats, tables.top_k, groups, sums, logits.stride(0), num_ids, CHUNK=_CHUNK,
+        GROUPS=_GROUPS, **sizes,
+    )  # fmt: skip
+    choose_cut_kernel[(num_rows,)](
+        rows, tables.floats, tables.top_k, groups, sums, cuts, maxima, num_ids, num_chunks, GROUPS=_GROUPS, **padded,
+        **sizes,
+    )  # fmt: skip
+    collect_candidates_kernel[(num_rows, num_chunks)](
+        logits, rows, tables.floats, tables.top_k, cuts, maxima, values, columns, counts, weights, logits.stride(0),
+        num_ids, CHUNK=_CHUNK, KEPT=_KEPT, **sizes,
+    )  # fmt: skip
+    draw_candidates_kernel[(num_rows,)](
+        logits, maxima, rows, positions, tables.floats, tables.top_k, tables.seeds, noise_keys, values, columns, cuts,
+        counts, weights, token_ids, logits.stride(0), num_ids, num_chunks, HAS_KEYS=noise_keys is not None, KEPT=_KEPT,
+        BLOCK=_BLOCK, **padded, **sizes | {"num_warps": 16},
+    )  # fmt: skip
