@@ -5,7 +5,8 @@
 
 All requests decode together.  First the period of a step is timed without any tool; then as many steps run under
 torch's profiler, and the GPU's idle time is what its kernels and copies leave uncovered.  The gap between two steps is
-the longest idle time in each step's period.  On a CPU: the time of each of rank 0's kernels.  Ends with one JSON line.
+the longest idle time in each step's period.  Then the time of each kernel (on a CPU: of rank 0's).  Ends with one JSON
+line.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Interval = tuple[float, float]
 _WARM_UP_STEPS = 16
 _BUDGET = 16384
 _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+_NAME_LENGTH = 80  # a library's kernel has its template's arguments in its name
 
 
 def main() -> int:
@@ -73,7 +75,7 @@ def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, An
         _start_requests(llm, args, config["vocab_size"])
         period_s = _period(llm, args.steps)
         if torch.cuda.is_available():
-            found = _profiled(llm, args.steps, trace)
+            found = _profiled(llm, args.steps, trace, period_s * 1e6)
         else:
             found = {"kernels_us": kernel_times(llm.engine.step, args.steps, period_s * 1e6)}
     cost, rows = model_cost(config, args.dtype), args.batch_size
@@ -106,7 +108,7 @@ def idle_intervals(busy: Sequence[Interval]) -> list[float]:
     return gaps
 
 
-def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, float]:
+def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
     """From a Chrome trace's events (microseconds): busy and idle time per step, and the gap between two steps.
 
     A step's period has at least one gap; the ``num_steps - 1`` longest are taken for those between the steps.
@@ -128,6 +130,18 @@ def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str
         "gap_us_max": round(between[-1], 1),
         "device_events_per_step": round(len(busy) / num_steps, 1),
     }
+
+
+def device_kernels(events: Sequence[dict[str, Any]], num_steps: int, period_us: float) -> dict[str, float]:
+    """Microseconds per step of the device's kernels and copies by name, longest first; below a hundredth: ``other``."""
+    times: dict[str, float] = {}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE_EVENTS:
+            name = str(event["name"])[:_NAME_LENGTH]
+            times[name] = times.get(name, 0.0) + float(event["dur"]) / num_steps
+    longest = sorted(((us, name) for name, us in times.items() if us >= period_us / 100), reverse=True)
+    other = sum(times.values()) - sum(us for us, _ in longest)
+    return {name: round(us, 1) for us, name in longest} | {"other": round(other, 1)}
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -183,14 +197,15 @@ def _period(llm: Any, num_steps: int) -> float:
     return (time.perf_counter() - started) / num_steps
 
 
-def _profiled(llm: Any, num_steps: int, trace: Path) -> dict[str, float]:
+def _profiled(llm: Any, num_steps: int, trace: Path, period_us: float) -> dict[str, Any]:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(num_steps):
             llm.engine.step()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(trace))
-    return device_figures(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], num_steps)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return device_figures(events, num_steps) | {"kernels_us": device_kernels(events, num_steps, period_us)}
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+_WORKERS = 8  # at most: compiling takes most of the time of the kernels' tests, and engines share the GPU's memory
 _ENGINE_TESTS = "tests/gpu/test_engine_gpu.py"
 _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
 _TESTS = (*_CORE, "pytest", "psutil")
@@ -47,7 +50,7 @@ def _checks() -> list[Section]:
         Section(
             name="kernels",
             what="tests/gpu without the engine: kernels and backends against their twins, captured too",
-            command=(*_PYTEST, "tests/gpu", f"--ignore={_ENGINE_TESTS}"),
+            command=(*_PYTEST, *_side_by_side(_WORKERS), "tests/gpu", f"--ignore={_ENGINE_TESTS}"),
             limit_s=420,
             modules=(*_TESTS, "triton"),
         ),
@@ -67,8 +70,15 @@ def _checks() -> list[Section]:
 
 def _engine(name: str, what: str, tests: str, *, limit_s: float = 240, option: str | None = None) -> Section:
     """Those of the engine's tests that the expression ``tests`` selects."""
-    command = (*_PYTEST, _ENGINE_TESTS, "-k", tests)
+    command = (*_PYTEST, *_side_by_side(_WORKERS // 2), _ENGINE_TESTS, "-k", tests)
     return Section(name=name, what=what, command=command, limit_s=limit_s, modules=_TESTS, option=option)
+
+
+def _side_by_side(most: int) -> tuple[str, ...]:
+    """Tests in several processes, two cores for each, where pytest-xdist is installed."""
+    if importlib.util.find_spec("xdist") is None:
+        return ()
+    return ("-n", str(max(1, min(most, len(os.sched_getaffinity(0)) // 2))))
 
 
 def _benchmarks(args: argparse.Namespace) -> list[Section]:
