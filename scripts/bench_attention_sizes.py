@@ -67,7 +67,7 @@ def decode_rows(
         sets.append((cache, scales, table))
     seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device="cuda")
     query = torch.randn(num_requests, shape.num_heads, shape.head_dim, device="cuda").to(shape.dtype)
-    out, arrivals = torch.empty_like(query), torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device="cuda")
+    out, arrivals = torch.empty_like(query), torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=query.device)
     for sizes in [current, *(one for one in candidates if one != current)]:
         launches = [
             lambda one=one, sizes=sizes: paged_decode_triton(

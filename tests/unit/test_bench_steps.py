@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_steps import device_figures, idle_intervals
+from bench_steps import device_figures, device_kernels, idle_intervals
 from gpu.figures import figures_of
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,13 @@ def test_figures_of_a_trace() -> None:
         "device_events_per_step": 2.0,
     }
     assert device_figures([event(0, 10)], 3) == {}
+
+
+def test_device_kernels() -> None:
+    """Oracle: by hand: two steps of 100 us; what takes less than a hundredth of one is summed up."""
+    names = (("attention", 0, 30), ("product", 30, 10), ("attention", 50, 30), ("small", 90, 1))
+    events = [event(start, length) | {"name": name} for name, start, length in names]
+    assert device_kernels(events, 2, 100.0) == {"attention": 30.0, "product": 5.0, "other": 0.5}
 
 
 def test_a_run_on_the_cpu() -> None:

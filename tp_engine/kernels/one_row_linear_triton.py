@@ -74,8 +74,8 @@ def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
     """Whether ``one_row_linear_triton`` takes a weight of this shape."""
     num_rows, size = weight.shape
     block_in, block_out = _blocks(size, is_gated)
-    num_out = num_rows // 2 if is_gated else num_rows
-    return weight.is_contiguous() and block_in >= _MIN_BLOCK_IN and num_out % block_out == 0 and num_rows <= _MAX_OUT
+    is_whole = num_rows % (2 * block_out if is_gated else block_out) == 0
+    return weight.is_contiguous() and block_in >= _MIN_BLOCK_IN and is_whole and num_rows <= _MAX_OUT
 
 
 def one_row_linear_triton(
