@@ -31,6 +31,7 @@ PHASES = {
     "decode": 5,
     "last step": LAST_STEP,
 }
+MESSAGE_S = 0.1  # until an abort has reached the engine's socket, with a margin
 GENERATION = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": PROMPT} | GENERATION),
@@ -81,9 +82,9 @@ async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, An
         exchange.leave()
     for exchange in exchanges:
         await exchange.ended()
-    gate.open()
     if num_steps != LAST_STEP:
-        await until(lambda: request_id in gate.aborted[num_aborted:], "the request to be aborted")
+        await aborted(gate, request_id, num_aborted)
+    gate.open()
     await until(lambda: not gate.has_unfinished, "the engine to be idle")
 
 
@@ -101,6 +102,19 @@ async def arrived(app: App, gate: GatedEngine, path: str, body: dict[str, Any], 
     await until(has_arrived, "the request to arrive")
     gate.close_gate()
     return exchange
+
+
+async def aborted(gate: GatedEngine, request_id: str, num_aborted: int) -> None:
+    """The engine has heard of it, which it does between two steps: only one at a time is let through."""
+
+    def has_heard() -> bool:
+        return request_id in gate.aborted[num_aborted:]
+
+    while not has_heard() and gate.has_unfinished:
+        await asyncio.sleep(MESSAGE_S)
+        gate.allow(1)
+        await asyncio.sleep(0.01)
+    await until(has_heard, "the request to be aborted")
 
 
 async def steps_done(gate: GatedEngine, num_steps: int) -> None:
