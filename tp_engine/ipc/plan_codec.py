@@ -53,18 +53,39 @@ MAGIC = b"TPSP"
 VERSION = 1
 
 _HEADER = struct.Struct("<4sIQIIq6I")
+_UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of
+_SUMMED = struct.Struct("<IIq6I")  # and from there on
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 8
-_SUMMED_FROM = 16
-_NO_HEADER = bytes(_HEADER.size)
+_SUMMED_FROM = _UNSUMMED.size
 _PADDING = bytes(ALIGNMENT // 2)  # behind an odd number of int32
 _HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
 
 
-def encode_plan(plan: StepPlan) -> bytearray:
-    """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype."""
-    if not (plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows)):
-        return _encode_steady(plan)
+def encode_plan(plan: StepPlan) -> bytes:
+    """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
+
+    Almost all plans are of new blocks and decodes only.  For them nothing is called that is not needed: who encodes one
+    comes from other work and finds little of this in its core's caches.
+    """
+    rows, ids, decodes = plan.block_rows, plan.block_ids, plan.decode_rows
+    if not (rows.dtype is ids.dtype is decodes.dtype is INT):
+        check_dtypes((rows, ids, decodes))
+    assert len(rows) == len(ids), "a new block is a row and a block id"
+    control: int = plan.control
+    if plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows):
+        body, counts = _encode_any(plan)
+        control |= _HAS_MASKS if len(plan.mask_rows) else 0
+    else:
+        body, counts = rows.tobytes() + ids.tobytes() + decodes.tobytes(), (0, len(rows), 0, len(decodes), 0, 0)
+        if len(decodes) % 2:
+            body += _PADDING
+    summed = _SUMMED.pack(_HEADER.size + len(body), control, plan.step_id, *counts) + body
+    return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
+
+
+def _encode_any(plan: StepPlan) -> tuple[bytes, tuple[int, ...]]:
+    """What follows the header of a plan that may have every section, and the header's counts."""
     ints = (
         plan.released,
         plan.block_rows,
@@ -75,38 +96,17 @@ def encode_plan(plan: StepPlan) -> bytearray:
         plan.prefill_tokens,
     )
     check_dtypes(ints)
-    released, blocks, block_ids, copies, decodes, prefills, prefill_tokens = map(len, ints)
-    assert blocks == block_ids, "a new block is a row and a block id"
+    released, blocks, _, copies, decodes, prefills, prefill_tokens = map(len, ints)
     assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
     assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
     end = _samples_offset(released, blocks, copies, decodes, prefills) + prefills
-    parts: list[Part] = [_NO_HEADER, *ints, plan.prefill_samples, bytes(aligned(end) - end)]
-    control = int(plan.control)
+    parts: list[Part] = [*ints, plan.prefill_samples, bytes(aligned(end) - end)]
     if len(plan.mask_rows):
-        control |= _HAS_MASKS
         parts += encode_masks(plan.mask_rows, plan.masks)
     for admission in plan.admitted:
         parts += encode_admission(admission)
-    data = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
-    return _seal(data, control, plan.step_id, released, blocks, copies, decodes, prefills, len(plan.admitted))
-
-
-def _encode_steady(plan: StepPlan) -> bytearray:
-    """A plan of new blocks and decodes only, as almost all are: what is absent costs nothing."""
-    ints = (plan.block_rows, plan.block_ids, plan.decode_rows)
-    check_dtypes(ints)
-    blocks, decodes = len(plan.block_rows), len(plan.decode_rows)
-    assert blocks == len(plan.block_ids), "a new block is a row and a block id"
-    padding = _PADDING if decodes % 2 else b""
-    data = bytearray().join((_NO_HEADER, *ints, padding))  # type: ignore[arg-type]  # as above
-    return _seal(data, int(plan.control), plan.step_id, 0, blocks, 0, decodes, 0, 0)
-
-
-def _seal(data: bytearray, control: int, step_id: int, *counts: int) -> bytearray:
-    """Write the header, the checksum last."""
-    _HEADER.pack_into(data, 0, MAGIC, VERSION, 0, len(data), control, step_id, *counts)
-    _CHECKSUM.pack_into(data, _CHECKSUM_OFFSET, _sum(data))
-    return data
+    body = b"".join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
+    return body, (released, blocks, copies, decodes, prefills, len(plan.admitted))
 
 
 def decode_plan(buffer: Buffer) -> StepPlan:
@@ -114,21 +114,42 @@ def decode_plan(buffer: Buffer) -> StepPlan:
 
     ``PlanError`` for anything that ``encode_plan`` did not write, naming the field, what it must be and what it is.
     """
-    _, _, _, total, control_bits, step_id, released, blocks, copies, decodes, prefills, num_admitted = _open(buffer)
+    size = len(buffer)
+    if size < _HEADER.size:
+        raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {size} received")
+    header = _HEADER.unpack_from(buffer)
+    magic, version, checksum, total, control, step_id, released, blocks, copies, decodes, prefills, admitted = header
+    computed = xxhash.xxh3_64_intdigest(buffer[_SUMMED_FROM:])
+    if magic != MAGIC or version != VERSION or total != size or checksum != computed:
+        raise _fault(header, size, computed)
+    if released or copies or prefills or admitted or control:
+        return _decode_any(buffer, header)
+    num_ints = 2 * blocks + decodes
+    if total != _HEADER.size + (num_ints + num_ints % 2) * INT.itemsize:
+        check_end(aligned(_HEADER.size + num_ints * INT.itemsize), total)
+    ints: IntArray = np.frombuffer(buffer, INT, num_ints, _HEADER.size)
+    return StepPlan(
+        step_id=step_id,
+        block_rows=ints[:blocks],
+        block_ids=ints[blocks : 2 * blocks],
+        decode_rows=ints[2 * blocks :],
+    )
+
+
+def _decode_any(buffer: Buffer, header: tuple[Any, ...]) -> StepPlan:
+    """A plan that may have every section."""
+    _, _, _, total, control, step_id, released, blocks, copies, decodes, prefills, num_admitted = header
     samples_offset = _samples_offset(released, blocks, copies, decodes, prefills)
-    if not (released or copies or prefills or num_admitted or control_bits & _HAS_MASKS):
-        check_end(aligned(samples_offset), total)
-        return _decode_steady(buffer, step_id, control_bits, blocks, decodes)
     check_room("sections", samples_offset + prefills, total)
     offset, mask_rows, masks = aligned(samples_offset + prefills), NO_IDS, NO_MASKS
-    if control_bits & _HAS_MASKS:
+    if control & _HAS_MASKS:
         mask_rows, masks, offset = decode_masks(buffer, offset, total)
     admitted = decode_admissions(buffer, offset, num_admitted, total)
     sizes = (released, blocks, blocks, 2 * copies, decodes, prefills, prefills)
     parts = split_ints(buffer, _HEADER.size, sizes)
     return StepPlan(
         step_id=step_id,
-        control=Control(control_bits & ~_HAS_MASKS),
+        control=Control(control & ~_HAS_MASKS),
         released=parts[0],
         admitted=admitted,
         block_rows=parts[1],
@@ -149,40 +170,18 @@ def plan_checksum(data: Buffer) -> int:
     return checksum
 
 
-def _open(buffer: Buffer) -> tuple[Any, ...]:
-    """Check magic, version, length and checksum, in this order; the header."""
-    size = len(buffer)
-    if size < _HEADER.size:
-        raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {size} received")
-    header = _HEADER.unpack_from(buffer)
+def _fault(header: tuple[Any, ...], size: int, computed: int) -> PlanError:
+    """What is wrong with an envelope: magic, version, length or checksum, in this order."""
     magic, version, checksum, total = header[:4]
     if magic != MAGIC:
-        raise PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
+        return PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
     if version != VERSION:
-        raise PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
+        return PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
     if total != size:
-        raise PlanError(f"truncated step plan: it says {total} bytes, {size} received")
-    if (computed := _sum(buffer)) != checksum:
-        raise PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
-    return header
-
-
-def _decode_steady(buffer: Buffer, step_id: int, control_bits: int, blocks: int, decodes: int) -> StepPlan:
-    """A plan of new blocks and decodes only."""
-    ints: IntArray = np.frombuffer(buffer, INT, 2 * blocks + decodes, _HEADER.size)
-    return StepPlan(
-        step_id=step_id,
-        control=Control(control_bits) if control_bits else Control.NONE,
-        block_rows=ints[:blocks],
-        block_ids=ints[blocks : 2 * blocks],
-        decode_rows=ints[2 * blocks :],
-    )
+        return PlanError(f"truncated step plan: it says {total} bytes, {size} received")
+    return PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
 
 
 def _samples_offset(released: int, blocks: int, copies: int, decodes: int, prefills: int) -> int:
     num_ints = released + 2 * (blocks + copies + prefills) + decodes
     return _HEADER.size + num_ints * INT.itemsize
-
-
-def _sum(data: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(memoryview(data)[_SUMMED_FROM:])
