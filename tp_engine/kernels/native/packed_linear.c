@@ -80,17 +80,24 @@ typedef struct {
     int is_first, is_near, by_pairs; /* is_first: the sums begin at 0 */
 } Tile;
 
-INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int is_near, const int by_pairs)
+INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near,
+                          const int by_pairs)
 {
     const char *x = t->x, *ahead = t->ahead;
     const float *panel = t->panel;
-    const int64_t x_stride = t->x_stride, lines = t->lines;
-    Sums sums = {0};
-    if (!t->is_first)
-        memcpy(sums, waiting, sizeof(vf) * rows * VECTORS);
+    const int64_t x_stride = t->x_stride;
+    Sums sums; /* in registers: gone through item by item, as a copy of all would go through memory */
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = t->is_first ? splat(0) : waiting[r][v];
+        /* By twos: where another thread shares the core, what limits is the number of instructions. */
+#pragma GCC unroll 2
     for (int64_t count = t->count; count > 0; count--, x += sizeof(float), panel += PANEL) {
         vf weight[VECTORS];
-        for (int64_t line = 0; line < lines; line++, ahead += CACHE_LINE)
+#pragma GCC unroll 4
+        for (int line = 0; line < lines; line++, ahead += CACHE_LINE)
             if (is_near)
                 __builtin_prefetch(ahead, 0, 3);
             else
@@ -106,21 +113,33 @@ INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int
                 sums[r][v] = by_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
         }
     }
-    memcpy(waiting, sums, sizeof(vf) * rows * VECTORS);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+            waiting[r][v] = sums[r][v];
+}
+
+INLINE void multiply_items(Sums sums, const Tile *t, const int rows, const int by_pairs)
+{
+    if (!t->lines)
+        multiply_tile(sums, t, rows, 0, 0, by_pairs);
+    else if (t->is_near)
+        multiply_tile(sums, t, rows, PANEL_LINES, 1, by_pairs);
+    else if (t->lines == 1)
+        multiply_tile(sums, t, rows, 1, 0, by_pairs);
+    else
+        multiply_tile(sums, t, rows, 2, 0, by_pairs);
 }
 
 /* Functions of their own, so that nothing else wants the registers that the loop needs. */
 #define DEFINE_TILE(rows)                                                            \
     static __attribute__((noinline)) void multiply_##rows(Sums sums, const Tile *t)  \
     {                                                                                \
-        if (t->by_pairs && t->is_near)                                               \
-            multiply_tile(sums, t, rows, 1, 1);                                      \
-        else if (t->by_pairs)                                                        \
-            multiply_tile(sums, t, rows, 0, 1);                                      \
-        else if (t->is_near)                                                         \
-            multiply_tile(sums, t, rows, 1, 0);                                      \
+        if (t->by_pairs)                                                             \
+            multiply_items(sums, t, rows, 1);                                        \
         else                                                                         \
-            multiply_tile(sums, t, rows, 0, 0);                                      \
+            multiply_items(sums, t, rows, 0);                                        \
     }
 
 DEFINE_TILE(1)
@@ -224,27 +243,42 @@ INLINE void run_rows(const Linear *p, int64_t first, int64_t count, int64_t pane
         run_group(p, first, count, panel, dtype, parts);
 }
 
+/* A task has one panel and one of `num_groups` groups of rows. */
+static void run_task(const Linear *p, int64_t task, int64_t num_groups, int64_t dtype, int64_t parts)
+{
+    const int64_t panel = task / num_groups, group = task % num_groups;
+    const int64_t first = group * p->rows / num_groups, count = (group + 1) * p->rows / num_groups - first;
+    if (dtype == BFLOAT16 && parts == 2)
+        run_rows(p, first, count, panel, BFLOAT16, 2);
+    else if (dtype == BFLOAT16)
+        run_rows(p, first, count, panel, BFLOAT16, 1);
+    else if (parts == 2)
+        run_rows(p, first, count, panel, FLOAT32, 2);
+    else
+        run_rows(p, first, count, panel, FLOAT32, 1);
+}
+
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  Of two parts, as SwiGLU's
-   kernel would make it of that, out (rows, out_size / 2). */
+   kernel would make it of that, out (rows, out_size / 2).
+
+   With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
+   With more it is arithmetic that takes the time, and cores differ in speed from moment to moment: who is done first
+   takes what is left. */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, int64_t rows,
                   int64_t out_size, int64_t items, int64_t parts, int64_t dtype, int64_t num_threads)
 {
     const Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts};
-    const int64_t num_panels = count_panels(p.part_size, parts), num_groups = (rows + GROUP - 1) / GROUP;
+    const int64_t num_groups = (rows + GROUP - 1) / GROUP, num_tasks = count_panels(p.part_size, parts) * num_groups;
     const int is_parallel = num_threads > 1 && rows * out_size * items >= MIN_PARALLEL_PRODUCTS;
+    if (rows <= TILE_ROWS) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
-    for (int64_t task = 0; task < num_panels * num_groups; task++) {
-        const int64_t panel = task / num_groups, group = task % num_groups;
-        const int64_t first = group * rows / num_groups, count = (group + 1) * rows / num_groups - first;
-        if (dtype == BFLOAT16 && parts == 2)
-            run_rows(&p, first, count, panel, BFLOAT16, 2);
-        else if (dtype == BFLOAT16)
-            run_rows(&p, first, count, panel, BFLOAT16, 1);
-        else if (parts == 2)
-            run_rows(&p, first, count, panel, FLOAT32, 2);
-        else
-            run_rows(&p, first, count, panel, FLOAT32, 1);
+        for (int64_t task = 0; task < num_tasks; task++)
+            run_task(&p, task, num_groups, dtype, parts);
+    } else {
+#pragma omp parallel for schedule(guided) num_threads((int)num_threads) if (is_parallel)
+        for (int64_t task = 0; task < num_tasks; task++)
+            run_task(&p, task, num_groups, dtype, parts);
     }
     return 0;
 }
