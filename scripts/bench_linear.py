@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks.machine import processor_name, read_bandwidth
 
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear
+from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -37,7 +37,7 @@ def ways(weight: torch.Tensor) -> dict[str, tuple[Product, torch.Tensor]]:
     found["packed"] = (lambda x, packed: pointwise(x, packed, None, "none", [], ""), packed)
     if (library := native_library()) is not None:
         found["native"] = (lambda x, plain: few_rows_linear(library, x, plain, None), weight)
-        if weight.dtype == torch.float32 or library.multiplies_bfloat16():
+        if fits_panels(weight):
             panels = PackedWeight(library, weight)
             found["panels"] = (lambda x, _plain: panels.product(x, None), weight)
     return found

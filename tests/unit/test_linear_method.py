@@ -63,7 +63,7 @@ def operands(size: tuple[int, int], rows: int, dtype: torch.dtype) -> tuple[torc
 def products(library: ctypes.CDLL, weight: torch.Tensor) -> dict[str, Product]:
     """The ways in which C multiplies this weight."""
     found: dict[str, Product] = {"plain": lambda x, bias: few_rows_linear(library, x, weight, bias)}
-    if fits_panels(library, weight):
+    if fits_panels(weight):
         found["panels"] = PackedWeight(library, weight).product
     return found
 
@@ -175,7 +175,7 @@ def test_the_choice_by_type_and_processor(
     monkeypatch.setattr(linear_method, "native_library", lambda: FakeProcessor(library, matrices, pairs))
     weight = torch.randn(48, 32)
     assert isinstance(choose_linear_method(weight), PanelLinear)
-    expected = PackedLinear if matrices else PanelLinear if pairs else NativeLinear
+    expected = PackedLinear if matrices else PanelLinear
     assert isinstance(choose_linear_method(weight.bfloat16()), expected)
     odd = choose_linear_method(weight[:, :31].contiguous().bfloat16())
     assert isinstance(odd, PackedLinear if matrices else NativeLinear)
@@ -217,8 +217,8 @@ def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: i
     """Oracle: SwiGLU's kernel after the product in panels, bit by bit, NaN too; sizes that fill no panel."""
     x, weight, bias = operands((2 * size, 76), 200, dtype)
     weight[0, 3], weight[size, 70] = float("inf"), float("nan")
-    if not fits_panels(library, weight):
-        pytest.skip("a type that this processor has no panels for")  # float16 nowhere, bfloat16 with AVX512_BF16 alone
+    if not fits_panels(weight):
+        pytest.skip("a type that there are no panels for")  # float16
     separate, gated = PackedWeight(library, weight), PackedWeight(library, weight, is_gated=True)
     swiglu = NativeOps(library).silu_and_mul
     for rows in (0, 1, 5, 6, 7, 97, 200):

@@ -7,10 +7,10 @@ On a CPU:
 type        processor                                 by
 ==========  ========================================  ==============================
 float32     any                                       C, the weight in panels
-bfloat16    with AVX512_BF16                          C, the weight in panels
 bfloat16    with instructions for matrices of it      oneDNN, the weight packed
             (AMX; ARM)
-16 bits     otherwise                                 C, the weight as it is
+bfloat16    any other                                 C, the weight in panels
+float16     any                                       C, the weight as it is
 ==========  ========================================  ==============================
 
 Of gate and up, one weight, SwiGLU's product is wanted: C with panels makes it of its sums, which then need not be
@@ -161,7 +161,7 @@ def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
         return packed or PlainLinear(weight)
     if _has_matrices(library, weight):
         return _packed(weight) or NativeLinear(library, weight)
-    return PanelLinear(library, weight) if fits_panels(library, weight) else NativeLinear(library, weight)
+    return PanelLinear(library, weight) if fits_panels(weight) else NativeLinear(library, weight)
 
 
 def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> LinearMethod:
@@ -169,7 +169,7 @@ def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> Linea
     if takes_one_row(weight, is_gated=True):
         return OneRowSwiGLU(weight, silu_and_mul)
     library = _library_for(weight)
-    if library is not None and not _has_matrices(library, weight) and fits_panels(library, weight):
+    if library is not None and not _has_matrices(library, weight) and fits_panels(weight):
         return PanelLinear(library, weight, is_gated=True)
     return ThenSwiGLU(choose_linear_method(weight), silu_and_mul)
 

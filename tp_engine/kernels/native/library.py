@@ -28,7 +28,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
     "embed": (*[_POINTER] * 3, *[_INT] * 4),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
-    "packed_linear": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 6),
+    "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 6),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 5),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 4),
     "panel_width": (),

@@ -8,6 +8,9 @@ import torch
 
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.native.layout import DTYPE_CODES
+from tp_engine.units import round_up
+
+_WIDENED_ALIGNMENT = 16  # numbers of the longest vector
 
 
 def few_rows_linear(
@@ -39,11 +42,9 @@ def few_rows_linear(
     return out
 
 
-def fits_panels(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
-    """Whether ``PackedWeight`` takes ``weight``: float32; pairs of bfloat16, where the processor multiplies them."""
-    if weight.dtype == torch.bfloat16:
-        return weight.shape[1] % 2 == 0 and bool(library.multiplies_bfloat16())
-    return weight.dtype == torch.float32
+def fits_panels(weight: torch.Tensor) -> bool:
+    """Whether ``PackedWeight`` takes ``weight`` (out, in): float32, and bfloat16 in pairs."""
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 
 class PackedWeight:
@@ -53,13 +54,15 @@ class PackedWeight:
     """
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        assert weight.is_contiguous() and fits_panels(library, weight)
+        assert weight.is_contiguous() and fits_panels(weight)
         out_size, in_size = weight.shape
         width = library.panel_width()
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
         self._num_parts = 2 if is_gated else 1
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
+        is_widened = weight.dtype == torch.bfloat16 and not library.multiplies_bfloat16()
+        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if is_widened else 0
         self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
         library.pack_weight(
             weight.data_ptr(),
@@ -76,14 +79,17 @@ class PackedWeight:
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((len(x), self._out_size // self._num_parts), dtype=x.dtype)
+        rows = x.shape[0]
+        out = torch.empty((rows, self._out_size // self._num_parts), dtype=x.dtype)
+        widened = torch.empty((rows, self._widened_size), dtype=torch.float32) if self._widened_size else None
         self._library.packed_linear(
             x.data_ptr(),
             x.stride(0),
             self._panels.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            len(x),
+            None if widened is None else widened.data_ptr(),
+            rows,
             self._out_size,
             self._items,
             self._num_parts,

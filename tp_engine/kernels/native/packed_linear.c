@@ -1,6 +1,7 @@
 /* x @ weight.T + bias with the weight in an order of its own, in which no sum crosses a vector; or SwiGLU's product of that.
 
-       item      a float32, or a pair of bfloat16 where the processor multiplies them
+       item      a float32, or a pair of bfloat16: where the processor multiplies them, so is x; elsewhere x comes as float32,
+                 `widened` once, and a weight's two halves are shifted and masked into float32 in registers
        panel     (items, PANEL): item 0 of PANEL outputs side by side, then item 1 of them ...
        weight    panels, one after another; outputs beyond the last are zeros
        parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and as many of its second (up),
@@ -80,8 +81,34 @@ typedef struct {
     int is_first, is_near, by_pairs; /* is_first: the sums begin at 0 */
 } Tile;
 
-INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near,
-                          const int by_pairs)
+/* Adds the products of an item of `rows` rows, or those of a pair, one after the other, where x is widened. */
+INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float *panel, const int rows, const int by_pairs)
+{
+    const int widened = by_pairs && !MULTIPLIES_BFLOAT16;
+#pragma GCC unroll 2
+    for (int half = 0; half <= widened; half++, x += sizeof(float)) {
+        if (half)
+            __asm__ volatile("" ::: "memory"); /* loads the pairs again: there are no registers to keep them in */
+        vf weight[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            const vf pair = load_vector(panel + v * VW);
+            weight[v] = !widened ? pair : half ? (vf)((vu)pair & 0xffff0000) : (vf)((vu)pair << 16);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const vf item = splat(*(const item_memory *)(x + r * x_stride));
+            const int multiplies_pairs = by_pairs && !widened;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = multiplies_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
+        }
+    }
+}
+
+INLINE int64_t item_step(const int by_pairs) { return by_pairs && !MULTIPLIES_BFLOAT16 ? 8 : 4; }
+
+INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near, const int by_pairs)
 {
     const char *x = t->x, *ahead = t->ahead;
     const float *panel = t->panel;
@@ -92,26 +119,16 @@ INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
             sums[r][v] = t->is_first ? splat(0) : waiting[r][v];
-        /* By twos: where another thread shares the core, what limits is the number of instructions. */
+    /* By twos: where another thread shares the core, what limits is the number of instructions. */
 #pragma GCC unroll 2
-    for (int64_t count = t->count; count > 0; count--, x += sizeof(float), panel += PANEL) {
-        vf weight[VECTORS];
+    for (int64_t count = t->count; count > 0; count--, x += item_step(by_pairs), panel += PANEL) {
 #pragma GCC unroll 4
         for (int line = 0; line < lines; line++, ahead += CACHE_LINE)
             if (is_near)
                 __builtin_prefetch(ahead, 0, 3);
             else
                 __builtin_prefetch(ahead, 0, 2);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-            weight[v] = load_vector(panel + v * VW);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            const vf item = splat(*(const item_memory *)(x + r * x_stride));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = by_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
-        }
+        add_products(sums, x, x_stride, panel, rows, by_pairs);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -218,7 +235,7 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         const int64_t begin = chunk * p->items / num_chunks, items = (chunk + 1) * p->items / num_chunks - begin;
         const float *weight = p->weight + (panel * p->items + begin) * PANEL;
-        const char *x = p->x + first * p->x_stride + begin * (int64_t)sizeof(float);
+        const char *x = p->x + first * p->x_stride + begin * item_step(dtype == BFLOAT16);
         const char *next = (const char *)(weight + items * PANEL);
         const int is_last = chunk == num_chunks - 1, fetches = !is_last || first + count == p->rows;
         for (int64_t turn = 0; turn < num_tiles; turn++) {
@@ -258,17 +275,32 @@ static void run_task(const Linear *p, int64_t task, int64_t num_groups, int64_t 
         run_rows(p, first, count, panel, FLOAT32, 1);
 }
 
+/* widened (rows, stride) = rows of x, which are x_stride bytes apart, in float32; a stride is a multiple of VW. */
+static void widen_rows(const char *x, int64_t x_stride, float *widened, int64_t rows, int64_t stride, int64_t count,
+                       int64_t num_threads)
+{
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows > TILE_ROWS)
+    for (int64_t row = 0; row < rows; row++)
+        widen_row(widened + row * stride, x + row * x_stride, count, BFLOAT16);
+}
+
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  Of two parts, as SwiGLU's
-   kernel would make it of that, out (rows, out_size / 2).
+   kernel would make it of that, out (rows, out_size / 2).  widened has room for rows of 2 * items float32, up to a
+   multiple of VW, where the processor does not multiply bfloat16; elsewhere it may be NULL.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
    With more it is arithmetic that takes the time, and cores differ in speed from moment to moment: who is done first
    takes what is left. */
-int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, int64_t rows,
-                  int64_t out_size, int64_t items, int64_t parts, int64_t dtype, int64_t num_threads)
+int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
+                  int64_t rows, int64_t out_size, int64_t items, int64_t parts, int64_t dtype, int64_t num_threads)
 {
-    const Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts};
+    Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts};
+    if (dtype == BFLOAT16 && !MULTIPLIES_BFLOAT16) {
+        const int64_t stride = (2 * items + VW - 1) / VW * VW;
+        widen_rows(x, p.x_stride, widened, rows, stride, 2 * items, num_threads);
+        p.x = (const char *)widened, p.x_stride = stride * sizeof(float);
+    }
     const int64_t num_groups = (rows + GROUP - 1) / GROUP, num_tasks = count_panels(p.part_size, parts) * num_groups;
     const int is_parallel = num_threads > 1 && rows * out_size * items >= MIN_PARALLEL_PRODUCTS;
     if (rows <= TILE_ROWS) {
@@ -285,8 +317,8 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
 
 int play_packed_linear(const Word *a)
 {
-    return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].integer, a[6].integer,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].integer);
+    return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
+                         a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer);
 }
 
 /* out (num_ids, items) = rows of a packed weight, whose first is that of first_id; zeros for ids that it does not hold. */

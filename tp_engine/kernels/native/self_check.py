@@ -71,7 +71,7 @@ def _linear(
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
     expected = F.linear(x.double(), weight.double(), bias.double())
     results = [("few_rows_linear", few_rows_linear(library, x, weight, bias), expected)]
-    if fits_panels(library, weight):
+    if fits_panels(weight):
         results.append(("packed_linear", PackedWeight(library, weight).product(x, bias), expected))
         gated = PackedWeight(library, weight[:36], is_gated=True).product(x, bias[:36])
         results.append(("gated packed_linear", gated, activation.silu_and_mul(expected[:, :36])))
