@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Time a linear layer's product on this CPU, four ways side by side.  Ends with one JSON line.
+"""Time a linear layer's product on this CPU, three ways side by side.  Ends with one JSON line.
 
-Ways: ``F.linear``, oneDNN with a packed weight, ours with the plain weight (``few_rows_linear``) and with one in
-panels (``PackedWeight``; float32, and bfloat16 where C multiplies it).  As many copies of the weight take turns
-as do not fit into the caches together, as the layers of a model do.  Each time is the best of several, and the ways
-alternate.  Beside it: the weight's bytes per second, and their share of the read bandwidth measured in the same run.
+Ways: ``F.linear``, oneDNN with a packed weight, ours with one in panels (``PackedWeight``).  As many copies of the
+weight take turns as do not fit into the caches together, as the layers of a model do.  Each time is the best of
+several, and the ways alternate.  Beside it: the weight's bytes per second, and their share of the read bandwidth
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks.machine import processor_name, read_bandwidth
 
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
+from tp_engine.kernels.native.linear import PackedWeight
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -36,10 +36,8 @@ def ways(weight: torch.Tensor) -> dict[str, tuple[Product, torch.Tensor]]:
     pointwise = torch.ops.mkldnn._linear_pointwise
     found["packed"] = (lambda x, packed: pointwise(x, packed, None, "none", [], ""), packed)
     if (library := native_library()) is not None:
-        found["native"] = (lambda x, plain: few_rows_linear(library, x, plain, None), weight)
-        if fits_panels(weight):
-            panels = PackedWeight(library, weight)
-            found["panels"] = (lambda x, _plain: panels.product(x, None), weight)
+        panels = PackedWeight(library, weight)
+        found["panels"] = (lambda x, _plain: panels.product(x, None), weight)
     return found
 
 

@@ -6,11 +6,11 @@ On a CPU:
 ==========  ========================================  ==============================
 type        processor                                 by
 ==========  ========================================  ==============================
-float32     any                                       C, the weight in panels
+float32,    any                                       C, the weight in panels
+float16
 bfloat16    with instructions for matrices of it      oneDNN, the weight packed
             (AMX; ARM)
 bfloat16    any other                                 C, the weight in panels
-float16     any                                       C, the weight as it is
 ==========  ========================================  ==============================
 
 Of gate and up, one weight, SwiGLU's product is wanted: C with panels makes it of its sums, which then need not be
@@ -21,7 +21,7 @@ from times taken at each start, so that a model's tokens are the same in every r
 packed is a copy in another order, after which the original is given up.
 
 oneDNN's functions belong to torch's private interface, so they are probed, and their result is compared before it is
-trusted.  What is missing, C or oneDNN, the other one does, or ``F.linear``.
+trusted.  What is missing, C or oneDNN, the other one does, or ``F.linear``, which also has odd sizes of 16 bits.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import SiluAndMul
-from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
+from tp_engine.kernels.native.linear import PackedWeight, fits_panels
 from tp_engine.kernels.triton_support import has_triton
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -65,19 +64,6 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, self._weight, bias)
-
-
-class NativeLinear:
-    """C with the plain weight, made for few rows."""
-
-    needs_weight = True
-    is_native = True
-
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
-        self._library, self._weight = library, weight
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return few_rows_linear(self._library, x, self._weight, bias)
 
 
 class PanelLinear:
@@ -156,12 +142,10 @@ def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
     if takes_one_row(weight):
         return OneRowLinear(weight)
     library = _library_for(weight)
-    if library is None:
-        packed = _packed(weight) if weight.device.type == "cpu" else None
-        return packed or PlainLinear(weight)
-    if _has_matrices(library, weight):
-        return _packed(weight) or NativeLinear(library, weight)
-    return PanelLinear(library, weight) if fits_panels(weight) else NativeLinear(library, weight)
+    wants_packed = weight.device.type == "cpu" and (library is None or _has_matrices(library, weight))
+    if wants_packed and (packed := _packed(weight)) is not None:
+        return packed
+    return PlainLinear(weight) if library is None else PanelLinear(library, weight)
 
 
 def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> LinearMethod:
@@ -169,7 +153,7 @@ def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> Linea
     if takes_one_row(weight, is_gated=True):
         return OneRowSwiGLU(weight, silu_and_mul)
     library = _library_for(weight)
-    if library is not None and not _has_matrices(library, weight) and fits_panels(weight):
+    if library is not None and not _has_matrices(library, weight):
         return PanelLinear(library, weight, is_gated=True)
     return ThenSwiGLU(choose_linear_method(weight), silu_and_mul)
 
@@ -190,7 +174,7 @@ def runs_triton(device_type: str) -> bool:
 
 def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
     """The compiled kernels, if they take this weight."""
-    is_taken = weight.device.type == "cpu" and weight.dtype in DTYPE_CODES and weight.is_contiguous()
+    is_taken = weight.device.type == "cpu" and weight.is_contiguous() and fits_panels(weight)
     return native_library() if is_taken else None
 
 

@@ -27,7 +27,6 @@ SOURCES = (
     "exchange.c",
     "heads.c",
     "int8_rows.c",
-    "linear.c",
     "packed_linear.c",
     "small_ops.c",
     "tape.c",

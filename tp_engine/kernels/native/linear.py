@@ -1,4 +1,4 @@
-"""Products with a weight: plain, for few rows, by ``linear.c``; in panels, for any, by ``packed_linear.c``."""
+"""Products with a weight in panels (``packed_linear.c``)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,9 @@ from tp_engine.units import round_up
 _WIDENED_ALIGNMENT = 16  # numbers of the longest vector
 
 
-def few_rows_linear(
-    library: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """``x @ weight.T + bias``: (N, in), (out, in), (out,) -> (N, out).
-
-    All are of one type of ``DTYPE_CODES``, weight and bias contiguous.  Sums are float32 and rounded once; a row's
-    result is the same bit by bit whatever the other rows and the number of threads.
-    """
-    assert x.dtype is weight.dtype and (bias is None or bias.dtype is weight.dtype)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows, in_size = x.shape
-    out_size = weight.shape[0]
-    out = torch.empty((rows, out_size), dtype=x.dtype)
-    library.few_rows_linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        out_size,
-        in_size,
-        DTYPE_CODES[x.dtype],
-        torch.get_num_threads(),
-    )
-    return out
-
-
 def fits_panels(weight: torch.Tensor) -> bool:
-    """Whether ``PackedWeight`` takes ``weight`` (out, in): float32, and bfloat16 in pairs."""
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
+    """Whether ``PackedWeight`` takes ``weight`` (out, in): a type of ``DTYPE_CODES``, 16 bits in pairs."""
+    return weight.dtype in DTYPE_CODES and weight.shape[1] * weight.itemsize % 4 == 0
 
 
 class PackedWeight:
@@ -61,8 +32,7 @@ class PackedWeight:
         self._num_parts = 2 if is_gated else 1
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
-        is_widened = weight.dtype == torch.bfloat16 and not library.multiplies_bfloat16()
-        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if is_widened else 0
+        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[weight.dtype]) else 0
         self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
         library.pack_weight(
             weight.data_ptr(),
@@ -70,12 +40,16 @@ class PackedWeight:
             out_size,
             self._items,
             self._num_parts,
+            DTYPE_CODES[weight.dtype],
             torch.get_num_threads(),
         )
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``, as ``few_rows_linear``, of any number of rows; (N, size), ``silu_and_mul`` of that,
-        if it is gated, bit by bit as if it were applied to it."""
+        """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of the weight's type.
+
+        Sums are float32 and rounded once; a row's result is the same bit by bit whatever the other rows and the number
+        of threads.  (N, size), ``silu_and_mul`` of that, if it is gated, bit by bit as if it were applied to it.
+        """
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -110,6 +84,7 @@ class PackedWeight:
             self._items,
             first_id or 0,
             self._out_size,
+            DTYPE_CODES[self._dtype],
             torch.get_num_threads(),
         )
         return out

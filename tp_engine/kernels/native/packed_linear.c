@@ -1,7 +1,8 @@
 /* x @ weight.T + bias with the weight in an order of its own, in which no sum crosses a vector; or SwiGLU's product of that.
 
-       item      a float32, or a pair of bfloat16: where the processor multiplies them, so is x; elsewhere x comes as float32,
-                 `widened` once, and a weight's two halves are shifted and masked into float32 in registers
+       item      a float32, or two numbers of 16 bits.  Pairs of bfloat16 are multiplied as they are where the processor does
+                 that.  Elsewhere x is `widened` to float32 once, and the weight in registers: bfloat16 by a shift and by a
+                 mask; of float16 the first halves of a vector's items lie side by side, then the second ones
        panel     (items, PANEL): item 0 of PANEL outputs side by side, then item 1 of them ...
        weight    panels, one after another; outputs beyond the last are zeros
        parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and as many of its second (up),
@@ -42,14 +43,40 @@ typedef struct {
 
 typedef vf Sums[TILE_ROWS][VECTORS];
 
+/* Whether an item is two numbers that come as float32. */
+INLINE int is_widened(const int dtype) { return dtype == FLOAT16 || (dtype == BFLOAT16 && !MULTIPLIES_BFLOAT16); }
+
 int panel_width(void) { return PANEL; }
 
-int multiplies_bfloat16(void) { return MULTIPLIES_BFLOAT16; }
+/* Whether x of this type is widened. */
+int widens(int64_t dtype) { return is_widened((int)dtype); }
+
+/* Whether the processor multiplies bfloat16 by instructions that oneDNN uses and this file does not. */
+int has_bfloat16_matrices(void)
+{
+#if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 static int64_t count_panels(int64_t part_size, int64_t parts) { return (part_size * parts + PANEL - 1) / PANEL; }
 
+/* A vector of items, as panels have them. */
+INLINE void store_packed(float *to, vf items, int64_t dtype)
+{
+    if (dtype == FLOAT16) {
+        *(vh_memory *)to = __builtin_convertvector((vu)items & 0xffff, vh);
+        *((vh_memory *)to + 1) = __builtin_convertvector((vu)items >> 16, vh);
+    } else {
+        store_vector(to, items);
+    }
+}
+
 /* weight (out_size, items) -> packed (panels, items, PANEL). */
-int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t num_threads)
+int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t dtype,
+                int64_t num_threads)
 {
     const int64_t part_size = out_size / parts, width = PANEL / parts, num_panels = count_panels(part_size, parts);
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
@@ -64,7 +91,7 @@ int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t it
                     rows[j] = output + j < part_size ? load_some(from + j * items, i, items, FLOAT32) : splat(0);
                 transpose(rows);
                 for (int j = 0; j < smaller(VW, items - i); j++)
-                    store_vector(to + j * PANEL, rows[j]);
+                    store_packed(to + j * PANEL, rows[j], dtype);
             }
     return 0;
 }
@@ -78,37 +105,46 @@ typedef struct {
     int64_t count;
     const char *ahead;
     int64_t lines;
-    int is_first, is_near, by_pairs; /* is_first: the sums begin at 0 */
+    int is_first, is_near, dtype; /* is_first: the sums begin at 0 */
 } Tile;
 
-/* Adds the products of an item of `rows` rows, or those of a pair, one after the other, where x is widened. */
-INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float *panel, const int rows, const int by_pairs)
+/* Bytes from one item of x to the next. */
+INLINE int64_t item_step(const int dtype) { return is_widened(dtype) ? 8 : 4; }
+
+/* A vector of items; of two numbers that are widened, `half` 0 or 1. */
+INLINE vf load_weights(const float *items, const int half, const int dtype)
 {
-    const int widened = by_pairs && !MULTIPLIES_BFLOAT16;
+    if (dtype == FLOAT16)
+        return load_float16((const uint16_t *)items + half * VW);
+    if (!is_widened(dtype))
+        return load_vector(items);
+    const vu pairs = (vu)load_vector(items);
+    return half ? (vf)(pairs & 0xffff0000) : (vf)(pairs << 16);
+}
+
+/* Adds the products of an item of `rows` rows. */
+INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float *panel, const int rows, const int dtype)
+{
 #pragma GCC unroll 2
-    for (int half = 0; half <= widened; half++, x += sizeof(float)) {
+    for (int half = 0; half <= is_widened(dtype); half++, x += sizeof(float)) {
         if (half)
             __asm__ volatile("" ::: "memory"); /* loads the pairs again: there are no registers to keep them in */
         vf weight[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
-            const vf pair = load_vector(panel + v * VW);
-            weight[v] = !widened ? pair : half ? (vf)((vu)pair & 0xffff0000) : (vf)((vu)pair << 16);
-        }
+        for (int v = 0; v < VECTORS; v++)
+            weight[v] = load_weights(panel + v * VW, half, dtype);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const vf item = splat(*(const item_memory *)(x + r * x_stride));
-            const int multiplies_pairs = by_pairs && !widened;
+            const int by_pairs = dtype == BFLOAT16 && !is_widened(dtype);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = multiplies_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
+                sums[r][v] = by_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
         }
     }
 }
 
-INLINE int64_t item_step(const int by_pairs) { return by_pairs && !MULTIPLIES_BFLOAT16 ? 8 : 4; }
-
-INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near, const int by_pairs)
+INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int lines, const int is_near, const int dtype)
 {
     const char *x = t->x, *ahead = t->ahead;
     const float *panel = t->panel;
@@ -121,14 +157,14 @@ INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int
             sums[r][v] = t->is_first ? splat(0) : waiting[r][v];
     /* By twos: where another thread shares the core, what limits is the number of instructions. */
 #pragma GCC unroll 2
-    for (int64_t count = t->count; count > 0; count--, x += item_step(by_pairs), panel += PANEL) {
+    for (int64_t count = t->count; count > 0; count--, x += item_step(dtype), panel += PANEL) {
 #pragma GCC unroll 4
         for (int line = 0; line < lines; line++, ahead += CACHE_LINE)
             if (is_near)
                 __builtin_prefetch(ahead, 0, 3);
             else
                 __builtin_prefetch(ahead, 0, 2);
-        add_products(sums, x, x_stride, panel, rows, by_pairs);
+        add_products(sums, x, x_stride, panel, rows, dtype);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -137,26 +173,28 @@ INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int
             waiting[r][v] = sums[r][v];
 }
 
-INLINE void multiply_items(Sums sums, const Tile *t, const int rows, const int by_pairs)
+INLINE void multiply_items(Sums sums, const Tile *t, const int rows, const int dtype)
 {
     if (!t->lines)
-        multiply_tile(sums, t, rows, 0, 0, by_pairs);
+        multiply_tile(sums, t, rows, 0, 0, dtype);
     else if (t->is_near)
-        multiply_tile(sums, t, rows, PANEL_LINES, 1, by_pairs);
+        multiply_tile(sums, t, rows, PANEL_LINES, 1, dtype);
     else if (t->lines == 1)
-        multiply_tile(sums, t, rows, 1, 0, by_pairs);
+        multiply_tile(sums, t, rows, 1, 0, dtype);
     else
-        multiply_tile(sums, t, rows, 2, 0, by_pairs);
+        multiply_tile(sums, t, rows, 2, 0, dtype);
 }
 
 /* Functions of their own, so that nothing else wants the registers that the loop needs. */
 #define DEFINE_TILE(rows)                                                            \
     static __attribute__((noinline)) void multiply_##rows(Sums sums, const Tile *t)  \
     {                                                                                \
-        if (t->by_pairs)                                                             \
-            multiply_items(sums, t, rows, 1);                                        \
+        if (t->dtype == FLOAT32)                                                     \
+            multiply_items(sums, t, rows, FLOAT32);                                  \
+        else if (t->dtype == BFLOAT16)                                               \
+            multiply_items(sums, t, rows, BFLOAT16);                                 \
         else                                                                         \
-            multiply_items(sums, t, rows, 0);                                        \
+            multiply_items(sums, t, rows, FLOAT16);                                  \
     }
 
 DEFINE_TILE(1)
@@ -212,7 +250,7 @@ INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel,
     const float *weight = p->weight + panel * p->items * PANEL;
     const Tile tile = {.x = p->x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = p->items,
                        .ahead = (const char *)weight + NEAR, .lines = wants_hints() ? PANEL_LINES : 0,
-                       .is_first = 1, .is_near = 1, .by_pairs = dtype == BFLOAT16};
+                       .is_first = 1, .is_near = 1, .dtype = dtype};
     Sums sums;
     MULTIPLY[rows - 1](sums, &tile);
     store_sums(p, sums, row, rows, panel, dtype, parts);
@@ -235,7 +273,7 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
         const int64_t begin = chunk * p->items / num_chunks, items = (chunk + 1) * p->items / num_chunks - begin;
         const float *weight = p->weight + (panel * p->items + begin) * PANEL;
-        const char *x = p->x + first * p->x_stride + begin * item_step(dtype == BFLOAT16);
+        const char *x = p->x + first * p->x_stride + begin * item_step(dtype);
         const char *next = (const char *)(weight + items * PANEL);
         const int is_last = chunk == num_chunks - 1, fetches = !is_last || first + count == p->rows;
         for (int64_t turn = 0; turn < num_tiles; turn++) {
@@ -244,7 +282,7 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
             const Tile tile = {.x = x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = items,
                                .ahead = next + share * lines * items * CACHE_LINE,
                                .lines = fetches && share >= 0 ? lines : 0,
-                               .is_first = chunk == 0, .by_pairs = dtype == BFLOAT16};
+                               .is_first = chunk == 0, .dtype = dtype};
             MULTIPLY[rows - 1](sums + row, &tile);
             if (is_last)
                 store_sums(p, sums + row, first + row, rows, panel, dtype, parts);
@@ -265,29 +303,25 @@ static void run_task(const Linear *p, int64_t task, int64_t num_groups, int64_t 
 {
     const int64_t panel = task / num_groups, group = task % num_groups;
     const int64_t first = group * p->rows / num_groups, count = (group + 1) * p->rows / num_groups - first;
-    if (dtype == BFLOAT16 && parts == 2)
-        run_rows(p, first, count, panel, BFLOAT16, 2);
-    else if (dtype == BFLOAT16)
-        run_rows(p, first, count, panel, BFLOAT16, 1);
-    else if (parts == 2)
-        run_rows(p, first, count, panel, FLOAT32, 2);
+    if (parts == 2)
+        FOR_DTYPE(run_rows(p, first, count, panel, TYPE, 2))
     else
-        run_rows(p, first, count, panel, FLOAT32, 1);
+        FOR_DTYPE(run_rows(p, first, count, panel, TYPE, 1))
 }
 
 /* widened (rows, stride) = rows of x, which are x_stride bytes apart, in float32; a stride is a multiple of VW. */
 static void widen_rows(const char *x, int64_t x_stride, float *widened, int64_t rows, int64_t stride, int64_t count,
-                       int64_t num_threads)
+                       int dtype, int64_t num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows > TILE_ROWS)
     for (int64_t row = 0; row < rows; row++)
-        widen_row(widened + row * stride, x + row * x_stride, count, BFLOAT16);
+        widen_row(widened + row * stride, x + row * x_stride, count, dtype);
 }
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  Of two parts, as SwiGLU's
    kernel would make it of that, out (rows, out_size / 2).  widened has room for rows of 2 * items float32, up to a
-   multiple of VW, where the processor does not multiply bfloat16; elsewhere it may be NULL.
+   multiple of VW, if `widens` the type; otherwise it may be NULL.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
    With more it is arithmetic that takes the time, and cores differ in speed from moment to moment: who is done first
@@ -296,9 +330,9 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
                   int64_t rows, int64_t out_size, int64_t items, int64_t parts, int64_t dtype, int64_t num_threads)
 {
     Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts};
-    if (dtype == BFLOAT16 && !MULTIPLIES_BFLOAT16) {
+    if (is_widened((int)dtype)) {
         const int64_t stride = (2 * items + VW - 1) / VW * VW;
-        widen_rows(x, p.x_stride, widened, rows, stride, 2 * items, num_threads);
+        widen_rows(x, p.x_stride, widened, rows, stride, 2 * items, (int)dtype, num_threads);
         p.x = (const char *)widened, p.x_stride = stride * sizeof(float);
     }
     const int64_t num_groups = (rows + GROUP - 1) / GROUP, num_tasks = count_panels(p.part_size, parts) * num_groups;
@@ -321,9 +355,21 @@ int play_packed_linear(const Word *a)
                          a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer);
 }
 
+/* One output's items of a panel, each of which is `lane` of the vector at `from`, as they were before they were packed. */
+static void unpack_items(const float *from, int64_t lane, float *out, int64_t items, int64_t dtype)
+{
+    for (int64_t i = 0; i < items; i++, from += PANEL)
+        if (dtype == FLOAT16) {
+            memcpy(out + i, (const uint16_t *)from + lane, 2);
+            memcpy((uint16_t *)(out + i) + 1, (const uint16_t *)from + VW + lane, 2);
+        } else {
+            memcpy(out + i, from + lane, sizeof(float));
+        }
+}
+
 /* out (num_ids, items) = rows of a packed weight, whose first is that of first_id; zeros for ids that it does not hold. */
 int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
-                 int64_t num_rows, int64_t num_threads)
+                 int64_t num_rows, int64_t dtype, int64_t num_threads)
 {
     const int is_parallel = num_threads > 1 && num_ids * items >= MIN_PARALLEL_PRODUCTS;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
@@ -333,9 +379,8 @@ int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t nu
             memset(out + n * items, 0, items * sizeof(float));
             continue;
         }
-        const float *from = packed + row / PANEL * PANEL * items + row % PANEL;
-        for (int64_t i = 0; i < items; i++)
-            memcpy(out + n * items + i, from + i * PANEL, sizeof(float));
+        const float *from = packed + row / PANEL * PANEL * items + row % PANEL / VW * VW;
+        unpack_items(from, row % VW, out + n * items, items, dtype);
     }
     return 0;
 }
@@ -343,5 +388,5 @@ int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t nu
 int play_embed_panels(const Word *a)
 {
     return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                        a[7].integer);
+                        a[7].integer, a[8].integer);
 }

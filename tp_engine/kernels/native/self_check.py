@@ -12,7 +12,7 @@ from tp_engine.kernels import activation, norm, rope
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.native.int8_rows import NativeInt8Rows
 from tp_engine.kernels.native.layout import DTYPE_CODES
-from tp_engine.kernels.native.linear import PackedWeight, few_rows_linear, fits_panels
+from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
 
@@ -70,12 +70,11 @@ def _linear(
     shapes = ((7, 86), (37, 86), (37,))
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
     expected = F.linear(x.double(), weight.double(), bias.double())
-    results = [("few_rows_linear", few_rows_linear(library, x, weight, bias), expected)]
-    if fits_panels(weight):
-        results.append(("packed_linear", PackedWeight(library, weight).product(x, bias), expected))
-        gated = PackedWeight(library, weight[:36], is_gated=True).product(x, bias[:36])
-        results.append(("gated packed_linear", gated, activation.silu_and_mul(expected[:, :36])))
-    return results
+    gated = PackedWeight(library, weight[:36], is_gated=True).product(x, bias[:36])
+    return [
+        ("packed_linear", PackedWeight(library, weight).product(x, bias), expected),
+        ("gated packed_linear", gated, activation.silu_and_mul(expected[:, :36])),
+    ]
 
 
 def _int8_rows(

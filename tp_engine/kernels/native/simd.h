@@ -106,19 +106,6 @@ INLINE vf max_of(vf x)
     return max_vector(x, SWAPPED(x, 1));
 }
 
-#if VW == 16
-#define LANES(lane) lane(0), lane(1), lane(2), lane(3)
-#elif VW == 8
-#define LANES(lane) lane(0), lane(1)
-#else
-#define LANES(lane) lane(0)
-#endif
-#define LOW_ITEMS(i) 4 * i, VW + 4 * i, 4 * i + 1, VW + 4 * i + 1
-#define HIGH_ITEMS(i) 4 * i + 2, VW + 4 * i + 2, 4 * i + 3, VW + 4 * i + 3
-#define LOW_PAIRS(i) 4 * i, 4 * i + 1, VW + 4 * i, VW + 4 * i + 1
-#define HIGH_PAIRS(i) 4 * i + 2, 4 * i + 3, VW + 4 * i + 2, VW + 4 * i + 3
-#define FOLD(a, b, low, high) (__builtin_shufflevector(a, b, LANES(low)) + __builtin_shufflevector(a, b, LANES(high)))
-
 /* The items of a, and of b, whose index has bit n clear (EVEN), or set (ODD), side by side as in a transposition. */
 #define FOUR_EVEN(i, n) ITEM_EVEN(i, n), ITEM_EVEN(i + 1, n), ITEM_EVEN(i + 2, n), ITEM_EVEN(i + 3, n)
 #define FOUR_ODD(i, n) ITEM_ODD(i, n), ITEM_ODD(i + 1, n), ITEM_ODD(i + 2, n), ITEM_ODD(i + 3, n)
@@ -145,24 +132,6 @@ INLINE void transpose(vf *rows)
 #endif
     _Pragma("GCC unroll 16") EXCHANGE_BLOCKS(rows, 2)
     _Pragma("GCC unroll 16") EXCHANGE_BLOCKS(rows, 1)
-}
-
-typedef float v4f __attribute__((vector_size(16)));
-typedef float v4f_memory __attribute__((vector_size(16), aligned(4), may_alias));
-
-/* The sums of four vectors, side by side. */
-INLINE v4f sums_of_four(vf a, vf b, vf c, vf d)
-{
-    const vf ab = FOLD(a, b, LOW_ITEMS, HIGH_ITEMS), cd = FOLD(c, d, LOW_ITEMS, HIGH_ITEMS);
-    const vf lanes = FOLD(ab, cd, LOW_PAIRS, HIGH_PAIRS);
-#if VW == 16
-    const v4f low = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11);
-    return low + (__builtin_shufflevector(lanes, lanes, 4, 5, 6, 7) + __builtin_shufflevector(lanes, lanes, 12, 13, 14, 15));
-#elif VW == 8
-    return __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7);
-#else
-    return (v4f)lanes;
-#endif
 }
 
 /* 2^f to float32's precision for -1/2 <= f <= 1/2: Cephes' polynomial. */
