@@ -28,6 +28,7 @@ SOURCES = (
     "heads.c",
     "int8_rows.c",
     "packed_linear.c",
+    "panels.c",
     "small_ops.c",
     "tape.c",
 )

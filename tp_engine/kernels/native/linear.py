@@ -1,4 +1,4 @@
-"""Products with a weight in panels (``packed_linear.c``)."""
+"""Products with a weight in panels (``panels.h``, ``packed_linear.c``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fits_panels(weight: torch.Tensor) -> bool:
 
 
 class PackedWeight:
-    """A weight (out, in) in the order that ``packed_linear.c`` reads.
+    """A weight (out, in) in the order of ``panels.h``.
 
     One that ``is_gated`` is gate and up, one above the other (out = 2 * size).
     """

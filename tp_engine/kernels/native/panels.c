@@ -1,0 +1,77 @@
+/* A weight becomes panels, and rows of it come out of them again. */
+
+#include "panels.h"
+#include "tape.h"
+
+int panel_width(void) { return PANEL; }
+
+/* Whether x of this type is widened. */
+int widens(int64_t dtype) { return is_widened((int)dtype); }
+
+/* Whether the processor multiplies bfloat16 by instructions that oneDNN uses and this file does not. */
+int has_bfloat16_matrices(void)
+{
+#if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* weight (out_size, items) -> packed (panels, items, PANEL). */
+int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t dtype,
+                int64_t num_threads)
+{
+    const int64_t part_size = out_size / parts, width = PANEL / parts, num_panels = count_panels(part_size, parts);
+#pragma omp parallel for schedule(static) num_threads((int)num_threads)
+    for (int64_t panel = 0; panel < num_panels; panel++)
+        for (int64_t o = 0; o < PANEL; o += VW)
+            for (int64_t i = 0; i < items; i += VW) {
+                float *to = packed + (panel * items + i) * PANEL + o;
+                const int64_t output = panel * width + o % width; /* of its part */
+                const float *from = weight + (o / width * part_size + output) * items;
+                vf rows[VW];
+                for (int j = 0; j < VW; j++)
+                    rows[j] = output + j < part_size ? load_some(from + j * items, i, items, FLOAT32) : splat(0);
+                transpose(rows);
+                for (int j = 0; j < smaller(VW, items - i); j++)
+                    store_packed(to + j * PANEL, rows[j], dtype);
+            }
+    return 0;
+}
+
+/* One output's items of a panel, each of which is `lane` of the vector at `from`, as they were before they were packed. */
+static void unpack_items(const float *from, int64_t lane, float *out, int64_t items, int64_t dtype)
+{
+    for (int64_t i = 0; i < items; i++, from += PANEL)
+        if (dtype == FLOAT16) {
+            memcpy(out + i, (const uint16_t *)from + lane, 2);
+            memcpy((uint16_t *)(out + i) + 1, (const uint16_t *)from + VW + lane, 2);
+        } else {
+            memcpy(out + i, from + lane, sizeof(float));
+        }
+}
+
+/* out (num_ids, items) = rows of a packed weight, whose first is that of first_id; zeros for ids that it does not hold. */
+int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
+                 int64_t num_rows, int64_t dtype, int64_t num_threads)
+{
+    const int is_parallel = num_threads > 1 && num_ids * items >= MIN_PARALLEL_PRODUCTS;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
+    for (int64_t n = 0; n < num_ids; n++) {
+        const int64_t row = ids[n] - first_id;
+        if (row < 0 || row >= num_rows) {
+            memset(out + n * items, 0, items * sizeof(float));
+            continue;
+        }
+        const float *from = packed + row / PANEL * PANEL * items + row % PANEL / VW * VW;
+        unpack_items(from, row % VW, out + n * items, items, dtype);
+    }
+    return 0;
+}
+
+int play_embed_panels(const Word *a)
+{
+    return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
+                        a[7].integer, a[8].integer);
+}
