@@ -120,7 +120,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def num_tokens(self) -> int:
         """Tokens scheduled in this step, over all rows."""
-        return len(self.decode_rows) + int(self.prefill_tokens.sum())
+        return len(self.decode_rows) + (int(self.prefill_tokens.sum()) if len(self.prefill_tokens) else 0)
 
     @property
     def sampled_rows(self) -> IntArray:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from tp_engine.plan import TokenLogprobs
 from tp_engine.sampling_params import SamplingParams
@@ -44,8 +46,7 @@ class EngineRequest:
         return self.params.structured_outputs is not None or bool(self.banned_words)
 
 
-@dataclass(slots=True, kw_only=True)
-class SequenceDelta:
+class SequenceDelta(msgspec.Struct, kw_only=True):
     """What one step added to one of a request's ``n`` sequences.
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id that ended it, if not an EOS.
@@ -60,15 +61,14 @@ class SequenceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     error: str | None = None
     ends_with_text: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, kw_only=True):
     """What one step added, in columns where one token is all: sequence ``indices[i]`` of ``request_ids[i]`` got
     ``token_ids[i]``.  Those with more to tell (a first token, log-probabilities, an end) are in ``deltas``.
 
@@ -76,10 +76,10 @@ class StepOutput:
     process that needs them.
     """
 
-    request_ids: list[str] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    deltas: list[SequenceDelta] = field(default_factory=list)
+    request_ids: list[str] = []
+    indices: list[int] = []
+    token_ids: list[int] = []
+    deltas: list[SequenceDelta] = []
 
     def __len__(self) -> int:
         return len(self.token_ids) + len(self.deltas)

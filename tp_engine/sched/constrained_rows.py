@@ -24,7 +24,7 @@ def with_masks(plan: StepPlan, rows: RowState, fill_masks: FillMasks) -> StepPla
     constrained: IntArray = sampled[rows.is_constrained[sampled]]
     if not len(constrained):
         return plan
-    constraints = [sequence.constraint for sequence in rows.occupants(constrained).sequences]
+    constraints = [sequence.constraint for sequence in rows.row_set(constrained).sequences]
     return structs.replace(plan, mask_rows=constrained, masks=fill_masks(constraints))
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 
-from tp_engine.plan import NO_IDS, NO_PAIRS, Admission, IntArray, StepPlan
+from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Phase, Sequence
 
 
-@dataclass(slots=True)
-class StepDraft:
+class StepDraft(msgspec.Struct):
     """What has been decided so far.  ``budget`` tokens may still be scheduled.
 
     ``may_preempt``: no step is in flight, so that nobody can be about to give blocks back by ending.  ``short``:
@@ -25,12 +23,12 @@ class StepDraft:
     may_preempt: bool = True
     short: bool = False
     stalled: bool = False
-    decode_rows: IntArray = field(default_factory=lambda: NO_IDS)
-    block_rows: IntArray = field(default_factory=lambda: NO_IDS)
-    block_ids: IntArray = field(default_factory=lambda: NO_IDS)
-    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    decode_rows: IntArray = NO_IDS
+    block_rows: IntArray = NO_IDS
+    block_ids: IntArray = NO_IDS
+    prefills: list[tuple[Sequence, int]] = []
+    admitted: list[Admission] = []
+    copies: list[tuple[int, int]] = []
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """New blocks of rows that have been in the batch before."""
@@ -57,16 +55,18 @@ class StepDraft:
         if len(self.decode_rows):
             rows.advance_decodes(self.decode_rows)
         if not self.prefills:
-            return self._plan(released, NO_IDS, NO_IDS, NO_IDS)
+            return self._plan(released, NO_IDS, NO_IDS, NO_FLAGS)
         prefill_rows = np.array([sequence.row for sequence, _ in self.prefills], dtype=np.int32)
         prefill_tokens = np.array([num_tokens for _, num_tokens in self.prefills], dtype=np.int32)
         rows.num_scheduled[prefill_rows] += prefill_tokens
         left = rows.num_tokens[prefill_rows] - rows.num_scheduled[prefill_rows]
         for position in np.flatnonzero(left == 0).tolist():
             rows.start_decoding(self.prefills[position][0])
-        return self._plan(released, prefill_rows, prefill_tokens, left.astype(np.int32))
+        return self._plan(released, prefill_rows, prefill_tokens, left == 0)
 
-    def _plan(self, released: list[int], prefill_rows: IntArray, prefill_tokens: IntArray, left: IntArray) -> StepPlan:
+    def _plan(
+        self, released: list[int], prefill_rows: IntArray, prefill_tokens: IntArray, samples: BoolArray
+    ) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
             released=np.array(released, dtype=np.int32) if released else NO_IDS,
@@ -77,5 +77,5 @@ class StepDraft:
             decode_rows=self.decode_rows,
             prefill_rows=prefill_rows,
             prefill_tokens=prefill_tokens,
-            prefill_samples=left == 0,
+            prefill_samples=samples,
         )

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+import msgspec
 
 from tp_engine.plan import IntArray, StepResult, TokenLogprobs
 from tp_engine.request import FinishReason, SequenceDelta, StepOutput
-from tp_engine.sched.occupants import Occupants
+from tp_engine.sched.row_set import RowSet
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.stop_check import Ending
 
 
-@dataclass(slots=True)
-class StepOutcome:
+class StepOutcome(msgspec.Struct, gc=False):
     """The new token of each of ``sequences``, in the step's batch order.
 
     ``endings`` and ``logprobs`` are by position, for those few that have one; ``first`` are the positions of the
     sequences that got their first token, ``dropped`` of those that end without the token that they got.
     """
 
-    occupants: Occupants
+    rows: RowSet
     token_ids: IntArray
-    endings: dict[int, Ending] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    first: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
+    endings: dict[int, Ending] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
+    first: list[int] = []
+    dropped: list[int] = []
 
     @property
     def sequences(self) -> list[Sequence]:
         """Who got a token."""
-        return self.occupants.sequences
+        return self.rows.sequences
 
     def output(self) -> StepOutput:
         """For the engine's caller.  To be called once: prompt logprobs go out with it."""
-        request_ids, indices = self.occupants.names
+        request_ids, indices = self.rows.names
         token_ids = self.token_ids.tolist()
-        special = {*self.endings, *self.logprobs, *self.first}
-        if not special:
+        if not (self.endings or self.logprobs or self.first):
             return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids)
+        special = {*self.endings, *self.logprobs, *self.first}
         plain = [position for position in range(len(token_ids)) if position not in special]
         return StepOutput(
             request_ids=[request_ids[position] for position in plain],

@@ -17,19 +17,16 @@ steps in flight.  One in ENDING has num_scheduled + 1 = max_tokens: nothing is l
 from __future__ import annotations
 
 import heapq
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import NO_IDS, BoolArray, IntArray
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.occupants import Occupants
+from tp_engine.sched.row_set import RowSet
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
 
 _VACANT_STEP = np.iinfo(np.int64).max
-
-IndexArray: TypeAlias = "npt.NDArray[np.intp]"
 
 
 class RowState:
@@ -44,6 +41,8 @@ class RowState:
         rows = limits.max_num_seqs
         # np.empty: memory of a row is touched when its tokens arrive.
         self.tokens: IntArray = np.empty((rows, limits.max_sequence_tokens), dtype=np.int32)
+        self._flat_tokens = self.tokens.reshape(-1)
+        self._first_tokens = np.arange(rows, dtype=np.int64) * limits.max_sequence_tokens
         self.block_table: IntArray = np.empty((rows, limits.max_blocks_per_row), dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.num_scheduled = np.zeros(rows, dtype=np.int64)
@@ -58,9 +57,7 @@ class RowState:
         self.num_running = 0
         self._vacant = list(range(rows))
         self._prefilling: dict[int, Sequence] = {}
-        self._decode_rows: IntArray | None = NO_IDS
-        self._decode_index: IndexArray = NO_IDS.astype(np.intp)
-        self._decode_occupants = Occupants([])
+        self._decoding: RowSet | None = None
         self._steps_to_end = 0
         self._steps_to_block_end = 0
         self.is_constrained = np.zeros(rows, dtype=np.bool_)
@@ -100,23 +97,24 @@ class RowState:
             self._end(sequence)
         else:
             self.phase[row] = sequence.phase = Phase.DECODE
-        self._decode_rows = None
+        self._decoding = None
 
     def advance_decodes(self, rows: IntArray) -> None:
         """One more token of each of ``rows``, which are in DECODE, is scheduled; those that reach their end are noted.
 
         While the same rows decode, ``_steps_to_end`` says for how many steps none of them can.
         """
-        self.num_scheduled[self._index_of(rows)] += 1
-        if rows is self._decode_rows:
+        chosen = self.row_set(rows)
+        self.num_scheduled[chosen.place] += 1
+        if chosen is self._decoding:
             self._steps_to_end -= 1
             self._steps_to_block_end -= 1
             if self._steps_to_end > 0:
                 return
-        ending = rows[self.num_scheduled[rows] + 1 >= self.max_tokens[rows]]
+        ending = rows[self.num_scheduled[chosen.place] + 1 >= self.max_tokens[chosen.place]]
         for sequence in self._look_up(ending):
             self._end(sequence)
-        self._decode_rows = None
+        self._decoding = None
 
     def _end(self, sequence: Sequence) -> None:
         self.phase[sequence.row] = sequence.phase = Phase.ENDING
@@ -127,26 +125,24 @@ class RowState:
 
         While the same rows decode, ``_steps_to_block_end`` says for how many steps none of them does.
         """
-        is_kept = rows is self._decode_rows
+        chosen = self.row_set(rows)
+        is_kept = chosen is self._decoding
         if is_kept and self._steps_to_block_end > 0:
             return NO_IDS
-        index = self._index_of(rows)
-        room = self.capacity[index] - self.num_scheduled[index]
-        least = int(room.min())
-        if least:
-            self._steps_to_block_end = least if is_kept else 0
-            return NO_IDS
+        room = self.capacity[chosen.place] - self.num_scheduled[chosen.place]
         needing: IntArray = rows[room == 0]
+        if not len(needing):
+            self._steps_to_block_end = int(room.min()) if is_kept else 0
         return needing
 
-    def append(self, rows: IntArray, token_ids: IntArray) -> npt.NDArray[np.int64]:
-        """Each of ``rows`` has one more token, and all before it are computed; how many each has now."""
-        index = self._index_of(rows)
-        lengths = self.num_tokens[index]
-        self.tokens[index, lengths] = token_ids
-        self.num_computed[index] = lengths
-        lengths += 1
-        self.num_tokens[index] = lengths
+    def append(self, chosen: RowSet, token_ids: IntArray) -> npt.NDArray[np.int64]:
+        """Each row of ``chosen`` has one more token, and all before it are computed; how many each has now."""
+        place = chosen.place
+        known = self.num_tokens[place]
+        self._flat_tokens[self._first_tokens[place] + known] = token_ids
+        self.num_computed[place] = known
+        lengths = known + 1
+        self.num_tokens[place] = lengths
         return lengths
 
     def vacate(self, sequence: Sequence, phase: Phase) -> None:
@@ -165,32 +161,36 @@ class RowState:
         self.num_blocks[row] = self.capacity[row] = 0
         self.num_tokens[row] = self.num_scheduled[row] = self.num_computed[row] = 0
         self._prefilling.pop(row, None)
-        self._decode_rows = None
+        self._decoding = None
         self.num_running -= 1
         heapq.heappush(self._vacant, row)
 
     def decode_rows(self) -> IntArray:
         """Rows in DECODE in rising order; the same array as long as none joins or leaves.  Not to be changed."""
-        if self._decode_rows is None:
-            self._decode_index = index = np.flatnonzero(self.phase == Phase.DECODE)
-            self._decode_rows = index.astype(np.int32)
-            self._decode_occupants = Occupants(self._look_up(self._decode_rows))
+        if self._decoding is None:
+            index = np.flatnonzero(self.phase == Phase.DECODE)
+            rows = index.astype(np.int32)
+            self._decoding = RowSet(rows, self._look_up(rows), is_rising=True)
             left = self.max_tokens[index] - 1 - self.num_scheduled[index]
             self._steps_to_end = int(left.min(initial=np.iinfo(np.int64).max))
             self._steps_to_block_end = 0
-        return self._decode_rows
+        return self._decoding.rows
 
     def prefilling(self) -> list[Sequence]:
         """Sequences in PREFILL, first in order first."""
+        if not self._prefilling:
+            return []
         return sorted(self._prefilling.values(), key=lambda sequence: sequence.key)
 
     def running(self) -> list[Sequence]:
         """All sequences that have a row, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
 
-    def occupants(self, rows: IntArray) -> Occupants:
-        """Who sits at ``rows``, which must be occupied."""
-        return self._decode_occupants if rows is self._decode_rows else Occupants(self._look_up(rows))
+    def row_set(self, rows: IntArray) -> RowSet:
+        """``rows``, which must be occupied; the set of those that decode is kept as long as they are the same."""
+        if self._decoding is not None and rows is self._decoding.rows:
+            return self._decoding
+        return RowSet(rows, self._look_up(rows))
 
     def awaits_token(self, rows: IntArray) -> BoolArray:
         """Which of ``rows``, in DECODE, have a grammar and a token that is not known yet, on which the next depends."""
@@ -220,12 +220,8 @@ class RowState:
             assert scheduled < known if s.phase is Phase.PREFILL else scheduled >= known - 1
             assert (scheduled + 1 >= self.max_tokens[s.row]) == (s.phase is Phase.ENDING) or s.phase is Phase.PREFILL
         assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is Phase.DECODE]
-        assert self.occupants(self.decode_rows()).sequences == [s for s in occupied if s.phase is Phase.DECODE]
+        assert self.row_set(self.decode_rows()).sequences == [s for s in occupied if s.phase is Phase.DECODE]
         assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]
-
-    def _index_of(self, rows: IntArray) -> IndexArray:
-        """``rows`` as the type of index that numpy uses as it is: others it converts each time it meets them."""
-        return self._decode_index if rows is self._decode_rows else rows.astype(np.intp)
 
     def _look_up(self, rows: IntArray) -> list[Sequence]:
         found = [self.sequences[row] for row in rows.tolist()]

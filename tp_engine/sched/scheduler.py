@@ -133,7 +133,7 @@ class Scheduler:
         if draft.stalled:
             return None
         self._builder.schedule_prefills(draft)
-        if not draft.short:
+        if self._batch.waiting and not draft.short:
             self._admitter.admit(draft)
         plan = draft.advance(self._batch.rows, self._batch.released)
         if plan is not None:
@@ -229,14 +229,15 @@ class Scheduler:
         confirmed = plan.prefill_rows[living]
         rows.num_computed[confirmed] += plan.prefill_tokens[living]
         if result.prompt_logprobs:
-            sequences = rows.occupants(confirmed).sequences
+            sequences = rows.row_set(confirmed).sequences
             collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
 
     def _append(self, plan: StepPlan, sampled: IntArray, token_ids: IntArray) -> StepOutcome:
         """Each sampled row has one more token; some got their first one, some end."""
         rows = self._batch.rows
-        outcome = StepOutcome(rows.occupants(sampled), token_ids)
-        lengths = rows.append(sampled, token_ids)
+        chosen = rows.row_set(sampled)
+        outcome = StepOutcome(chosen, token_ids)
+        lengths = rows.append(chosen, token_ids)
         for position in range(self._num_living_decodes(plan, sampled), len(sampled)):
             sequence = outcome.sequences[position]
             if not sequence.emitted:

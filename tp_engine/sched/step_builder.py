@@ -32,18 +32,26 @@ class StepBuilder:
         if len(rows) == 0:
             return
         crossing = self._rows.at_block_end(rows)
-        while len(crossing) > self._blocks.num_available:
-            if not draft.may_preempt:
-                draft.stalled = True
-                return
-            self._batch.preempt(self._batch.victim())
-            draft.short = True
-            rows = rows[self._rows.phase[rows] == Phase.DECODE]
-            crossing = self._rows.at_block_end(rows) if len(rows) else NO_IDS
+        if len(crossing):
+            rows, crossing = self._make_room(draft, rows, crossing)
+        if draft.stalled:
+            return
         if len(crossing):
             draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
         draft.decode_rows = rows
         draft.budget -= len(rows)
+
+    def _make_room(self, draft: StepDraft, rows: IntArray, crossing: IntArray) -> tuple[IntArray, IntArray]:
+        """``rows`` and those of them that need a block, without those that had to give way."""
+        while len(crossing) > self._blocks.num_available:
+            if not draft.may_preempt:
+                draft.stalled = True
+                break
+            self._batch.preempt(self._batch.victim())
+            draft.short = True
+            rows = rows[self._rows.phase[rows] == Phase.DECODE]
+            crossing = self._rows.at_block_end(rows) if len(rows) else NO_IDS
+        return rows, crossing
 
     def _without_waiting_for_tokens(self, draft: StepDraft) -> IntArray:
         """The rows in DECODE but those whose grammar must see a token first that a step in flight computes.
@@ -89,5 +97,5 @@ class StepBuilder:
         return True
 
     def _first_in_order(self, rows: IntArray, count: int) -> IntArray:
-        chosen = sorted(self._rows.occupants(rows).sequences, key=lambda sequence: sequence.key)[:count]
+        chosen = sorted(self._rows.row_set(rows).sequences, key=lambda sequence: sequence.key)[:count]
         return np.array(sorted(sequence.row for sequence in chosen), dtype=np.int32)

@@ -90,7 +90,8 @@ class InputBatch:
 
     def apply(self, plan: StepPlan) -> None:
         """Released rows first, then admissions, then new blocks (plan.py)."""
-        self._num_blocks[plan.released] = 0
+        if len(plan.released):
+            self._num_blocks[plan.released] = 0
         for admission in plan.admitted:
             self._admit(admission)
         if len(plan.block_rows):
