@@ -20,6 +20,9 @@ Why this is right, on x86-64 and on ARM alike.  ``free[i]`` starts at K, ``fille
 * Writer, for piece ``s``:  wait ``free[i]`` for every i;  write slot ``s mod K``;  post ``filled[i]`` for every i.
 * Reader i, for piece ``s``:  wait ``filled[i]``;  copy slot ``s mod K``;  post ``free[i]``.
 
+The writer takes ``free[i]`` for the next piece as soon as it has sent one, from those that have room already: what it
+takes early it need not take while readers wait.
+
 *No overwriting.*  After its wait for piece ``s`` the writer has taken ``s + 1`` from ``free[i]``; K were there at the
 start, so reader i has posted at least ``s + 1 - K`` times: it has copied piece ``s - K``, the last one in this slot.
 *No early reading.*  After its wait for piece ``s`` reader i has taken ``s + 1`` from ``filled[i]``, which started at 0:
@@ -128,6 +131,7 @@ class RingWriter:
         self.name, self._memory = self._segment.address, self._segment.memory
         self._readers = [_Reader(self._memory, index) for index in range(num_readers)]
         self._missing = list(self._readers)
+        self._awaited = list(self._readers)  # whose ``free`` is not yet taken for the next piece
         for reader in self._readers:
             reader.attached.initialise(0)
             reader.free.initialise(num_slots)
@@ -192,12 +196,9 @@ class RingWriter:
         if self._failure is not None or self._spin_s == 0.0:
             return
         try:
-            with_room = [reader for reader in self._readers if reader.free.try_wait()]
-            if len(with_room) == len(self._readers):
+            self._take_room()
+            if not self._awaited:
                 self._fill_slot(b"", _CALL)
-            else:
-                for reader in with_room:
-                    reader.free.post()
         except BaseException as failure:
             self._failure = failure
             raise
@@ -209,11 +210,16 @@ class RingWriter:
         self._write_piece(view[last:], _LAST, timeout_s)
 
     def _write_piece(self, piece: _Bytes, kind: int, timeout_s: float) -> None:
-        for reader in self._readers:
-            if not reader.free.try_wait():
-                what = "did not make room in its ring for a step plan"
-                _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
+        if self._awaited:
+            self._take_room()
+        for reader in self._awaited:
+            what = "did not make room in its ring for a step plan"
+            _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)
         self._fill_slot(piece, kind)
+
+    def _take_room(self) -> None:
+        """Take room for the next piece from those who have some now."""
+        self._awaited = [reader for reader in self._awaited if not reader.free.try_wait()]
 
     def _fill_slot(self, piece: _Bytes, kind: int) -> None:
         """Put the next piece into its slot, where all readers have room, and tell them."""
@@ -224,6 +230,8 @@ class RingWriter:
         self._num_pieces += 1
         for reader in self._readers:
             reader.filled.post()
+        self._awaited = self._readers
+        self._take_room()
 
     def close(self) -> None:
         """Stop sharing and unmap; safe to call twice, but not while another thread is in a call of this ring."""

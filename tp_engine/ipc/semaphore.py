@@ -83,8 +83,9 @@ class Semaphore:
         now = time.monotonic()
         deadline = now + timeout_s
         spin_until = now + min(spin_s, timeout_s)
+        try_wait, address = _quick.sem_trywait, self._address
         while time.monotonic() < spin_until:
-            if self.try_wait():
+            if try_wait(address) == 0:
                 return True
         return self._block(deadline)
 
