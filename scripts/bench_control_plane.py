@@ -9,8 +9,8 @@ stop checks on):
 
 A *decode* step runs one token of each row.  A *mixed* step also admits 32 prompts of 512 tokens, whole.  Readers are
 processes and are either blocked when a step begins, or spin; tp_engine's rank 0 calls blocked ones before it schedules,
-which counts as scheduling.  Times are microseconds on CLOCK_MONOTONIC;
-``publish_to_decoded`` is from before rank 0 encodes until the last reader holds the decoded step.
+which counts as scheduling.  Times are microseconds on CLOCK_MONOTONIC; ``publish_to_decoded`` is from before rank 0
+encodes until the last reader holds the decoded step, ``encoded_to_decoded`` the same without what encoding takes.
 Ends with one JSON line.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.control.readers import Times, Turn, allows_realtime, run_steps
 from benchmarks.control.vllm_process import VllmProcess
 from benchmarks.machine import processor_name
 
-PHASES = ("admit", "schedule", "encode", "decode", "publish_to_decoded", "update")
+PHASES = ("admit", "schedule", "encode", "decode", "publish_to_decoded", "encoded_to_decoded", "update")
 SPIN_S = 0.1
 STEPS_PER_TURN = {"decode": 50, "mixed": 5}
 
@@ -63,6 +63,7 @@ def figures(times: Times) -> dict[str, float]:
     phases = {name: np.array(taken) for name, taken in times.phases.items()}
     phases["schedule_and_update"] = phases["schedule"] + phases["update"]
     phases["encode_and_decode"] = phases["encode"] + phases["decode"]
+    phases["encoded_to_decoded"] = phases["publish_to_decoded"] - phases["encode"]
     phases["total"] = phases["schedule_and_update"] + phases["publish_to_decoded"]
     percentiles = {
         f"{name}_p{percent}_us": round(float(np.percentile(values, percent)), 1)
