@@ -1,17 +1,13 @@
-"""Batch jobs from end to end, with an engine without a model."""
+"""What batch jobs answer, refuse, and leave undone."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
-import multiprocessing
 import os
-import random
 import sys
-import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,83 +15,16 @@ import pytest
 
 import tp_engine
 from tests.e2e.batch_fake import FakeLLM
-from tests.e2e.frontend import INFO, wait_until
+from tests.e2e.frontend import INFO
 from tests.fake_engine import FakeEngine
+from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, completion, results_of, run
 from tp_engine.api.batch_job import batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.run import run_job
-from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.request import FinishReason
 from tp_engine.server.batch import exit_code
-
-NUM_LINES = 40
-ENGINE = EngineConfig(device="cpu", max_num_seqs=4)
-
-
-@pytest.fixture(autouse=True)
-def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
-    """The engine of the next job; a job after it gets a fresh one."""
-    first = FakeLLM()
-    unused = [first]
-    monkeypatch.setattr(batch_run, "LLM", lambda **_: unused.pop() if unused else FakeLLM())
-    return first
-
-
-def completion(custom_id: Any, prompt: Any, **fields: Any) -> str:
-    body = {"prompt": prompt, "max_tokens": 50, **fields}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
-
-
-def run(source: Path, target: Path | str, stop: Callable[[], bool] = lambda: False, **options: Any) -> BatchSummary:
-    return run_job(ENGINE, BatchConfig(input_file=str(source), output_file=str(target), **options), stop_requested=stop)
-
-
-def results_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """Good lines of different lengths, with bad ones among them."""
-    lines = [completion(f"id-{number}", "x" + "ab" * (number % 7)) for number in range(NUM_LINES)]
-    lines[5] = "not json"
-    lines[9] = completion("id-3", "twice")
-    lines[11] = completion("id-11", "x", temperature=-1)
-    lines[13] = completion("id-13", ["one", "two two"], n=2, stop=[" "])
-    lines[17] = completion("id-17", "x" * 2000)
-    lines[20] = completion("id-20", "x", model="gpt-4o")
-    path = tmp_path / "in.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-ERRORS = {
-    6: "invalid_json_line",
-    10: "duplicate_custom_id",
-    12: None,
-    18: "context_length_exceeded",
-    21: "model_not_found",
-}
-
-
-def check_all_there(*paths: Path) -> None:
-    """Every line has exactly one result, and the right one."""
-    written = [result for path in paths for result in results_of(path)]
-    results = {int(result["id"].removeprefix("batch_req_")): result for result in written}
-    assert len(results) == len(written) == NUM_LINES
-    assert {number: result["error"]["code"] for number, result in results.items() if result["error"]} == ERRORS
-    assert results[6]["response"] is None and results[12]["response"]["status_code"] == 400
-    assert "of line 4" in results[10]["error"]["message"]
-    for number in range(NUM_LINES):
-        result = results[number + 1]
-        if number + 1 not in (*ERRORS, 14):
-            assert result["custom_id"] == f"id-{number}" and result["response"]["status_code"] == 200
-            text = result["response"]["body"]["choices"][0]["text"]
-            assert text == ("x" + "ab" * (number % 7) if number % 7 else "x" * 50)
-    choices = results[14]["response"]["body"]["choices"]
-    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
 
 
 def test_every_line_gets_its_result(
@@ -287,58 +216,6 @@ def test_a_large_file_takes_little_memory(tmp_path: Path, order: str) -> None:
     assert peak_bytes < 2_500_000
 
 
-def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> multiprocessing.Process:
-    """The job in a forked process, slow enough to be killed at any moment."""
-
-    def job() -> None:
-        batch_run.LLM = lambda **_: FakeLLM(step_delay_s=0.001)  # type: ignore[misc, assignment, return-value]
-        run(source, target, progress_bar=False, **options)
-
-    process = multiprocessing.get_context("fork").Process(target=job)
-    process.start()
-    return process
-
-
-def kill_after(process: multiprocessing.Process, target: Path, num_lines: int, delay_s: float) -> bool:
-    """kill -9 a moment after ``target`` has so many lines; False if the process had ended by then."""
-    try:
-        wait_until(lambda: not process.is_alive() or target.read_bytes().count(b"\n") >= num_lines, "results")
-        time.sleep(delay_s)
-        return process.is_alive()
-    finally:
-        process.kill()
-        process.join(10)
-
-
-@pytest.mark.parametrize(("order", "seed"), [("finished", 1), ("finished", 2), ("input", 3), ("input", 4)])
-def test_jobs_that_are_killed_again_and_again(source: Path, tmp_path: Path, order: str, seed: int) -> None:
-    """Oracle: after kill -9 at random moments every line has one result in the end, and the right one."""
-    rng, target, options = random.Random(seed), tmp_path / "out.jsonl", {"output_order": order, "max_in_flight": 4}
-    target.touch()
-    num_killed = 0
-    for _ in range(6):
-        wanted = target.read_bytes().count(b"\n") + rng.randrange(10)
-        num_killed += kill_after(in_a_child(source, target, options), target, wanted, rng.uniform(0.0, 0.01))
-        with target.open("ab") as torn:
-            torn.write(b'{"id":"batch_req_7","custom_id":"id-6","resp'[: rng.choice((0, rng.randrange(40)))])
-    summary = run(source, target, **options)
-    check_all_there(target)
-    assert num_killed > 0 and summary.num_earlier > 0
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_an_output_that_was_cut_anywhere_is_completed(source: Path, tmp_path: Path, seed: int) -> None:
-    """Oracle: whole lines are kept and count, the rest is run; the next run finds nothing to do."""
-    rng, target = random.Random(seed), tmp_path / "out.jsonl"
-    run(source, target, output_order=rng.choice(["input", "finished"]))
-    kept = target.read_bytes()[: rng.randrange(target.stat().st_size)]
-    target.write_bytes(kept)
-    summary = run(source, target, output_order=rng.choice(["input", "finished"]))
-    assert summary.num_earlier == kept.count(b"\n")
-    check_all_there(target)
-    assert run(source, target).num_earlier == NUM_LINES
-
-
 @pytest.mark.parametrize(("text", "num_lines"), [("", 0), ("\n\n", 0), ("{\n[]", 2)])
 def test_files_without_a_request(tmp_path: Path, text: str, num_lines: int) -> None:
     """Oracle: the number of lines that are not blank, each with its error."""
@@ -346,42 +223,6 @@ def test_files_without_a_request(tmp_path: Path, text: str, num_lines: int) -> N
     summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert (summary.status, summary.num_lines, summary.num_failed) == ("completed", num_lines, num_lines)
     assert len(results_of(tmp_path / "out.jsonl")) == num_lines
-
-
-def test_an_interrupted_job_says_so_and_is_resumed(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
-    """Oracle: the results so far are whole lines; the rest comes with the next run of a fresh engine."""
-    target = tmp_path / "out.jsonl"
-    summary = run(source, target, stop=lambda: llm.engine.num_steps >= 30)
-    num_results = len(results_of(target))
-    assert 0 < num_results < NUM_LINES and summary.num_remaining == NUM_LINES - num_results
-    assert (summary.status, exit_code(summary)) == (BatchStatus.STOPPED, 1)
-    assert "run the same command" in summary.as_text()
-    assert run(source, target).num_earlier == num_results
-    check_all_there(target)
-
-
-def test_an_engine_that_fails_leaves_what_was_done(
-    llm: FakeLLM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the engine's error comes out; the summary tells of it; the next run goes on."""
-    finish, num_ended = FakeEngine.step, 0
-
-    def step(engine: FakeEngine) -> Any:
-        nonlocal num_ended
-        if num_ended >= 10:
-            num_ended, engine.fail_at_step = 0, engine.num_steps + 1
-        output = finish(engine)
-        num_ended += sum(delta.finish_reason is not None for delta in output.deltas)
-        return output
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="told to fail"):
-        patched.setattr(FakeEngine, "step", step)
-        run(source, tmp_path / "out.jsonl", summary_file=str(tmp_path / "summary.json"))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "told to fail" in summary["error"]
-    assert 0 < summary["num_succeeded"] == len(results_of(tmp_path / "out.jsonl")) - summary["num_failed"]
-    run(source, tmp_path / "out.jsonl")
-    check_all_there(tmp_path / "out.jsonl")
 
 
 def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,17 +263,6 @@ def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, mo
     codes = [results[name]["error"]["code"] for name in ("nan", "fits", "bug")]
     assert codes == ["generation_failed", "context_length_exceeded", "internal_error"]
     assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
-
-
-def test_changed_inputs(source: Path, tmp_path: Path) -> None:
-    """Oracle: lines are known by their custom_id: in another order nothing is run again, new lines are run."""
-    target = tmp_path / "out.jsonl"
-    lines = [completion(f"id-{number}", "ab") for number in range(6)]
-    source.write_text("\n".join(lines))
-    run(source, target)
-    source.write_text("\n".join([completion("new", "ab"), *reversed(lines[1:])]))
-    summary = run(source, target)
-    assert (summary.num_lines, summary.num_earlier, len(results_of(target))) == (6, 5, 7)
 
 
 def test_standard_streams(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

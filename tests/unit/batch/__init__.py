@@ -1,0 +1,1 @@
+"""Batch jobs from end to end, with an engine without a model."""

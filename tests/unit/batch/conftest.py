@@ -1,0 +1,35 @@
+"""The engine and the input of these jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.batch_fake import FakeLLM
+from tests.unit.batch.jobs import NUM_LINES, completion
+from tp_engine.api.batch_job import batch_run
+
+
+@pytest.fixture(autouse=True)
+def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    """The engine of the next job; a job after it gets a fresh one."""
+    first = FakeLLM()
+    unused = [first]
+    monkeypatch.setattr(batch_run, "LLM", lambda **_: unused.pop() if unused else FakeLLM())
+    return first
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Good lines of different lengths, with bad ones among them."""
+    lines = [completion(f"id-{number}", "x" + "ab" * (number % 7)) for number in range(NUM_LINES)]
+    lines[5] = "not json"
+    lines[9] = completion("id-3", "twice")
+    lines[11] = completion("id-11", "x", temperature=-1)
+    lines[13] = completion("id-13", ["one", "two two"], n=2, stop=[" "])
+    lines[17] = completion("id-17", "x" * 2000)
+    lines[20] = completion("id-20", "x", model="gpt-4o")
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
