@@ -12,7 +12,7 @@ from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.ipc.plan_codec import encode_plan
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.ipc.segment import open_segment
-from tp_engine.plan import Admission, RowSampling, StepPlan
+from tp_engine.plan import NO_IDS, Admission, RowSampling, StepPlan
 
 TIMEOUT_S = 5.0
 
@@ -47,6 +47,31 @@ def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: l
             received = subscriber.receive(TIMEOUT_S)
             assert received.step_id == step_id
             assert received.decode_rows.tolist() == [step_id, step_id + 1, step_id + 2]
+
+
+def test_rows_that_go_on_are_sent_once(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
+    """Oracle: bytes of a header alone, or of header and rows; a rank gets the very array of the step before."""
+    first, other = np.arange(10, dtype=np.int32), np.arange(10, dtype=np.int32)
+    seen = []
+    for step_id, rows in enumerate((first, first, first, other, other, NO_IDS, other), start=1):
+        publisher.publish(StepPlan(step_id=step_id, decode_rows=rows), TIMEOUT_S)
+        seen.append([subscriber.receive(TIMEOUT_S).decode_rows for subscriber in subscribers][1])
+        assert publisher.last_num_bytes == (56 if step_id in (2, 3, 5, 6) else 96)
+        assert np.array_equal(seen[-1], rows)
+    assert seen[0] is seen[1] is seen[2] is not seen[3] is seen[4]
+
+
+def test_a_lost_plan_is_seen_by_what_follows_it() -> None:
+    """Oracle: the rows of step 2, four, are nobody's who has read steps 1 and 3."""
+    ring = RingWriter(1)
+    subscriber = PlanSubscriber(ring.name, 0)
+    for data in (encode_plan(plan(1)), encode_plan(plan(3, num_rows=4), repeats_rows=True)):
+        ring.write(data, TIMEOUT_S)
+    subscriber.receive(TIMEOUT_S)
+    with pytest.raises(PlanError, match="step 2: step plan lost: step 3 repeats 4 rows, 3 were in the last one"):
+        subscriber.receive(TIMEOUT_S)
+    subscriber.close()
+    ring.close()
 
 
 def test_a_call_is_no_plan() -> None:

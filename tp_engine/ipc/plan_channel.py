@@ -10,7 +10,7 @@ from tp_engine.errors import PlanError
 from tp_engine.ipc.admission_codec import Buffer
 from tp_engine.ipc.plan_codec import decode_plan, encode_plan, plan_checksum
 from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter, WriterAlive
-from tp_engine.plan import StepPlan
+from tp_engine.plan import NO_IDS, StepPlan
 
 _REHEARSED_ROWS = 256
 
@@ -34,6 +34,7 @@ class PlanPublisher:
         self._ample_bytes = num_slots * slot_bytes // 2
         self.name = self._ring.name
         self._last: Buffer = b""
+        self._last_rows = NO_IDS
 
     @property
     def last_checksum(self) -> int:
@@ -66,9 +67,10 @@ class PlanPublisher:
 
         ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full.
         """
-        data = encode_plan(plan)
+        rows = plan.decode_rows
+        data = encode_plan(plan, repeats_rows=rows is self._last_rows)
         self._ring.write(data, timeout_s)
-        self._last = data
+        self._last, self._last_rows = data, rows
 
     def close(self) -> None:
         """Unmap the ring."""
@@ -94,8 +96,10 @@ class PlanSubscriber:
         self._has_alive = alive is not None
         self._expected_step_id = first_step_id
         self._last: Buffer = b""
+        self._last_rows = NO_IDS
         rows = np.arange(_REHEARSED_ROWS, dtype=np.int32)
-        self._rehearsal = encode_plan(StepPlan(step_id=0, decode_rows=rows))
+        rehearsed = StepPlan(step_id=0, block_rows=rows[:16], block_ids=rows[:16], decode_rows=rows)
+        self._rehearsal, self._rehearsed_rows = encode_plan(rehearsed, repeats_rows=True), rows
 
     @property
     def last_checksum(self) -> int:
@@ -116,14 +120,14 @@ class PlanSubscriber:
         assert self._has_alive or timeout_s < math.inf, "a wait needs a deadline or a way to see that rank 0 is gone"
         data = self._ring.read(timeout_s)
         try:
-            plan = decode_plan(data)
+            plan = decode_plan(data, self._last_rows)
         except PlanError as error:
             raise PlanError(f"step {self._expected_step_id}: {error}") from error
         if plan.step_id != self._expected_step_id:
             fault = "repeated" if plan.step_id < self._expected_step_id else "lost"
             raise PlanError(f"step plan {fault}: expected step {self._expected_step_id}, received step {plan.step_id}")
         self._expected_step_id += 1
-        self._last = data
+        self._last, self._last_rows = data, plan.decode_rows
         return plan
 
     def close(self) -> None:
@@ -132,4 +136,4 @@ class PlanSubscriber:
 
     def _rehearse(self) -> None:
         """Decode some plan while rank 0 makes the next one: what that takes is then in this core's caches."""
-        decode_plan(self._rehearsal)
+        decode_plan(self._rehearsal, self._rehearsed_rows)

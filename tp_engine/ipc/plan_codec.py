@@ -10,6 +10,8 @@
          | prefill_rows i32[P] | prefill_tokens i32[P] | prefill_samples u8[P] | zeros to a multiple of 8 |
          | masks, if bit 31 of control is set | admission 0 | admission 1 | ... | admission A-1 |
 
+    If bit 30 of control is set, decode_rows are not there: they are the D rows of the plan before.
+
     masks, from a multiple of 8 on: only in steps with a row that a grammar restricts
     0    | rows M u32 | words W u32 | mask_rows i32[M] | masks i32[M][W] | zeros to a multiple of 8 |
 
@@ -21,7 +23,8 @@
     104  | token_ids i32[T] | block_ids i32[K] | stop_token_ids i32[S] | bias_token_ids i32[E] |
          | allowed_token_ids i32[L] | bias_values f32[E] | zeros to a multiple of 8 |
 
-A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 1024 = 1208 bytes.
+A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 1024 = 1208 bytes, and 184 if the step
+before was of the same rows, as most are.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from tp_engine.ipc.mask_codec import decode_masks, encode_masks
 from tp_engine.plan import NO_IDS, NO_MASKS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 1
+VERSION = 2
 
 _HEADER = struct.Struct("<4sIQIIq6I")
 _UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of
@@ -60,10 +63,13 @@ _CHECKSUM_OFFSET = 8
 _SUMMED_FROM = _UNSUMMED.size
 _PADDING = bytes(ALIGNMENT // 2)  # behind an odd number of int32
 _HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
+_REPEATS_ROWS = 1 << 30
 
 
-def encode_plan(plan: StepPlan) -> bytes:
+def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes:
     """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
+
+    ``repeats_rows``: the plan before has the same ``decode_rows``, so these are left out.
 
     Almost all plans are of new blocks and decodes only.  For them nothing is called that is not needed: who encodes one
     comes from other work and finds little of this in its core's caches.
@@ -72,45 +78,49 @@ def encode_plan(plan: StepPlan) -> bytes:
     if not (rows.dtype is ids.dtype is decodes.dtype is INT):
         check_dtypes((rows, ids, decodes))
     assert len(rows) == len(ids), "a new block is a row and a block id"
-    control: int = plan.control
+    control, sent = int(plan.control), decodes
+    if repeats_rows:
+        control, sent = control | _REPEATS_ROWS, NO_IDS
     if plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows):
-        body, counts = _encode_any(plan)
+        body, counts = _encode_any(plan, sent)
         control |= _HAS_MASKS if len(plan.mask_rows) else 0
     else:
-        body, counts = rows.tobytes() + ids.tobytes() + decodes.tobytes(), (0, len(rows), 0, len(decodes), 0, 0)
-        if len(decodes) % 2:
-            body += _PADDING
+        body, counts = rows.tobytes() + ids.tobytes() if len(rows) else b"", (0, len(rows), 0, len(decodes), 0, 0)
+        if len(sent):
+            body += sent.tobytes() + _PADDING if len(sent) % 2 else sent.tobytes()
     summed = _SUMMED.pack(_HEADER.size + len(body), control, plan.step_id, *counts) + body
     return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
 
 
-def _encode_any(plan: StepPlan) -> tuple[bytes, tuple[int, ...]]:
-    """What follows the header of a plan that may have every section, and the header's counts."""
+def _encode_any(plan: StepPlan, sent: IntArray) -> tuple[bytes, tuple[int, ...]]:
+    """What follows the header of a plan that may have every section, with decode rows ``sent``; the header's counts."""
     ints = (
         plan.released,
         plan.block_rows,
         plan.block_ids,
         plan.copies,
-        plan.decode_rows,
+        sent,
         plan.prefill_rows,
         plan.prefill_tokens,
     )
     check_dtypes(ints)
-    released, blocks, _, copies, decodes, prefills, prefill_tokens = map(len, ints)
+    released, blocks, _, copies, num_sent, prefills, prefill_tokens = map(len, ints)
     assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
     assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
-    end = _samples_offset(released, blocks, copies, decodes, prefills) + prefills
+    end = _samples_offset(released, blocks, copies, num_sent, prefills) + prefills
     parts: list[Part] = [*ints, plan.prefill_samples, bytes(aligned(end) - end)]
     if len(plan.mask_rows):
         parts += encode_masks(plan.mask_rows, plan.masks)
     for admission in plan.admitted:
         parts += encode_admission(admission)
     body = b"".join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
-    return body, (released, blocks, copies, decodes, prefills, len(plan.admitted))
+    return body, (released, blocks, copies, len(plan.decode_rows), prefills, len(plan.admitted))
 
 
-def decode_plan(buffer: Buffer) -> StepPlan:
+def decode_plan(buffer: Buffer, last_rows: IntArray = NO_IDS) -> StepPlan:
     """The plan in ``buffer``; its arrays are views, so ``buffer`` must outlive it unchanged.
+
+    ``last_rows`` are the ``decode_rows`` of the plan before: this one's, as the same array, if it repeats them.
 
     ``PlanError`` for anything that ``encode_plan`` did not write, naming the field, what it must be and what it is.
     """
@@ -122,40 +132,47 @@ def decode_plan(buffer: Buffer) -> StepPlan:
     computed = xxhash.xxh3_64_intdigest(buffer[_SUMMED_FROM:])
     if magic != MAGIC or version != VERSION or total != size or checksum != computed:
         raise _fault(header, size, computed)
-    if released or copies or prefills or admitted or control:
-        return _decode_any(buffer, header)
-    num_ints = 2 * blocks + decodes
+    repeats_rows = control & _REPEATS_ROWS
+    if repeats_rows and decodes != len(last_rows):
+        raise PlanError(f"step plan lost: step {step_id} repeats {decodes} rows, {len(last_rows)} were in the last one")
+    if released or copies or prefills or admitted or control != repeats_rows:
+        return _decode_any(buffer, header, last_rows)
+    num_ints = 2 * blocks if repeats_rows else 2 * blocks + decodes
     if total != _HEADER.size + (num_ints + num_ints % 2) * INT.itemsize:
         check_end(aligned(_HEADER.size + num_ints * INT.itemsize), total)
+    if repeats_rows and not blocks:
+        return StepPlan(step_id=step_id, decode_rows=last_rows)
     ints: IntArray = np.frombuffer(buffer, INT, num_ints, _HEADER.size)
     return StepPlan(
         step_id=step_id,
         block_rows=ints[:blocks],
         block_ids=ints[blocks : 2 * blocks],
-        decode_rows=ints[2 * blocks :],
+        decode_rows=last_rows if repeats_rows else ints[2 * blocks :],
     )
 
 
-def _decode_any(buffer: Buffer, header: tuple[Any, ...]) -> StepPlan:
+def _decode_any(buffer: Buffer, header: tuple[Any, ...], last_rows: IntArray) -> StepPlan:
     """A plan that may have every section."""
     _, _, _, total, control, step_id, released, blocks, copies, decodes, prefills, num_admitted = header
-    samples_offset = _samples_offset(released, blocks, copies, decodes, prefills)
+    repeats_rows = control & _REPEATS_ROWS
+    num_sent = 0 if repeats_rows else decodes
+    samples_offset = _samples_offset(released, blocks, copies, num_sent, prefills)
     check_room("sections", samples_offset + prefills, total)
     offset, mask_rows, masks = aligned(samples_offset + prefills), NO_IDS, NO_MASKS
     if control & _HAS_MASKS:
         mask_rows, masks, offset = decode_masks(buffer, offset, total)
     admitted = decode_admissions(buffer, offset, num_admitted, total)
-    sizes = (released, blocks, blocks, 2 * copies, decodes, prefills, prefills)
+    sizes = (released, blocks, blocks, 2 * copies, num_sent, prefills, prefills)
     parts = split_ints(buffer, _HEADER.size, sizes)
     return StepPlan(
         step_id=step_id,
-        control=Control(control & ~_HAS_MASKS),
+        control=Control(control & ~(_HAS_MASKS | _REPEATS_ROWS)),
         released=parts[0],
         admitted=admitted,
         block_rows=parts[1],
         block_ids=parts[2],
         copies=parts[3].reshape(-1, 2),
-        decode_rows=parts[4],
+        decode_rows=last_rows if repeats_rows else parts[4],
         prefill_rows=parts[5],
         prefill_tokens=parts[6],
         prefill_samples=np.frombuffer(buffer, np.bool_, prefills, samples_offset),

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.control.readers import TIMEOUT_S, Readers, Receive
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.ipc.plan_codec import decode_plan, encode_plan
-from tp_engine.plan import StepPlan, StepResult
+from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
@@ -40,6 +40,8 @@ class PlanContender:
     def __init__(self, num_readers: int, num_rows: int, num_steps: int, *, spin_s: float | None) -> None:
         self._rng = np.random.default_rng(0)
         self._scheduler = Scheduler(_limits(num_rows, num_steps))
+        self._rows: IntArray = NO_IDS
+        self._repeats_rows = False
         self._new: list[str] = []
         self._prompts: list[list[int]] = []
         self._add(self._draw(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist()))
@@ -64,12 +66,13 @@ class PlanContender:
 
     def publish(self, step: StepPlan) -> None:
         self._publisher.publish(step, TIMEOUT_S)
+        self._repeats_rows, self._rows = step.decode_rows is self._rows, step.decode_rows
 
-    def encode(self, step: StepPlan) -> bytearray:
-        return encode_plan(step)
+    def encode(self, step: StepPlan) -> bytes:
+        return encode_plan(step, repeats_rows=self._repeats_rows)
 
-    def decode(self, data: bytearray) -> None:
-        decode_plan(data)
+    def decode(self, data: bytes) -> None:
+        decode_plan(data, self._rows)
 
     def sample(self, step: StepPlan) -> StepResult:
         tokens = self._rng.integers(0, VOCABULARY, len(step.sampled_rows), dtype=np.int32)
