@@ -210,8 +210,6 @@ class RingWriter:
         self._write_piece(view[last:], _LAST, timeout_s)
 
     def _write_piece(self, piece: _Bytes, kind: int, timeout_s: float) -> None:
-        if self._awaited:
-            self._take_room()
         for reader in self._awaited:
             what = "did not make room in its ring for a step plan"
             _wait_for(reader.rank, reader.free, what, timeout_s=timeout_s, spin_s=self._spin_s, alive=self._alive)

@@ -33,25 +33,23 @@ class StepBuilder:
             return
         crossing = self._rows.at_block_end(rows)
         if len(crossing):
-            rows, crossing = self._make_room(draft, rows, crossing)
-        if draft.stalled:
-            return
-        if len(crossing):
-            draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
+            rows = self._take_blocks(draft, rows, crossing)
         draft.decode_rows = rows
         draft.budget -= len(rows)
 
-    def _make_room(self, draft: StepDraft, rows: IntArray, crossing: IntArray) -> tuple[IntArray, IntArray]:
-        """``rows`` and those of them that need a block, without those that had to give way."""
+    def _take_blocks(self, draft: StepDraft, rows: IntArray, crossing: IntArray) -> IntArray:
+        """A block for each of ``crossing``; ``rows`` without those that had to give way, none if the step must wait."""
         while len(crossing) > self._blocks.num_available:
             if not draft.may_preempt:
                 draft.stalled = True
-                break
+                return NO_IDS
             self._batch.preempt(self._batch.victim())
             draft.short = True
             rows = rows[self._rows.phase[rows] == Phase.DECODE]
             crossing = self._rows.at_block_end(rows) if len(rows) else NO_IDS
-        return rows, crossing
+        if len(crossing):
+            draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
+        return rows
 
     def _without_waiting_for_tokens(self, draft: StepDraft) -> IntArray:
         """The rows in DECODE but those whose grammar must see a token first that a step in flight computes.
