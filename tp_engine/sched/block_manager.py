@@ -36,7 +36,7 @@ class Hits:
 
 
 class BlockManager:
-    """The one place where block tables change."""
+    """The one place where it is decided how block tables change."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowState) -> None:
         self.block_size = limits.block_size
@@ -103,14 +103,13 @@ class BlockManager:
 
     def grow_rows(self, rows: IntArray) -> IntArray:
         """One more block for each of ``rows`` (distinct), in order."""
-        taken = np.array(self._take(len(rows)), dtype=np.int32)
-        state, index = self._rows, rows.astype(np.intp)
-        counts = state.num_blocks[index]
-        state.block_table[index, counts] = taken
-        counts += 1
-        state.num_blocks[index] = counts
-        state.capacity[index] = counts * self.block_size
+        taken = self.take(len(rows))
+        self._rows.add_blocks(rows, taken)
         return taken
+
+    def take(self, count: int) -> IntArray:
+        """``count`` blocks, int32, that will be entered into tables."""
+        return np.array(self._take(count), dtype=np.int32)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Offer the full blocks of the sequence's first ``num_tokens`` tokens to the prefix cache.

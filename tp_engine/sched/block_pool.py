@@ -66,12 +66,12 @@ class BlockPool:
         if from_spare < count:
             taken += self._pop(self._kept, count - from_spare)
             self._num_kept -= count - from_spare
-        evicted: list[int] = []
+        ref_count, content = self._ref_count, self._content
         for block in taken:
-            self._ref_count[block] = 1
-            if self._content[block]:
-                self._content[block] = _NOTHING
-                evicted.append(block)
+            ref_count[block] = 1
+        evicted = [block for block in taken if content[block]]
+        for block in evicted:
+            content[block] = _NOTHING
         self.num_available -= count
         self.num_cached -= len(evicted)
         return taken, evicted
@@ -159,10 +159,11 @@ class BlockPool:
     def _pop(self, sentinel: int, count: int) -> list[int]:
         """The first ``count`` blocks of a queue, which leave it."""
         taken: list[int] = []
-        block = self._next[sentinel]
+        following = self._next
+        block = following[sentinel]
         for _ in range(count):
             taken.append(block)
-            block = self._next[block]
+            block = following[block]
         self._link(sentinel, block)
         return taken
 

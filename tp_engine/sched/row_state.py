@@ -21,7 +21,8 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import NO_IDS, BoolArray, IntArray
+from tp_engine.plan import BoolArray, IntArray
+from tp_engine.sched.decode_run import DecodeRun
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.row_set import RowSet
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
@@ -36,6 +37,9 @@ class RowState:
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
     ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING, ``num_constrained`` those whose
     occupant has a grammar (``is_constrained``).
+
+    ``run`` is the run of steps that the rows in DECODE are in.  Steps may be noted there; ``settle`` must come before
+    anything here that reads the arrays, or ends the run.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -58,9 +62,8 @@ class RowState:
         self.num_running = 0
         self._vacant = list(range(rows))
         self._prefilling: dict[int, Sequence] = {}
-        self._decoding: RowSet | None = None
-        self._steps_to_end = 0
-        self._steps_to_block_end = 0
+        self.run: DecodeRun | None = None
+        self._block_size = limits.block_size
         self.is_constrained = np.zeros(rows, dtype=np.bool_)
         self.num_constrained = 0
         self.num_departures = 0
@@ -98,51 +101,69 @@ class RowState:
             self._end(sequence)
         else:
             self.phase[row] = sequence.phase = Phase.DECODE
-        self._decoding = None
+        self._end_run()
 
     def advance_decodes(self, rows: IntArray) -> None:
-        """One more token of each of ``rows``, which are in DECODE, is scheduled; those that reach their end are noted.
-
-        While the same rows decode, ``_steps_to_end`` says for how many steps none of them can.
-        """
+        """One more token of each of ``rows``, which are in DECODE, is scheduled; some reach their end by that."""
         chosen = self.row_set(rows)
         self.num_scheduled[chosen.place] += _ONE
-        if chosen is self._decoding:
-            self._steps_to_end -= 1
-            self._steps_to_block_end -= 1
-            if self._steps_to_end > 0:
+        if self.run is not None and chosen is self.run.rows:
+            self.run.advance()
+            if self.run.num_steps_left > 0:
                 return
         ending = rows[self.num_scheduled[chosen.place] + 1 >= self.max_tokens[chosen.place]]
         for sequence in self._look_up(ending):
             self._end(sequence)
-        self._decoding = None
+        self._end_run()
 
     def _end(self, sequence: Sequence) -> None:
         self.phase[sequence.row] = sequence.phase = Phase.ENDING
         self.num_ending += 1
 
-    def at_block_end(self, rows: IntArray) -> IntArray:
-        """Those of ``rows`` whose next token needs a new block.
+    def _end_run(self) -> None:
+        assert self.run is None or not self.run.has_notes, "a run of decodes ends with steps that were not entered"
+        self.run = None
 
-        While the same rows decode, ``_steps_to_block_end`` says for how many steps none of them does.
-        """
-        chosen = self.row_set(rows)
-        is_kept = chosen is self._decoding
-        if is_kept and self._steps_to_block_end > 0:
-            return NO_IDS
-        room = self.capacity[chosen.place] - self.num_scheduled[chosen.place]
-        needing: IntArray = rows[room == 0]
-        if not len(needing):
-            self._steps_to_block_end = int(room.min()) if is_kept else 0
+    def at_block_end(self, rows: IntArray) -> IntArray:
+        """Those of ``rows`` whose next token needs a new block."""
+        if self.run is not None and rows is self.run.rows.rows:
+            return self.run.growing()
+        needing: IntArray = rows[self.capacity[rows] == self.num_scheduled[rows]]
         return needing
 
     def append(self, chosen: RowSet, token_ids: IntArray) -> npt.NDArray[np.int64]:
         """Each row of ``chosen`` has one more token, and all before it are computed; how many each has now."""
+        return self._append_steps(chosen, token_ids[None])
+
+    def add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
+        """Each of ``rows`` (distinct) has one more block at the end of its table."""
+        index = rows.astype(np.intp)
+        counts = self.num_blocks[index]
+        self.block_table[index, counts] = blocks
+        counts += 1
+        self.num_blocks[index] = counts
+        self.capacity[index] = counts * self._block_size
+
+    def settle(self) -> None:
+        """Enter what has been noted of the run."""
+        run = self.run
+        if run is None or not run.has_notes:
+            return
+        self.num_scheduled[run.rows.place] += run.num_planned
+        if run.grown_rows:
+            self.add_blocks(np.concatenate(run.grown_rows), np.concatenate(run.grown_blocks))
+        if run.num_results:
+            self._append_steps(run.rows, run.results[: run.num_results])
+        run.forget_notes()
+
+    def _append_steps(self, chosen: RowSet, results: IntArray) -> npt.NDArray[np.int64]:
+        """As ``append``, with the tokens of several steps, (steps, rows)."""
         place = chosen.place
         known = self.num_tokens[place]
-        self._flat_tokens[self._first_tokens[place] + known] = token_ids
-        self.num_computed[place] = known
-        lengths = known + _ONE
+        steps = np.arange(len(results))[:, None]
+        self._flat_tokens[self._first_tokens[place] + known + steps] = results
+        lengths = known + len(results)
+        self.num_computed[place] = lengths - _ONE
         self.num_tokens[place] = lengths
         return lengths
 
@@ -162,20 +183,31 @@ class RowState:
         self.num_blocks[row] = self.capacity[row] = 0
         self.num_tokens[row] = self.num_scheduled[row] = self.num_computed[row] = 0
         self._prefilling.pop(row, None)
-        self._decoding = None
+        self._end_run()
         self.num_running -= 1
         heapq.heappush(self._vacant, row)
 
     def decode_rows(self) -> IntArray:
         """Rows in DECODE in rising order; the same array as long as none joins or leaves.  Not to be changed."""
-        if self._decoding is None:
-            index = np.flatnonzero(self.phase == Phase.DECODE)
-            rows = index.astype(np.int32)
-            self._decoding = RowSet(rows, self._look_up(rows), is_rising=True)
-            left = self.max_tokens[index] - 1 - self.num_scheduled[index]
-            self._steps_to_end = int(left.min(initial=np.iinfo(np.int64).max))
-            self._steps_to_block_end = 0
-        return self._decoding.rows
+        if self.run is None:
+            self.run = self._begin_run()
+        return self.run.rows.rows
+
+    def _begin_run(self) -> DecodeRun:
+        index = np.flatnonzero(self.phase == Phase.DECODE)
+        rows = index.astype(np.int32)
+        scheduled = self.num_scheduled[index]
+        steps = self.max_tokens[index] - _ONE - scheduled
+        return DecodeRun(
+            RowSet(rows, self._look_up(rows), is_rising=True),
+            room=self.capacity[index] - scheduled,
+            num_steps=int(steps.min(initial=np.iinfo(np.int64).max)),
+            block_size=self._block_size,
+        )
+
+    @property
+    def num_prefilling(self) -> int:
+        return len(self._prefilling)
 
     def prefilling(self) -> list[Sequence]:
         """Sequences in PREFILL, first in order first."""
@@ -189,8 +221,8 @@ class RowState:
 
     def row_set(self, rows: IntArray) -> RowSet:
         """``rows``, which must be occupied; the set of those that decode is kept as long as they are the same."""
-        if self._decoding is not None and rows is self._decoding.rows:
-            return self._decoding
+        if self.run is not None and rows is self.run.rows.rows:
+            return self.run.rows
         return RowSet(rows, self._look_up(rows))
 
     def awaits_token(self, rows: IntArray) -> BoolArray:

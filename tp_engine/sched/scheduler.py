@@ -12,6 +12,10 @@ run ahead of results: each row of the next plan goes one token further, whatever
 turns out to have ended one step earlier has had one token too many computed, which is dropped.  Nobody is preempted
 while a result is outstanding, for it may end sequences and free their blocks.
 
+Most steps are *steady*: the rows of the step before go on decoding, and nothing else happens.  ``SteadySteps`` makes
+and takes these in a few operations, and leaves what nobody looks at meanwhile to be entered later; every other way
+into this class begins with ``RowState.settle``.
+
 Blocks filled by a prompt are published at once, because others wait for them; those filled by decoding when the
 sequence leaves its row, which keeps hashing out of the steady step.
 """
@@ -37,6 +41,7 @@ from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, aborted, collect_prompt_logprobs, slice_logprobs
 from tp_engine.sched.sequence import Phase, RequestGroup, Sequence
 from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_builder import StepBuilder
 from tp_engine.sched.stop_check import StopChecker, ending
 from tp_engine.sched.view import SchedulerView, ViewLimits, view_scheduler
@@ -55,6 +60,7 @@ class Scheduler:
         self._builder = StepBuilder(self._batch)
         self._admitter = Admitter(self._batch)
         self._stops = StopChecker()
+        self._steady = SteadySteps(self._batch, self._stops)
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
         self._num_compiling = 0
@@ -113,6 +119,7 @@ class Scheduler:
 
         One last record per unfinished sequence.
         """
+        self._batch.rows.settle()
         deltas: list[SequenceDelta] = []
         for request_id in request_ids:
             group = self._groups.get(request_id)
@@ -127,6 +134,17 @@ class Scheduler:
 
         Rows left meanwhile are released by the next plan.
         """
+        plan = self._steady.plan(self._step_id + 1)
+        if plan is None:
+            plan = self._plan_any()
+        if plan is not None:
+            self._step_id = plan.step_id
+            self._departures.append(self._batch.rows.num_departures)
+        return plan
+
+    def _plan_any(self) -> StepPlan | None:
+        rows = self._batch.rows
+        rows.settle()
         budget = self._limits.max_num_batched_tokens
         draft = StepDraft(self.next_step_id, budget, may_preempt=not self._departures)
         self._builder.schedule_decodes(draft)
@@ -135,14 +153,12 @@ class Scheduler:
         self._builder.schedule_prefills(draft)
         if self._batch.waiting and not draft.short:
             self._admitter.admit(draft)
-        plan = draft.advance(self._batch.rows, self._batch.released)
+        plan = draft.advance(rows, self._batch.released)
         if plan is not None:
-            self._step_id = plan.step_id
-            self._departures.append(self._batch.rows.num_departures)
             self._batch.released = []
-            if self._batch.rows.num_constrained:
+            if rows.num_constrained:
                 assert self._fill_masks is not None
-                plan = with_masks(plan, self._batch.rows, self._fill_masks)
+                plan = with_masks(plan, rows, self._fill_masks)
         return plan
 
     def skip_step(self) -> int:
@@ -157,8 +173,13 @@ class Scheduler:
         assert result.step_id == plan.step_id == expected, (
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
+        may_have_left = self._departures.popleft() != self._batch.rows.num_departures
+        output = self._steady.take(plan, result)
+        return self._take_any(plan, result, may_have_left) if output is None else output
+
+    def _take_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
         rows = self._batch.rows
-        may_have_left = self._departures.popleft() != rows.num_departures
+        rows.settle()
         sampled, token_ids = plan.decode_rows, result.token_ids
         positions: npt.NDArray[np.intp] | None = None
         if len(plan.prefill_rows):
@@ -177,6 +198,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
+        self._batch.rows.settle()
         pool, counters = self._batch.blocks.pool, self._batch.counters
         held_slots = pool.num_used * self._limits.block_size
         num_live = self._batch.rows.num_live_tokens(pool.num_used, self._limits.block_size)
@@ -196,6 +218,7 @@ class Scheduler:
 
     def view(self, limits: ViewLimits) -> SchedulerView:
         """The pool and the running sequences for people to look at; costs nothing until somebody asks."""
+        self._batch.rows.settle()
         return view_scheduler(self._batch, limits)
 
     def reset_prefix_cache(self) -> bool:
@@ -207,6 +230,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
+        self._batch.rows.settle()
         self._batch.rows.check_integrity(self._limits.block_size)
         self._batch.blocks.check_integrity()
         self._batch.waiting.check_integrity()

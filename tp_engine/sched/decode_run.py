@@ -1,0 +1,78 @@
+"""A run of steps in which the same rows decode, and what follows from their being the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.plan import IntArray
+from tp_engine.sched.row_set import RowSet
+
+_MOST_STEPS = 32  # whose notes one step may have to enter
+
+
+class DecodeRun:
+    """``rows`` decode, one token each per step, until one of them reaches its end or leaves, or another joins.
+
+    So the run's whole future is known when it begins.  Row i needs a new block in step ``room[i]``, counted from 0, and
+    in every ``block_size``-th step after that; ``num_steps`` steps on, the first row reaches its end.
+
+    What a step changes may be *noted* here instead of being entered into the arrays of ``RowState`` at once, and
+    ``RowState.settle`` enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for
+    which ``grown_rows`` took ``grown_blocks``, no row twice, and the rows got the first ``num_results`` of ``results``,
+    (steps, rows) int32.
+    """
+
+    def __init__(self, rows: RowSet, room: npt.NDArray[np.int64], num_steps: int, block_size: int) -> None:
+        self.rows = rows
+        self.num_steps_left = num_steps
+        self.num_planned = 0
+        self.num_results = 0
+        self.results: IntArray = np.empty((_MOST_STEPS, len(rows.rows)), dtype=np.int32)
+        self.grown_rows: list[IntArray] = []
+        self.grown_blocks: list[IntArray] = []
+        self._room = room
+        self._growing: list[IntArray | None] = [None] * block_size
+        self._place_in_block = 0
+
+    def growing(self) -> IntArray:
+        """Those rows that need a new block in the next step.  Not to be changed."""
+        found = self._growing[self._place_in_block]
+        if found is None:
+            found = self.rows.rows[self._room == self._place_in_block]
+            self._growing[self._place_in_block] = found
+        return found
+
+    def advance(self) -> None:
+        """One more token of each row is scheduled."""
+        self.num_steps_left -= 1
+        self._place_in_block = (self._place_in_block + 1) % len(self._growing)
+
+    def note_plan(self, grown: IntArray, blocks: IntArray) -> None:
+        """``advance``, for which the rows ``grown`` took ``blocks``."""
+        self.advance()
+        self.num_planned += 1
+        if len(grown):
+            self.grown_rows.append(grown)
+            self.grown_blocks.append(blocks)
+
+    def note_result(self, token_ids: IntArray) -> None:
+        """The rows got ``token_ids`` (rows,), whose memory may be used again."""
+        self.results[self.num_results] = token_ids
+        self.num_results += 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether notes must be entered before more are taken."""
+        return self.num_planned == min(_MOST_STEPS, len(self._growing)) or self.num_results == _MOST_STEPS
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether anything is noted that has not been entered."""
+        return self.num_planned > 0 or self.num_results > 0
+
+    def forget_notes(self) -> None:
+        """They have been entered."""
+        self.num_planned = self.num_results = 0
+        self.grown_rows.clear()
+        self.grown_blocks.clear()
