@@ -54,8 +54,7 @@ class Control(enum.IntFlag):
 PROFILE_ORDERS = Control.START_PROFILE | Control.STOP_PROFILE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSampling:
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the sampler needs to know of one row.  Defaults are greedy decoding without any processor.
 
     ``seed`` is always set: rank 0 draws one where the user gave none.  ``logprobs`` and ``prompt_logprobs`` are the
@@ -74,14 +73,13 @@ class RowSampling:
     logprobs: int = -1
     prompt_logprobs: int = -1
     min_tokens: int = 0
-    stop_token_ids: IntArray = field(default_factory=lambda: NO_IDS)
-    bias_token_ids: IntArray = field(default_factory=lambda: NO_IDS)
-    bias_values: FloatArray = field(default_factory=lambda: NO_FLOATS)
-    allowed_token_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    stop_token_ids: IntArray = NO_IDS
+    bias_token_ids: IntArray = NO_IDS
+    bias_values: FloatArray = NO_FLOATS
+    allowed_token_ids: IntArray = NO_IDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request enters the batch at ``row``.
 
     ``token_ids`` (int32) are all tokens known so far: the ``num_prompt_tokens`` of the prompt, then those generated
@@ -100,7 +98,8 @@ class Admission:
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application.
 
-    Every rank makes one per step on the way to its model: a ``Struct`` takes a tenth of a frozen dataclass's time.
+    Every rank makes one per step on the way to its model: a ``Struct`` takes a tenth of a frozen dataclass's time.  For
+    that, its parts are such too.
     """
 
     step_id: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import Any
 
@@ -82,12 +81,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
 def assert_equal(left: Any, right: Any) -> None:
     """Equality of plans, field by field; arrays with their dtypes and shapes."""
     assert type(left) is type(right)
-    if isinstance(left, StepPlan):
+    if isinstance(left, msgspec.Struct):
         for name in left.__struct_fields__:
             assert_equal(getattr(left, name), getattr(right, name))
-    elif dataclasses.is_dataclass(left):
-        for field in dataclasses.fields(left):
-            assert_equal(getattr(left, field.name), getattr(right, field.name))
     elif isinstance(left, tuple):
         for one, other in zip(left, right, strict=True):
             assert_equal(one, other)

@@ -119,6 +119,21 @@ def test_tails_are_found_behind_their_parent_only(cache: PrefixCache) -> None:
     assert cache.match_tail(parent, tokens(5, 6, 7)) == (4, 1)
 
 
+def test_long_sequences_share_what_they_share() -> None:
+    """Seventy blocks, then a sequence that is the same up to the fortieth: what is partly known is no obstacle."""
+    cache = PrefixCache(200, SIZE * 4, key=b"k")
+    ids = list(range(70 * SIZE))
+    first, second = tokens(*ids), tokens(*ids[: 40 * SIZE], *(1000 + one for one in ids[40 * SIZE :]))
+    publish(cache, list(range(70)), first)
+    added, last = publish(cache, list(range(100, 170)), second)
+    assert added == list(range(140, 170)) and last == cache.identity(169)
+    assert match(cache, first) == list(range(70))
+    assert match(cache, second) == [*range(40), *range(140, 170)]
+    cache.evict([20, 150, 5])
+    cache.check_integrity()
+    assert match(cache, first) == list(range(5)) == match(cache, second)
+
+
 @pytest.mark.parametrize("salt", ["", "other"])
 def test_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch, cache: PrefixCache, salt: str) -> None:
     """With a constant hash, other tokens, an equal block after another parent, and another salt still miss."""

@@ -104,9 +104,10 @@ class BlockPool:
 
     def mark_hashed(self, blocks: Sequence[int]) -> None:
         """The content of these full, used blocks has entered the prefix cache."""
+        assert all(map(self._ref_count.__getitem__, blocks)), f"one of blocks {blocks} is cached but nobody holds it"
+        content = self._content
         for block in blocks:
-            assert self._ref_count[block] > 0, f"block {block} is cached but nobody holds it"
-            self._content[block] = _FULL
+            content[block] = _FULL
 
     def mark_tail(self, block: int) -> None:
         """The prefix cache knows the first tokens of this partly filled block, which its only holder will release."""

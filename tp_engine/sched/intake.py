@@ -45,10 +45,10 @@ def _prompt_array(request: EngineRequest) -> IntArray:
     if not request.prompt_token_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     try:
-        prompt = np.array(request.prompt_token_ids, dtype=np.int32)
+        prompt = np.fromiter(request.prompt_token_ids, np.int32, len(request.prompt_token_ids))
     except (OverflowError, ValueError, TypeError) as error:
         raise RequestError(f"the prompt is not a list of token ids: {error}", param="prompt") from error
-    if prompt.ndim != 1 or prompt.min() < 0:
+    if prompt.min() < 0:
         raise RequestError(f"the prompt contains {prompt.min()}; token ids are not negative", param="prompt")
     return prompt
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from tp_engine.plan import IntArray, StepResult, TokenLogprobs
@@ -102,4 +100,4 @@ def _add_first(delta: SequenceDelta, sequence: Sequence) -> None:
     delta.prompt_logprobs = sequence.prompt_logprobs
     sequence.prompt_logprobs = []
     if sequence.wants_prompt_logprobs:
-        sequence.sampling = replace(sequence.sampling, prompt_logprobs=-1)
+        sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

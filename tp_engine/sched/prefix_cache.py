@@ -25,11 +25,26 @@ import xxhash
 Identity: TypeAlias = int | str
 
 _TOKEN_BYTES = 4  # token ids are int32
+_RUN_BLOCKS = 32  # bounds what is remembered of evicted blocks while others of their run are still cached
 
 
 def block_hash(parent_hash: int, token_bytes: bytes) -> int:
     """64-bit name of a full block whose parent is named ``parent_hash``."""
     return xxhash.xxh3_64_intdigest(token_bytes, parent_hash)
+
+
+class _Run:
+    """Blocks that entered the cache together: block i has the hash ``names[i]``, the identity ``serial + i`` and the
+    i-th part of ``token_bytes``, and follows block i - 1 or, the first one, ``parent``.
+    """
+
+    __slots__ = ("names", "parent", "serial", "token_bytes")
+
+    def __init__(self, names: Sequence[int], parent: Identity, serial: int, token_bytes: bytes) -> None:
+        self.names, self.parent, self.serial, self.token_bytes = names, parent, serial, token_bytes
+
+    def parent_of(self, index: int) -> Identity:
+        return self.serial + index - 1 if index else self.parent
 
 
 class PrefixCache:
@@ -40,10 +55,9 @@ class PrefixCache:
         self._key = secrets.token_bytes(16) if key is None else key
         self._block_of: dict[int, int] = {}
         self._tail_of: dict[tuple[Identity, bytes], int] = {}
-        self._hash_of: list[int | None] = [None] * num_blocks
-        self._tokens_of = [b""] * num_blocks
-        self._parent_of: list[Identity] = [""] * num_blocks
-        self._serial_of = [0] * num_blocks
+        self._run_of: list[_Run | None] = [None] * num_blocks
+        self._index_of = [0] * num_blocks  # in its run
+        self._tails: list[tuple[Identity, bytes] | None] = [None] * num_blocks
         self._next_serial = 1
 
     def __len__(self) -> int:
@@ -51,10 +65,10 @@ class PrefixCache:
 
     def extend_hashes(self, hashes: list[int], salt: str, token_bytes: bytes) -> None:
         """Append to a sequence's block hashes those of the further full blocks in ``token_bytes`` (all its tokens)."""
-        size = self._block_bytes
+        size, name = self._block_bytes, block_hash
         parent = hashes[-1] if hashes else xxhash.xxh3_64_intdigest(self._key + salt.encode("utf-8", "surrogatepass"))
         for start in range(len(hashes) * size, len(token_bytes) - size + 1, size):
-            parent = block_hash(parent, token_bytes[start : start + size])
+            parent = name(parent, token_bytes[start : start + size])
             hashes.append(parent)
 
     def match(self, hashes: Sequence[int], salt: str, token_bytes: bytes, max_blocks: int) -> list[int]:
@@ -66,7 +80,7 @@ class PrefixCache:
             block = self._block_of.get(name)
             if block is None or not self._holds(block, parent, token_bytes[index * size : (index + 1) * size]):
                 break
-            parent = self._serial_of[block]
+            parent = self.identity(block)
             found.append(block)
         return found
 
@@ -86,8 +100,9 @@ class PrefixCache:
 
     def identity(self, block: int) -> Identity:
         """The identity of a cached, full block's content."""
-        assert self._hash_of[block] is not None, f"block {block} is not cached"
-        return self._serial_of[block]
+        run = self._run_of[block]
+        assert run is not None, f"block {block} is not cached"
+        return run.serial + self._index_of[block]
 
     def cached_blocks(self) -> list[int]:
         """All blocks that a hash leads to, used or not, and all tails."""
@@ -103,40 +118,72 @@ class PrefixCache:
         ends the run: the identity is None.
         """
         added: list[int] = []
-        size, start = self._block_bytes, 0
-        for block, name in zip(blocks, names, strict=True):
-            tokens = token_bytes[start : start + size]
-            start += size
+        size = self._block_bytes
+        for start in range(0, len(names), _RUN_BLOCKS):
+            run = slice(start, start + _RUN_BLOCKS)
+            insert = self._insert_new if self._all_new(names[run]) else self._insert_singly
+            new, last = insert(blocks[run], names[run], token_bytes[start * size : run.stop * size], parent)
+            added += new
+            if last is None:
+                return added, None
+            parent = last
+        return added, parent
+
+    def _all_new(self, names: Sequence[int]) -> bool:
+        return self._block_of.keys().isdisjoint(names) and len(set(names)) == len(names)
+
+    def _insert_new(
+        self, blocks: Sequence[int], names: Sequence[int], token_bytes: bytes, parent: Identity
+    ) -> tuple[Sequence[int], Identity | None]:
+        """``insert`` of blocks none of which is known, as one run."""
+        run = _Run(names, parent, self._next_serial, token_bytes)
+        self._next_serial += len(names)
+        self._block_of.update(zip(names, blocks, strict=True))
+        run_of, index_of = self._run_of, self._index_of
+        for index, block in enumerate(blocks):
+            assert run_of[block] is None, f"block {block} is cached under another hash"
+            run_of[block] = run
+            index_of[block] = index
+        return blocks, self._next_serial - 1
+
+    def _insert_singly(
+        self, blocks: Sequence[int], names: Sequence[int], token_bytes: bytes, parent: Identity
+    ) -> tuple[Sequence[int], Identity | None]:
+        """``insert`` of blocks some of which may be known."""
+        added: list[int] = []
+        last, size = parent, self._block_bytes
+        for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
+            tokens = token_bytes[index * size : (index + 1) * size]
             first = self._block_of.get(name)
             if first is None:
-                self._record(block, name, parent, tokens)
+                self._insert_new([block], [name], tokens, last)
                 added.append(block)
-                first = block
-            elif not self._holds(first, parent, tokens):
+            elif not self._holds(first, last, tokens):
                 return added, None
-            parent = self._serial_of[first]
-        return added, parent
+            last = self.identity(block if first is None else first)
+        return added, last
 
     def insert_tail(self, block: int, parent: Identity, token_bytes: bytes) -> bool:
         """Publish a partly filled block that follows ``parent``; False if one with the same content is known."""
-        assert 0 < len(token_bytes) < self._block_bytes and self._hash_of[block] is None
+        assert 0 < len(token_bytes) < self._block_bytes and self._run_of[block] is None
         if (parent, token_bytes) in self._tail_of:
             return False
         self._tail_of[parent, token_bytes] = block
-        self._tokens_of[block] = token_bytes
-        self._parent_of[block] = parent
+        self._tails[block] = parent, token_bytes
         return True
 
     def evict(self, blocks: Sequence[int]) -> None:
         """These blocks are about to be overwritten: nothing leads to them any more."""
         for block in blocks:
-            name = self._hash_of[block]
-            if name is None:
-                del self._tail_of[self._parent_of[block], self._tokens_of[block]]
-            else:
-                del self._block_of[name]
-            self._hash_of[block] = None
-            self._tokens_of[block] = b""
+            run = self._run_of[block]
+            if run is not None:
+                del self._block_of[run.names[self._index_of[block]]]
+                self._run_of[block] = None
+                continue
+            tail = self._tails[block]
+            assert tail is not None, f"block {block} is not cached"
+            del self._tail_of[tail]
+            self._tails[block] = None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -144,21 +191,15 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Assert that the map and the blocks' own records agree."""
-        assert all(self._hash_of[block] == name for name, block in self._block_of.items())
-        assert sum(name is not None for name in self._hash_of) == len(self._block_of)
-        assert all(len(self._tokens_of[block]) == self._block_bytes for block in self._block_of.values())
-        for (parent, tokens), block in self._tail_of.items():
-            assert self._hash_of[block] is None, f"block {block} is cached, and a tail"
-            assert (self._parent_of[block], self._tokens_of[block]) == (parent, tokens)
-
-    def _record(self, block: int, name: int, parent: Identity, tokens: bytes) -> None:
-        assert self._hash_of[block] is None, f"block {block} is cached under another hash"
-        self._block_of[name] = block
-        self._hash_of[block] = name
-        self._tokens_of[block] = tokens
-        self._parent_of[block] = parent
-        self._serial_of[block] = self._next_serial
-        self._next_serial += 1
+        runs = {block: run for block, run in enumerate(self._run_of) if run is not None}
+        assert runs.keys() == set(self._block_of.values()) and len(runs) == len(self._block_of)
+        for name, block in self._block_of.items():
+            assert runs[block].names[self._index_of[block]] == name, f"block {block} is cached under another hash"
+        tails = {block: tail for block, tail in enumerate(self._tails) if tail is not None}
+        assert tails == {block: tail for tail, block in self._tail_of.items()}
+        assert runs.keys().isdisjoint(tails), "a block is cached, and a tail"
 
     def _holds(self, block: int, parent: Identity, tokens: bytes) -> bool:
-        return self._parent_of[block] == parent and self._tokens_of[block] == tokens
+        run, index, size = self._run_of[block], self._index_of[block], self._block_bytes
+        assert run is not None, f"block {block} is not cached"
+        return run.parent_of(index) == parent and run.token_bytes[index * size : (index + 1) * size] == tokens
