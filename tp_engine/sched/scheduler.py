@@ -13,8 +13,8 @@ turns out to have ended one step earlier has had one token too many computed, wh
 while a result is outstanding, for it may end sequences and free their blocks.
 
 Most steps are *steady*: the rows of the step before go on decoding, and nothing else happens.  ``SteadySteps`` makes
-and takes these in a few operations, and leaves what nobody looks at meanwhile to be entered later; every other way
-into this class begins with ``RowState.settle``.
+and takes these in a few operations, and leaves what nobody looks at meanwhile to be entered later; whatever reads the
+rows' arrays in any other step, or between steps, begins with ``RowState.settle``.
 
 Blocks filled by a prompt are published at once, because others wait for them; those filled by decoding when the
 sequence leaves its row, which keeps hashing out of the steady step.
