@@ -26,15 +26,10 @@ def encode_admission(admission: Admission) -> list[Part]:
     sampling = admission.sampling
     assert len(sampling.bias_token_ids) == len(sampling.bias_values), "a bias is a token id and a value"
     assert sampling.bias_values.dtype == _FLOAT, f"bias_values is {sampling.bias_values.dtype}, not float32"
-    ids = (
-        admission.token_ids,
-        admission.block_ids,
-        sampling.stop_token_ids,
-        sampling.bias_token_ids,
-        sampling.allowed_token_ids,
-    )
-    check_dtypes(ids)
-    sizes = [len(array) for array in ids]
+    tokens, blocks = admission.token_ids, admission.block_ids
+    stops, biased, allowed = sampling.stop_token_ids, sampling.bias_token_ids, sampling.allowed_token_ids
+    check_dtypes((tokens, blocks, stops, biased, allowed))
+    sizes = len(tokens), len(blocks), len(stops), len(biased), len(allowed)
     fixed = _FIXED.pack(
         admission.row,
         admission.num_prompt_tokens,
@@ -53,33 +48,38 @@ def encode_admission(admission: Admission) -> list[Part]:
         sampling.min_tokens,
     )
     num_bytes = _FIXED.size + (sum(sizes) + len(sampling.bias_values)) * INT.itemsize
-    return [fixed, *ids, sampling.bias_values, bytes(-num_bytes % ALIGNMENT)]
+    optional = (stops, biased, allowed, sampling.bias_values) if any(sizes[2:]) else ()
+    return [fixed, tokens, blocks, *optional, bytes(-num_bytes % ALIGNMENT)]
 
 
 def decode_admissions(buffer: Buffer, offset: int, count: int, total: int) -> tuple[Admission, ...]:
     """``count`` admissions from ``offset`` to exactly the plan's end; ``PlanError`` if they end elsewhere."""
+    ints: IntArray = np.frombuffer(buffer, INT, total // INT.itemsize)
     admissions = []
     for _ in range(count):
         check_room("admissions", offset + _FIXED.size, total)
-        admission, offset = _decode_admission(buffer, offset, total)
+        admission, offset = _decode_admission(buffer, ints, offset, total)
         admissions.append(admission)
     check_end(offset, total)
     return tuple(admissions)
 
 
-def _decode_admission(buffer: Buffer, offset: int, total: int) -> tuple[Admission, int]:
-    """The admission at ``offset``, and the offset after it."""
+def _decode_admission(buffer: Buffer, ints: IntArray, offset: int, total: int) -> tuple[Admission, int]:
+    """The admission at ``offset``, and the offset after it; ``ints`` are the whole buffer's."""
     fields = _FIXED.unpack_from(buffer, offset)
     row, num_prompt_tokens, num_computed_tokens = fields[:3]
-    sizes = fields[3:8]
+    num_tokens, num_blocks, num_stops, num_biased, num_allowed = sizes = fields[3:8]
     temperature, top_p, min_p, presence, frequency, repetition, seed = fields[8:15]
     top_k, logprobs, prompt_logprobs, min_tokens = fields[15:]
-    ids_offset = offset + _FIXED.size
-    bias_offset = ids_offset + sum(sizes) * INT.itemsize
-    num_bias = sizes[3]
-    end = aligned(bias_offset + num_bias * _FLOAT.itemsize)
+    end = aligned(offset + _FIXED.size + (sum(sizes) + num_biased) * INT.itemsize)
     check_room("admissions", end, total)
-    token_ids, block_ids, stop_token_ids, bias_token_ids, allowed_token_ids = split_ints(buffer, ids_offset, sizes)
+    start = (offset + _FIXED.size) // INT.itemsize
+    blocks = start + num_tokens
+    optional = blocks + num_blocks
+    stops, biased, allowed, biases = NO_IDS, NO_IDS, NO_IDS, NO_FLOATS
+    if num_stops or num_biased or num_allowed:
+        parts = np.split(ints[optional:], np.cumsum((num_stops, num_biased, num_allowed, num_biased)))
+        stops, biased, allowed, biases = *parts[:3], parts[3].view(_FLOAT)
     sampling = RowSampling(
         temperature=temperature,
         top_k=top_k,
@@ -92,17 +92,17 @@ def _decode_admission(buffer: Buffer, offset: int, total: int) -> tuple[Admissio
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         min_tokens=min_tokens,
-        stop_token_ids=stop_token_ids,
-        bias_token_ids=bias_token_ids,
-        bias_values=np.frombuffer(buffer, _FLOAT, num_bias, bias_offset) if num_bias else NO_FLOATS,
-        allowed_token_ids=allowed_token_ids,
+        stop_token_ids=stops,
+        bias_token_ids=biased,
+        bias_values=biases,
+        allowed_token_ids=allowed,
     )
     admission = Admission(
         row=row,
-        token_ids=token_ids,
+        token_ids=ints[start:blocks],
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=num_computed_tokens,
-        block_ids=block_ids,
+        block_ids=ints[blocks:optional],
         sampling=sampling,
     )
     return admission, end

@@ -66,7 +66,7 @@ _HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
 _REPEATS_ROWS = 1 << 30
 
 
-def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes:
+def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes | bytearray:
     """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
 
     ``repeats_rows``: the plan before has the same ``decode_rows``, so these are left out.
@@ -82,18 +82,17 @@ def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes:
     if repeats_rows:
         control, sent = control | _REPEATS_ROWS, NO_IDS
     if plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows):
-        body, counts = _encode_any(plan, sent)
-        control |= _HAS_MASKS if len(plan.mask_rows) else 0
-    else:
-        body, counts = rows.tobytes() + ids.tobytes() if len(rows) else b"", (0, len(rows), 0, len(decodes), 0, 0)
-        if len(sent):
-            body += sent.tobytes() + _PADDING if len(sent) % 2 else sent.tobytes()
-    summed = _SUMMED.pack(_HEADER.size + len(body), control, plan.step_id, *counts) + body
+        return _encode_any(plan, control, sent)
+    body = rows.tobytes() + ids.tobytes() if len(rows) else b""
+    if len(sent):
+        body += sent.tobytes() + _PADDING if len(sent) % 2 else sent.tobytes()
+    total = _HEADER.size + len(body)
+    summed = _SUMMED.pack(total, control, plan.step_id, 0, len(rows), 0, len(decodes), 0, 0) + body
     return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
 
 
-def _encode_any(plan: StepPlan, sent: IntArray) -> tuple[bytes, tuple[int, ...]]:
-    """What follows the header of a plan that may have every section, with decode rows ``sent``; the header's counts."""
+def _encode_any(plan: StepPlan, control: int, sent: IntArray) -> bytearray:
+    """A plan that may have every section, with decode rows ``sent``.  It may be large, so that it is copied once."""
     ints = (
         plan.released,
         plan.block_rows,
@@ -108,13 +107,17 @@ def _encode_any(plan: StepPlan, sent: IntArray) -> tuple[bytes, tuple[int, ...]]
     assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
     assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
     end = _samples_offset(released, blocks, copies, num_sent, prefills) + prefills
-    parts: list[Part] = [*ints, plan.prefill_samples, bytes(aligned(end) - end)]
+    parts: list[Part] = [bytes(_HEADER.size), *ints, plan.prefill_samples, bytes(aligned(end) - end)]
     if len(plan.mask_rows):
+        control |= _HAS_MASKS
         parts += encode_masks(plan.mask_rows, plan.masks)
     for admission in plan.admitted:
         parts += encode_admission(admission)
-    body = b"".join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
-    return body, (released, blocks, copies, len(plan.decode_rows), prefills, len(plan.admitted))
+    data = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
+    counts = (released, blocks, copies, len(plan.decode_rows), prefills, len(plan.admitted))
+    _SUMMED.pack_into(data, _SUMMED_FROM, len(data), control, plan.step_id, *counts)
+    _UNSUMMED.pack_into(data, 0, MAGIC, VERSION, xxhash.xxh3_64_intdigest(memoryview(data)[_SUMMED_FROM:]))
+    return data
 
 
 def decode_plan(buffer: Buffer, last_rows: IntArray = NO_IDS) -> StepPlan:
@@ -129,7 +132,7 @@ def decode_plan(buffer: Buffer, last_rows: IntArray = NO_IDS) -> StepPlan:
         raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {size} received")
     header = _HEADER.unpack_from(buffer)
     magic, version, checksum, total, control, step_id, released, blocks, copies, decodes, prefills, admitted = header
-    computed = xxhash.xxh3_64_intdigest(buffer[_SUMMED_FROM:])
+    computed = xxhash.xxh3_64_intdigest(memoryview(buffer)[_SUMMED_FROM:])
     if magic != MAGIC or version != VERSION or total != size or checksum != computed:
         raise _fault(header, size, computed)
     repeats_rows = control & _REPEATS_ROWS

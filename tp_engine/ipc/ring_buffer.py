@@ -265,6 +265,7 @@ class RingReader:
         self._on_call = on_call
         self._num_pieces = 0
         self._message = bytearray()
+        self._view = memoryview(self._memory)
         self._self = _Reader(self._memory, index)
         self._self.attached.post()
 
@@ -291,11 +292,12 @@ class RingReader:
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         length, kind = _SLOT_HEADER.unpack_from(self._memory, offset)
         payload = offset + _SLOT_HEADER.size
-        self._message += self._memory[payload : payload + length]
+        self._message += self._view[payload : payload + length]
         self._num_pieces += 1
         self._self.free.post()
         return int(kind)
 
     def close(self) -> None:
         """Unmap; safe to call twice, but not while another thread is in ``read``."""
+        self._view.release()
         self._memory.close()

@@ -24,7 +24,7 @@ class Segment:
     """A segment that this process created; ``address`` lets others map it until ``stop_sharing``."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.memory = mmap.mmap(descriptor, num_bytes)
+        self.memory = _map(descriptor, num_bytes)
         self.address = f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}"
         self._descriptor = descriptor
 
@@ -65,9 +65,14 @@ def open_segment(address: str) -> mmap.mmap:
         raise FileNotFoundError(errno.ENOENT, "the segment is no longer shared", path)
     mine = os.open(path, os.O_RDWR)
     try:
-        return mmap.mmap(mine, 0)
+        return _map(mine, 0)
     finally:
         os.close(mine)
+
+
+def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """With all its pages at once: otherwise each costs the one who touches it first a fault, amid a step."""
+    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _anonymous_file() -> int:
