@@ -9,6 +9,7 @@ from tests.unit.scheduler_harness import limits
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.batch import Batch
+from tp_engine.sched.entry import Entry
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.sequence import Phase, Sequence
 
@@ -28,11 +29,18 @@ def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str
 
 def seat(batch: Batch, sequence: Sequence) -> list[int]:
     """Enter with all hits and room for all tokens; returns the hits."""
-    hits = batch.blocks.find_hits(sequence).blocks
-    batch.enter(sequence, 1, hits, len(hits) * 4, len(sequence.token_ids))
-    batch.blocks.start_chain(sequence, len(hits))
+    hits = batch.blocks.find_hits(sequence)
+    batch.blocks.pool.share(hits.blocks)
+    length, num_shared = len(sequence.token_ids), len(hits.blocks)
+    batch.enter([Entry(sequence, hits.blocks, hits.num_tokens, length, None, num_shared, hits.place)], 1)
+    sequence.num_published, sequence.place = num_shared, hits.place
     batch.blocks.check_integrity()
-    return hits
+    return hits.blocks.tolist()
+
+
+def find(batch: Batch, sequence: Sequence) -> list[int]:
+    """The cached blocks of a waiting sequence."""
+    return batch.blocks.find_hits(sequence).blocks.tolist()
 
 
 def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
@@ -57,11 +65,11 @@ def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
     (first,) = make(batch, list(range(10)))
     seat(batch, first)
     (other,) = make(batch, list(range(12)), number=1)
-    assert batch.blocks.find_hits(other).blocks == []
+    assert find(batch, other) == []
     compute(batch, first, 7)
-    assert batch.blocks.find_hits(other).blocks == [0]
+    assert find(batch, other) == [0]
     compute(batch, first, 10)
-    assert batch.blocks.find_hits(other).blocks == [0, 1]
+    assert find(batch, other) == [0, 1]
 
 
 def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
@@ -72,7 +80,7 @@ def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
     batch.rows.num_scheduled[first.row] = 10
     batch.leave(first, Phase.FINISHED)
     (other,) = make(batch, list(range(12)), number=1)
-    assert batch.blocks.find_hits(other).blocks == [0]
+    assert find(batch, other) == [0]
 
 
 def test_hits_leave_one_token(batch: Batch) -> None:
@@ -80,8 +88,8 @@ def test_hits_leave_one_token(batch: Batch) -> None:
     (first,) = make(batch, list(range(12)))
     seat(batch, first)
     compute(batch, first, 12)
-    assert batch.blocks.find_hits(make(batch, list(range(8)), number=1)[0]).blocks == [0]
-    assert batch.blocks.find_hits(make(batch, list(range(9)), number=2)[0]).blocks == [0, 1]
+    assert find(batch, make(batch, list(range(8)), number=1)[0]) == [0]
+    assert find(batch, make(batch, list(range(9)), number=2)[0]) == [0, 1]
 
 
 def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
@@ -91,19 +99,19 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
     compute(batch, first, 12)
     batch.leave(first, Phase.FINISHED)
     pool = batch.blocks.pool
-    assert list(pool.free_order()) == [*range(3, 16), 2, 1, 0]
+    assert pool.free_order() == [*range(3, 16), 2, 1, 0]
     assert (pool.num_free, pool.num_cached, pool.num_used) == (13, 3, 0)
     (again,) = make(batch, list(range(12)), number=1)
-    assert batch.blocks.find_hits(again).blocks == [0, 1]
-    assert batch.blocks.num_idle([0, 1]) == 2
+    assert find(batch, again) == [0, 1]
+    assert pool.num_idle(np.array([0, 1])) == 2
     assert seat(batch, again) == [0, 1]
     assert batch.blocks.table(0).tolist() == [0, 1, 3]
-    assert list(pool.free_order()) == [*range(4, 16), 2]
+    assert pool.free_order() == [*range(4, 16), 2]
     (big,) = make(batch, [7] * 52, number=2)
     seat(batch, big)
-    assert pool.num_available == 0 and len(batch.blocks.cache) == 2
+    assert pool.num_available == 0 and len(batch.blocks.cache.cached_blocks()) == 2
     (third,) = make(batch, list(range(12)), number=3)
-    assert batch.blocks.find_hits(third).blocks == [0, 1], "used blocks stay in the cache"
+    assert find(batch, third) == [0, 1], "used blocks stay in the cache"
 
 
 def test_shared_blocks_count_their_holders(batch: Batch) -> None:
@@ -136,9 +144,9 @@ def test_salts_do_not_share(batch: Batch) -> None:
     (first,) = make(batch, list(range(10)), salt="a")
     seat(batch, first)
     compute(batch, first, 10)
-    assert batch.blocks.find_hits(make(batch, list(range(10)), number=1, salt="b")[0]).blocks == []
-    assert batch.blocks.find_hits(make(batch, list(range(10)), number=2)[0]).blocks == []
-    assert batch.blocks.find_hits(make(batch, list(range(10)), number=3, salt="a")[0]).blocks == [0, 1]
+    assert find(batch, make(batch, list(range(10)), number=1, salt="b")[0]) == []
+    assert find(batch, make(batch, list(range(10)), number=2)[0]) == []
+    assert find(batch, make(batch, list(range(10)), number=3, salt="a")[0]) == [0, 1]
 
 
 def test_victim_is_the_last_in_order(batch: Batch) -> None:

@@ -5,25 +5,38 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 from tp_engine.sched.block_pool import BlockPool
+from tp_engine.sched.lru_queue import BlockIds
+
+
+def ids(*blocks: int) -> BlockIds:
+    """Block ids as the pool takes them."""
+    return np.array(blocks, dtype=np.intp)
+
+
+def take(pool: BlockPool, count: int) -> tuple[list[int], list[int]]:
+    """Blocks taken, and those whose content is lost."""
+    taken, lost = pool.take(count)
+    return taken.tolist(), lost.tolist()
 
 
 def order(pool: BlockPool) -> list[int]:
     """The queue, after a check of the pool."""
     pool.check_integrity()
-    return list(pool.free_order())
+    return pool.free_order()
 
 
 def test_golden_order_without_hashes() -> None:
     """By hand: blocks are taken in rising order; a table given back is taken again first, in its own order."""
     pool = BlockPool(6)
     assert order(pool) == [0, 1, 2, 3, 4, 5]
-    assert pool.take(4) == ([0, 1, 2, 3], [])
-    pool.release([1, 3])
+    assert take(pool, 4) == ([0, 1, 2, 3], [])
+    pool.release(ids(1, 3))
     assert order(pool) == [1, 3, 4, 5]
-    pool.release([2, 0])
+    pool.release(ids(2, 0))
     assert order(pool) == [2, 0, 1, 3, 4, 5]
 
 
@@ -32,30 +45,30 @@ def test_golden_eviction_takes_tails_before_heads() -> None:
     pool = BlockPool(6)
     first, _ = pool.take(3)
     second, _ = pool.take(2)
-    pool.mark_hashed([0, 1, 3, 4])
+    pool.mark_full(ids(0, 1, 3, 4))
     pool.release(first)
     assert order(pool) == [2, 5, 1, 0]
     pool.release(second)
     assert order(pool) == [2, 5, 1, 0, 4, 3]
     assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 4, 0)
-    assert pool.take(4) == ([2, 5, 1, 0], [1, 0])
+    assert take(pool, 4) == ([2, 5, 1, 0], [1, 0])
     assert order(pool) == [4, 3]
-    assert not pool.holds_content(0) and pool.holds_content(4)
+    assert not pool.contents()[0] and pool.contents()[4]
 
 
 def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
     """By hand: a shared cached block is unlinked where it is, and comes back as the most recently used."""
     pool = BlockPool(4)
     pool.take(3)
-    pool.mark_hashed(range(3))
-    pool.release([0, 1, 2])
+    pool.mark_full(ids(0, 1, 2))
+    pool.release(ids(0, 1, 2))
     assert order(pool) == [3, 2, 1, 0]
-    pool.share([1])
+    pool.share(ids(1))
     assert order(pool) == [3, 2, 0]
-    pool.share([1])
-    pool.release([1])
+    pool.share(ids(1))
+    pool.release(ids(1))
     assert order(pool) == [3, 2, 0] and pool.ref_count(1) == 1
-    pool.release([1])
+    pool.release(ids(1))
     assert order(pool) == [3, 2, 0, 1]
 
 
@@ -63,28 +76,28 @@ def test_golden_tails_go_after_free_blocks_and_before_full_ones() -> None:
     """By hand: the older tail first, both before a full block that was cached before them."""
     pool = BlockPool(6)
     pool.take(5)
-    pool.mark_hashed([0])
-    pool.release([0])
+    pool.mark_full(ids(0))
+    pool.release(ids(0))
     for block in (3, 1):
         pool.mark_tail(block)
-        pool.release([block])
+        pool.release(ids(block))
     assert order(pool) == [5, 3, 1, 0]
-    pool.release([2])
+    pool.release(ids(2))
     assert order(pool) == [2, 5, 3, 1, 0]
     assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 3, 1)
-    assert pool.take(3) == ([2, 5, 3], [3])
-    assert pool.take(2) == ([1, 0], [1, 0])
+    assert take(pool, 3) == ([2, 5, 3], [3])
+    assert take(pool, 2) == ([1, 0], [1, 0])
 
 
 def test_content_forgotten_keeps_the_order() -> None:
     """By hand: cached blocks become free where they stand."""
     pool = BlockPool(3)
     pool.take(2)
-    pool.mark_hashed([0])
-    pool.release([0, 1])
+    pool.mark_full(ids(0))
+    pool.release(ids(0, 1))
     pool.forget_content()
     assert order(pool) == [1, 2, 0] and pool.num_free == 3
-    assert pool.take(3) == ([1, 2, 0], [])
+    assert take(pool, 3) == ([1, 2, 0], [])
 
 
 def test_misuse_is_our_fault() -> None:
@@ -93,9 +106,9 @@ def test_misuse_is_our_fault() -> None:
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 available"):
         pool.take(3)
     with pytest.raises(AssertionError, match="nobody holds"):
-        pool.release([0])
+        pool.release(ids(0))
     with pytest.raises(AssertionError, match="nothing to share"):
-        pool.share([1])
+        pool.share(ids(1))
     with pytest.raises(AssertionError, match="block 1 has 0 holders"):
         pool.mark_tail(1)
 
@@ -111,7 +124,7 @@ def test_random_acts_match_a_plain_model() -> None:
         act = rng.choice(("take", "hash", "share", "release", "release", "end"))
         if act == "take" and (spare or kept):
             wanted = [*spare, *kept][: rng.randint(1, len(spare) + len(kept))]
-            assert pool.take(len(wanted)) == (wanted, [block for block in wanted if block in hashed | tails])
+            assert take(pool, len(wanted)) == (wanted, [block for block in wanted if block in hashed | tails])
             tables.append(wanted)
             for block in wanted:
                 spare.pop(block, None)
@@ -120,11 +133,11 @@ def test_random_acts_match_a_plain_model() -> None:
                 tails.discard(block)
         elif act == "hash" and tables:
             block = rng.choice(rng.choice(tables))
-            pool.mark_hashed([block])
+            pool.mark_full(ids(block))
             hashed.add(block)
         elif act == "share" and hashed:
             shared = sorted(hashed)[: rng.randint(1, 3)]
-            pool.share(shared)
+            pool.share(ids(*shared))
             tables.append(shared)
             for block in shared:
                 kept.pop(block, None)
@@ -133,7 +146,7 @@ def test_random_acts_match_a_plain_model() -> None:
             if act == "end" and table[-1] not in hashed and not any(table[-1] in other for other in tables):
                 pool.mark_tail(table[-1])
                 tails.add(table[-1])
-            pool.release(table)
+            pool.release(ids(*table))
             for block in reversed(table):
                 if not any(block in other for other in tables):
                     queue = kept if block in hashed else spare

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
-from tp_engine.sched import prefix_cache
-from tp_engine.sched.prefix_cache import Identity, PrefixCache
+from tp_engine.sched.cached_run import Place
+from tp_engine.sched.prefix_cache import PrefixCache
 
 SIZE = 4
 
@@ -16,26 +18,28 @@ def tokens(*ids: int) -> bytes:
     return np.array(ids, dtype=np.int32).tobytes()
 
 
-def publish(cache: PrefixCache, blocks: list[int], data: bytes, salt: str = "") -> tuple[list[int], Identity | None]:
-    """Insert a sequence's blocks; returns those added and the identity of the last."""
-    hashes: list[int] = []
-    cache.extend_hashes(hashes, salt, data)
-    added = cache.insert(blocks, hashes, salt, data)
+def publish(cache: PrefixCache, blocks: list[int], data: bytes, place: Place = "") -> tuple[list[int], Place]:
+    """Insert blocks that follow ``place``; returns those added and the place behind the last."""
+    added, place = cache.insert(np.array(blocks, dtype=np.intp), place, data)
     cache.check_integrity()
-    return added
+    return added.tolist(), place
 
 
 def match(cache: PrefixCache, data: bytes, salt: str = "", max_blocks: int = 99) -> list[int]:
     """The cached blocks of a sequence."""
-    hashes: list[int] = []
-    cache.extend_hashes(hashes, salt, data)
-    return cache.match(hashes, salt, data, max_blocks)
+    return cache.match(salt, data, max_blocks)[0].tolist()
+
+
+def evict(cache: PrefixCache, *blocks: int) -> None:
+    """In this order."""
+    cache.evict(np.array(blocks, dtype=np.intp))
+    cache.check_integrity()
 
 
 @pytest.fixture
 def cache() -> PrefixCache:
     """Eight blocks of four tokens."""
-    return PrefixCache(8, SIZE * 4, key=b"k")
+    return PrefixCache(8, SIZE * 4)
 
 
 EIGHT = tokens(1, 2, 3, 4, 5, 6, 7, 8)
@@ -54,95 +58,147 @@ def test_only_full_equal_blocks_match(cache: PrefixCache) -> None:
 
 def test_salts_separate(cache: PrefixCache) -> None:
     """Blocks of a different salt never match; those of the same salt do."""
-    publish(cache, [0, 1], EIGHT, salt="a")
+    publish(cache, [0, 1], EIGHT, "a")
     assert match(cache, EIGHT) == [] and match(cache, EIGHT, salt="b") == []
     assert match(cache, EIGHT, salt="a") == [0, 1]
 
 
-def test_hashes_differ_between_processes() -> None:
-    """Two caches with keys of their own name the same tokens differently; one cache always alike."""
-    names = []
-    for _ in range(2):
-        cache, hashes = PrefixCache(1, SIZE * 4), []
-        cache.extend_hashes(hashes, "", EIGHT)
-        again: list[int] = []
-        cache.extend_hashes(again, "", EIGHT)
-        assert hashes == again
-        names.append(hashes)
-    assert names[0] != names[1]
-
-
-def test_hashes_grow_with_the_sequence(cache: PrefixCache) -> None:
-    """Extending block by block gives the same chain as all at once."""
-    whole: list[int] = []
-    cache.extend_hashes(whole, "s", EIGHT)
-    grown: list[int] = []
-    for end in range(9):
-        cache.extend_hashes(grown, "s", EIGHT[: end * 4])
-    assert grown == whole and len(whole) == 2
-
-
 def test_first_block_stays_canonical(cache: PrefixCache) -> None:
     """Content that is cached keeps its block, and a chain through the copy goes on from it."""
-    assert publish(cache, [0], EIGHT[:16]) == ([0], 1)
-    assert publish(cache, [3, 4], EIGHT) == ([4], 2)
-    assert cache.identity(0) == 1 and cache.identity(4) == 2
+    assert publish(cache, [0], EIGHT[:16])[0] == [0]
+    assert publish(cache, [3, 4], EIGHT)[0] == [4]
     assert match(cache, EIGHT) == [0, 4]
+    assert publish(cache, [6, 7], EIGHT)[0] == []
+
+
+def test_equal_tokens_after_another_parent_are_no_hit(cache: PrefixCache) -> None:
+    """A block counts only behind what it was computed behind, be it a block, a salt or the middle of a run."""
+    publish(cache, [0, 1], tokens(1, 2, 3, 4, 1, 2, 3, 4))
+    assert match(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4)) == [0, 1]
+    assert match(cache, tokens(9, 9, 9, 9, 1, 2, 3, 4)) == []
+    assert publish(cache, [2, 3], tokens(9, 9, 9, 9, 1, 2, 3, 4))[0] == [2, 3]
+    assert match(cache, tokens(9, 9, 9, 9, 1, 2, 3, 4, 5, 6, 7, 8)) == [2, 3]
+    assert match(cache, tokens(1, 2, 3, 4), "another salt") == []
 
 
 def test_evicted_block_ends_the_chain_for_good(cache: PrefixCache) -> None:
-    """After eviction of a parent its child is unreachable, even when the parent's content comes back elsewhere."""
-    publish(cache, [0, 1], EIGHT)
-    cache.evict([0])
-    cache.check_integrity()
-    assert match(cache, EIGHT) == []
+    """After eviction of a parent its child is unreachable, even when the parent's content comes back elsewhere, and
+    nothing is added behind it."""
+    _, place = publish(cache, [0, 1], EIGHT)
+    evict(cache, 0)
+    assert match(cache, EIGHT) == [] and cache.cached_blocks() == [1]
     publish(cache, [6], EIGHT[:16])
     assert match(cache, EIGHT) == [6]
+    assert publish(cache, [2], EIGHT[:16], place) == ([], place)
+    evict(cache, 1, 6)
+    assert cache.cached_blocks() == []
+
+
+def test_what_followed_an_evicted_block_is_found_again_behind_its_own(cache: PrefixCache) -> None:
+    """By hand: 3 equals 0 and stays out, so 4 follows 0; when 0 is gone, 3 and 4 come as one run, and 4 leaves its own.
+
+    A fork does so: it shares the blocks 3 and 4, and publishes from the first one on.
+    """
+    publish(cache, [0], EIGHT[:16])
+    publish(cache, [3, 4], EIGHT)
+    evict(cache, 0)
+    assert match(cache, EIGHT) == [] and cache.cached_blocks() == [4]
+    assert publish(cache, [3, 4], EIGHT)[0] == [3, 4]
+    assert match(cache, EIGHT) == [3, 4]
+    evict(cache, 4, 3)
+    assert cache.cached_blocks() == []
+
+
+def test_a_run_is_evicted_from_its_end(cache: PrefixCache) -> None:
+    """By hand: what is left is found, and what comes again at the end is a new run behind it."""
+    data = tokens(*range(7 * SIZE))
+    publish(cache, [6, 5, 4, 3, 2, 1, 0], data)
+    evict(cache, 0, 1)
+    assert match(cache, data) == [6, 5, 4, 3, 2]
+    evict(cache, 2, 3, 4)
+    assert match(cache, data) == [6, 5]
+    _, place = cache.match("", data, 99)
+    assert publish(cache, [1, 0], data[32:64], place)[0] == [1, 0]
+    assert match(cache, data) == [6, 5, 1, 0]
+    evict(cache, 0, 1, 5, 6)
+    assert match(cache, data) == [] and cache.cached_blocks() == []
 
 
 def test_tails_are_found_behind_their_parent_only(cache: PrefixCache) -> None:
     """By definition: the longest whose tokens all agree and leave one to compute; nothing after eviction."""
-    publish(cache, [0], EIGHT[:16])
-    parent = cache.identity(0)
+    _, parent = publish(cache, [0], EIGHT[:16])
     assert cache.insert_tail(4, parent, tokens(5)) and cache.insert_tail(5, parent, tokens(5, 6))
     assert cache.insert_tail(6, "salt", tokens(5, 6, 7))
     assert not cache.insert_tail(7, parent, tokens(5, 6)), "its content is known"
     cache.check_integrity()
     assert sorted(cache.cached_blocks()) == [0, 4, 5, 6]
-    assert cache.match_tail(parent, tokens(5, 6, 7, 8, 9)) == (5, 2)
-    assert cache.match_tail(parent, tokens(5, 6)) == (4, 1)
-    assert cache.match_tail(parent, tokens(5, 9, 9)) == (4, 1)
-    assert cache.match_tail(parent, tokens(5)) is None and cache.match_tail(parent, tokens(6, 5)) is None
-    assert cache.match_tail("salt", tokens(5, 6, 7, 8)) == (6, 3) and cache.match_tail("", tokens(5, 6, 7)) is None
-    cache.evict([5])
-    cache.check_integrity()
-    assert cache.match_tail(parent, tokens(5, 6, 7)) == (4, 1)
+    assert cache.match_tail(parent, tokens(5, 6, 7, 8, 9), 0) == (5, 2)
+    assert cache.match_tail(parent, tokens(5, 6), 0) == (4, 1)
+    assert cache.match_tail(parent, tokens(5, 9, 9), 0) == (4, 1)
+    assert cache.match_tail(parent, tokens(5), 0) is None and cache.match_tail(parent, tokens(6, 5), 0) is None
+    assert (
+        cache.match_tail("salt", tokens(5, 6, 7, 8), 0) == (6, 3) and cache.match_tail("", tokens(5, 6, 7), 0) is None
+    )
+    assert cache.match_tail(parent, tokens(1, 2, 5, 6, 7), 2) == (5, 2)
+    evict(cache, 5)
+    assert cache.match_tail(parent, tokens(5, 6, 7), 0) == (4, 1)
+    evict(cache, 4, 0)
+    assert cache.cached_blocks() == [6]
 
 
 def test_long_sequences_share_what_they_share() -> None:
-    """Seventy blocks, then a sequence that is the same up to the fortieth: what is partly known is no obstacle."""
-    cache = PrefixCache(200, SIZE * 4, key=b"k")
+    """Seventy blocks, then a sequence that is the same up to the fortieth: a branch from the middle of a run."""
+    cache = PrefixCache(300, SIZE * 4)
     ids = list(range(70 * SIZE))
     first, second = tokens(*ids), tokens(*ids[: 40 * SIZE], *(1000 + one for one in ids[40 * SIZE :]))
-    publish(cache, list(range(70)), first)
-    added, last = publish(cache, list(range(100, 170)), second)
-    assert added == list(range(140, 170)) and last == cache.identity(169)
+    _, place = publish(cache, list(range(70)), first)
+    assert publish(cache, list(range(100, 170)), second)[0] == list(range(140, 170))
     assert match(cache, first) == list(range(70))
     assert match(cache, second) == [*range(40), *range(140, 170)]
-    cache.evict([20, 150, 5])
-    cache.check_integrity()
+    publish(cache, [200, 201], tokens(*range(2 * SIZE)), place)
+    assert match(cache, first + tokens(*range(2 * SIZE))) == [*range(70), 200, 201]
+    evict(cache, 150, 20, 5)
     assert match(cache, first) == list(range(5)) == match(cache, second)
 
 
-@pytest.mark.parametrize("salt", ["", "other"])
-def test_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch, cache: PrefixCache, salt: str) -> None:
-    """With a constant hash, other tokens, an equal block after another parent, and another salt still miss."""
-    monkeypatch.setattr(prefix_cache, "block_hash", lambda parent, data: 42)
-    assert publish(cache, [0], EIGHT[:16]) == ([0], 1)
-    assert match(cache, tokens(9, 9, 9, 9), salt) == []
-    assert match(cache, EIGHT[:16], "another salt") == []
-    assert publish(cache, [1], tokens(9, 9, 9, 9), salt) == ([], None)
-    assert match(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4)) == [0]
+def test_random_acts_match_a_map_of_prefixes() -> None:
+    """Oracle: a dictionary from whole prefixes to blocks, over 4000 acts on few tokens, so that most of them meet.
+
+    As the engine does, blocks are evicted from the ends of what is cached.
+    """
+    rng = random.Random(4)
+    cache, model, free = PrefixCache(40, SIZE * 4), dict[tuple[str, bytes], int](), list(range(40))
+    for _ in range(4000):
+        salt, length = rng.choice(("", "s")), rng.randint(1, 9)
+        data = b"".join(tokens(*[rng.randrange(2)] * SIZE) for _ in range(length))
+        prefixes = [(salt, data[: end * SIZE * 4]) for end in range(1, length + 1)]
+        known = next((i for i, prefix in enumerate(prefixes) if prefix not in model), length)
+        found, place = cache.match(salt, data, length)
+        assert found.tolist() == [model[prefix] for prefix in prefixes[:known]]
+        new = free[: length - known] if rng.random() < 0.5 else []
+        end = known + len(new)
+        if new:
+            held = found.tolist() + new if rng.random() < 0.5 else new
+            start = 0 if len(held) > len(new) else known
+            added, _ = publish(cache, held, data[start * 16 : end * 16], salt if start == 0 else place)
+            assert added == new
+            del free[: len(new)]
+            model.update(zip(prefixes[known:end], new, strict=True))
+        elif model:
+            leaves = [name for name in model if not any(other != name and _follows(other, name) for other in model)]
+            chosen = rng.sample(leaves, rng.randint(1, len(leaves)))
+            chosen += [(salt, data[:-16]) for salt, data in chosen[:1] if _is_leaf((salt, data[:-16]), chosen, model)]
+            evict(cache, *[model[name] for name in chosen])
+            free += [model.pop(name) for name in chosen]
+    assert sorted(cache.cached_blocks()) == sorted(model.values())
+
+
+def _follows(name: tuple[str, bytes], other: tuple[str, bytes]) -> bool:
+    return name[0] == other[0] and name[1].startswith(other[1])
+
+
+def _is_leaf(name: tuple[str, bytes], gone: list[tuple[str, bytes]], model: dict[tuple[str, bytes], int]) -> bool:
+    return name in model and name not in gone and not any(_follows(one, name) for one in set(model) - {name, *gone})
 
 
 def test_clear_forgets_all(cache: PrefixCache) -> None:
@@ -150,4 +206,4 @@ def test_clear_forgets_all(cache: PrefixCache) -> None:
     publish(cache, [0, 1], EIGHT)
     cache.clear()
     cache.check_integrity()
-    assert len(cache) == 0 and match(cache, EIGHT) == []
+    assert cache.cached_blocks() == [] and match(cache, EIGHT) == []

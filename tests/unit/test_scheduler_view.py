@@ -27,7 +27,7 @@ def expected_states(simulation: Simulation) -> list[int]:
     """From the pool's own reference counts and marks."""
     pool = simulation.scheduler._batch.blocks.pool
     counts = [pool.ref_count(block) for block in range(pool.num_blocks)]
-    return [min(count, 2) + 1 if count else int(pool.holds_content(block)) for block, count in enumerate(counts)]
+    return [min(count, 2) + 1 if count else int(pool.contents()[block]) for block, count in enumerate(counts)]
 
 
 def test_the_grid_shows_every_block() -> None:

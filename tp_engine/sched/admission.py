@@ -5,10 +5,14 @@ from __future__ import annotations
 import enum
 import time
 
-from tp_engine.plan import Admission
+import numpy as np
+
+from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.block_manager import Hits
+from tp_engine.sched.cached_run import BlockName
 from tp_engine.sched.draft import StepDraft
+from tp_engine.sched.entry import Entry
 from tp_engine.sched.sequence import Phase, Sequence
 
 #: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prompt.
@@ -24,17 +28,23 @@ class Verdict(enum.Enum):
 
 
 class Admitter:
-    """Fills the rest of a step from the queue, strictly in order but for those that wait for a sibling's prompt."""
+    """Fills the rest of a step from the queue, strictly in order but for those that wait for a sibling's prompt.
+
+    Who enters is decided one after the other; rows and blocks are given to many at once.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._rows = batch.rows
         self._blocks = batch.blocks
+        self._entries: list[Entry] = []  # of this step, not seated yet
+        self._names: set[BlockName | None] = set()  # of what they will publish
+        self._num_owed = 0  # blocks that they will take
 
     def admit(self, draft: StepDraft) -> None:
         """Admit while budget, rows and blocks last."""
         deferred: list[Sequence] = []
-        while draft.budget > 0 and self._rows.has_vacancy and len(deferred) < _MAX_DEFERRED:
+        while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
             sequence = self._batch.waiting.pop()
             if sequence is None:
                 break
@@ -44,29 +54,38 @@ class Admitter:
             deferred.append(sequence)
             if verdict is Verdict.NO_ROOM:
                 break
+        self._seat(draft)
         for sequence in deferred:
             self._batch.waiting.push(sequence)
 
     def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
-        donor = self._donor(sequence)
-        if donor is not None:
-            return self._fork(draft, sequence, donor)
-        if self._donor_is_coming(sequence):
-            return Verdict.DEFERRED
-        return self._enter(draft, sequence, self._blocks.find_hits(sequence))
+        siblings = sequence.group.running
+        if siblings and self._can_fork(sequence):
+            donor = self._donor(sequence, siblings)
+            if donor is not None:
+                return self._fork(draft, sequence, donor)
+            if any(other.phase is Phase.PREFILL for other in siblings):
+                return Verdict.DEFERRED  # it will finish the prompt, or leave its row
+        hits = self._blocks.find_hits(sequence)
+        if hits.next_name in self._names:
+            self._seat(draft)
+            hits = self._blocks.find_hits(sequence)
+        return self._begin(draft, sequence, hits)
 
-    def _enter(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
+    def _begin(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
         num_shared = len(hits.blocks)
         end = min(len(sequence.token_ids), hits.num_tokens + draft.budget)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
-        if not self._has_room(self._blocks.blocks_for(reach) - num_shared + self._blocks.num_idle(hits.blocks)):
+        num_idle = self._blocks.pool.num_idle(hits.blocks) if num_shared else 0
+        if not self._has_room(self._blocks.blocks_for(reach) - num_shared + num_idle):
             return Verdict.NO_ROOM
-        self._batch.enter(sequence, draft.step_id, hits.blocks, hits.num_tokens, end)
-        self._blocks.start_chain(sequence, num_shared)
-        if hits.tail is not None:
-            self._copy(draft, hits.tail, sequence, num_shared)
         self._count_hits(sequence, hits.num_tokens)
-        self._draft_admission(draft, sequence, hits.num_tokens, end)
+        entry = Entry(sequence, hits.blocks, hits.num_tokens, end, hits.tail, num_shared, hits.place)
+        self._enter(draft, entry)
+        if end // self._blocks.block_size > num_shared:
+            self._names.add(hits.next_name)
+        if hits.tail is not None:  # while it is there to be copied
+            self._seat(draft)
         return Verdict.ENTERED
 
     def _fork(self, draft: StepDraft, sequence: Sequence, donor: Sequence) -> Verdict:
@@ -75,48 +94,44 @@ class Admitter:
             return Verdict.NO_ROOM
         num_computed = sequence.num_prompt_tokens - 1
         num_shared, num_in_last = divmod(num_computed, self._blocks.block_size)
-        donor_table = self._blocks.table(donor.row).tolist()
-        self._batch.enter(sequence, draft.step_id, donor_table[:num_shared], num_computed, num_computed + 1)
-        self._blocks.start_chain(sequence, 0)
+        table = self._blocks.table(donor.row).astype(np.intp)
+        source = int(table[num_shared]) if num_in_last else None
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
-        if num_in_last:
-            self._copy(draft, donor_table[num_shared], sequence, num_shared)
-        self._draft_admission(draft, sequence, num_computed, num_computed + 1)
+        entry = Entry(sequence, table[:num_shared], num_computed, num_computed + 1, source, 0, sequence.group.salt)
+        self._enter(draft, entry)
         return Verdict.ENTERED
 
-    def _copy(self, draft: StepDraft, source: int, sequence: Sequence, index: int) -> None:
-        """The sequence's block number ``index`` begins as a copy of ``source``, unless it took that very block."""
-        own = int(self._rows.block_table[sequence.row, index])
-        if own != source:
-            draft.copies.append((source, own))
+    def _enter(self, draft: StepDraft, entry: Entry) -> None:
+        """It is decided; siblings must see at once that one of them runs."""
+        if len(entry.shared):
+            self._blocks.pool.share(entry.shared)
+        self._num_owed += self._blocks.blocks_for(entry.end) - len(entry.shared)
+        self._entries.append(entry)
+        draft.add_prefill(entry.sequence, entry.end - entry.num_computed)
+        if len(entry.sequence.group.sequences) > 1:
+            self._seat(draft)
 
-    def _draft_admission(self, draft: StepDraft, sequence: Sequence, start: int, end: int) -> None:
-        if not sequence.first_scheduled_s:
-            sequence.first_scheduled_s = time.monotonic()
-        draft.admitted.append(
-            Admission(
-                row=sequence.row,
-                token_ids=sequence.token_ids,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_computed_tokens=start,
-                block_ids=self._blocks.table(sequence.row),
-                sampling=sequence.sampling,
-            )
-        )
-        draft.add_prefill(sequence, end - start)
-        self._blocks.publish(sequence, end)
+    def _seat(self, draft: StepDraft) -> None:
+        """Those that have entered get their rows and blocks, and publish what they compute."""
+        entries, self._entries, self._num_owed = self._entries, [], 0
+        self._names.clear()
+        if not entries:
+            return
+        self._batch.enter(entries, draft.step_id)
+        now_s = time.monotonic()
+        for entry in entries:
+            sequence, table = entry.sequence, self._blocks.table(entry.sequence.row)
+            sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
+            if entry.source is not None and table[len(entry.shared)] != entry.source:
+                draft.copies.append((entry.source, int(table[len(entry.shared)])))
+            draft.admitted.append(_admission(entry, table))
+            sequence.num_published, sequence.place = entry.num_published, entry.place
+            self._blocks.publish(sequence, entry.end)
 
-    def _donor(self, sequence: Sequence) -> Sequence | None:
+    def _donor(self, sequence: Sequence, siblings: list[Sequence]) -> Sequence | None:
         """A running sibling that has computed all that a fork shares, or will have once the plans before this ran."""
-        if not self._can_fork(sequence):
-            return None
         shared = sequence.num_prompt_tokens - 1
-        ready = (other for other in sequence.group.running if self._rows.num_scheduled[other.row] >= shared)
-        return next(ready, None)
-
-    def _donor_is_coming(self, sequence: Sequence) -> bool:
-        """Some sibling is computing the prompt: it needs no help, and will either finish it or leave its row."""
-        return self._can_fork(sequence) and any(other.phase is Phase.PREFILL for other in sequence.group.running)
+        return next((other for other in siblings if self._rows.num_scheduled[other.row] >= shared), None)
 
     @staticmethod
     def _can_fork(sequence: Sequence) -> bool:
@@ -124,8 +139,9 @@ class Admitter:
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether that many blocks can go without starving the running rows, which take this many per step."""
-        running = self._rows.num_running
-        return num_blocks + running // self._blocks.block_size <= self._blocks.num_available or running == 0
+        running = self._rows.num_running + len(self._entries)
+        num_kept = self._num_owed + running // self._blocks.block_size
+        return num_blocks + num_kept <= self._blocks.num_available or running == 0
 
     def _count_hits(self, sequence: Sequence, num_hit_tokens: int) -> None:
         counters = self._batch.counters
@@ -136,3 +152,15 @@ class Admitter:
             counters.num_prefix_query_tokens += len(sequence.token_ids)
             counters.num_prefix_hit_tokens += num_hit_tokens
             sequence.num_cached_tokens = num_hit_tokens
+
+
+def _admission(entry: Entry, table: IntArray) -> Admission:
+    sequence = entry.sequence
+    return Admission(
+        row=sequence.row,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=entry.num_computed,
+        block_ids=table,
+        sampling=sequence.sampling,
+    )

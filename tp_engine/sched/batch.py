@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 from tp_engine.log import get_logger
 from tp_engine.sched.block_manager import BlockManager
-from tp_engine.sched.intake import max_tokens_of
+from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Phase, Sequence
@@ -30,11 +28,12 @@ class Batch:
         self.counters = SchedulerCounters()
         self.released: list[int] = []
 
-    def enter(self, sequence: Sequence, step_id: int, held: Seq[int], num_computed: int, num_tokens: int) -> None:
-        """Seat a sequence with the blocks it may share and new ones up to ``num_tokens`` tokens."""
-        self.rows.occupy(sequence, step_id, num_computed, max_tokens_of(sequence, self.limits))
-        self.blocks.seat(sequence, held, num_tokens)
-        sequence.group.running.append(sequence)
+    def enter(self, entries: list[Entry], step_id: int) -> None:
+        """Seat sequences, with the blocks that they share and new ones."""
+        self.rows.occupy(entries, step_id)
+        self.blocks.seat(entries)
+        for entry in entries:
+            entry.sequence.group.running.append(entry.sequence)
 
     def leave(self, sequence: Sequence, phase: Phase) -> None:
         """The sequence gives back row and blocks; its full blocks stay cached while nobody needs their room.

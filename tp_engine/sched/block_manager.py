@@ -12,27 +12,34 @@ goes for a *tail*: the last block of a sequence that has ended and that others c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
+from tp_engine.sched.cached_run import BlockName, Place
+from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.prefix_cache import PrefixCache
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.units import ceil_div
 
 
-@dataclass(frozen=True, slots=True)
-class Hits:
-    """Where the K/V of a waiting sequence's first ``num_tokens`` tokens are: full blocks to share, a tail to copy."""
+class Hits(msgspec.Struct, frozen=True):
+    """Where the K/V of a waiting sequence's first ``num_tokens`` tokens are: full blocks to share, a tail to copy.
 
+    ``place`` is behind those blocks in the prefix cache; ``next_name`` is that of the block that would be next there.
+    """
+
+    place: Place
     num_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: BlockIds = NO_BLOCKS
     tail: int | None = None
+    next_name: BlockName | None = None
 
 
 class BlockManager:
@@ -56,49 +63,43 @@ class BlockManager:
 
     def find_hits(self, sequence: Sequence) -> Hits:
         """What is cached of a waiting sequence's first tokens; at least one token is left to compute."""
-        if not self._caching:
-            return Hits()
-        token_bytes, salt = sequence.token_ids.tobytes(), sequence.group.salt
-        self.cache.extend_hashes(sequence.hashes, salt, token_bytes)
-        if sequence.wants_prompt_logprobs:
-            return Hits()
+        salt = sequence.group.salt
+        if not self._caching or sequence.wants_prompt_logprobs:
+            return Hits(salt)
+        token_bytes = sequence.token_ids.tobytes()
         usable = (len(sequence.token_ids) - 1) // self.block_size
-        blocks = self.cache.match(sequence.hashes, salt, token_bytes, usable)
+        blocks, place = self.cache.match(salt, token_bytes, usable)
         num_tokens = len(blocks) * self.block_size
-        parent = self.cache.identity(blocks[-1]) if blocks else salt
-        found = self.cache.match_tail(parent, token_bytes[num_tokens * sequence.token_ids.itemsize :])
+        name = self.cache.next_name(place, token_bytes, num_tokens)
+        found = self.cache.match_tail(place, token_bytes, num_tokens)
         if found is None:
-            return Hits(num_tokens, blocks)
-        return Hits(num_tokens + found[1], blocks, found[0])
+            return Hits(place, num_tokens, blocks, None, name)
+        return Hits(place, num_tokens + found[1], blocks, found[0], name)
 
-    def num_idle(self, blocks: Seq[int]) -> int:
-        """How many of these nobody uses, so that using them makes fewer available."""
-        return sum(self.pool.ref_count(block) == 0 for block in blocks)
-
-    def seat(self, sequence: Sequence, held: Seq[int], num_tokens: int) -> None:
-        """First table of a row: ``held`` blocks, shared from now on, then new ones up to ``num_tokens`` tokens."""
-        row = sequence.row
-        self.pool.share(held)
-        self._rows.block_table[row, : len(held)] = held
-        self._set_length(row, len(held))
-        self.grow(row, self.blocks_for(num_tokens) - len(held))
-
-    def start_chain(self, sequence: Sequence, num_hits: int) -> None:
-        """From which block on the seated sequence publishes: behind its hits."""
-        last = int(self._rows.block_table[sequence.row, num_hits - 1]) if num_hits else None
-        sequence.num_published = num_hits
-        sequence.parent = sequence.group.salt if last is None else self.cache.identity(last)
+    def seat(self, entries: list[Entry]) -> None:
+        """First tables of rows: the blocks that they share, then new ones."""
+        lengths = [self.blocks_for(entry.end) for entry in entries]
+        taken = self._take(sum(lengths) - sum(len(entry.shared) for entry in entries))
+        start = 0
+        for entry, length in zip(entries, lengths, strict=True):
+            table, num_shared = self._rows.block_table[entry.sequence.row], len(entry.shared)
+            if num_shared:
+                table[:num_shared] = entry.shared
+            end = start + length - num_shared
+            table[num_shared:length] = taken[start:end]
+            start = end
+        self._set_lengths(np.array([entry.sequence.row for entry in entries]), np.array(lengths))
 
     def table(self, row: int) -> IntArray:
         """A copy of the row's block ids, int32."""
         return self._rows.block_table[row, : self._rows.num_blocks[row]].copy()
 
-    def grow(self, row: int, count: int) -> list[int]:
+    def grow(self, row: int, count: int) -> BlockIds:
         """``count`` more blocks at the end of one row's table."""
         taken = self._take(count)
         start = int(self._rows.num_blocks[row])
         self._rows.block_table[row, start : start + count] = taken
-        self._set_length(row, start + count)
+        self._set_lengths(row, start + count)
         return taken
 
     def grow_rows(self, rows: IntArray) -> IntArray:
@@ -109,7 +110,7 @@ class BlockManager:
 
     def take(self, count: int) -> IntArray:
         """``count`` blocks, int32, that will be entered into tables."""
-        return np.array(self._take(count), dtype=np.int32)
+        return self._take(count).astype(np.int32)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Offer the full blocks of the sequence's first ``num_tokens`` tokens to the prefix cache.
@@ -117,21 +118,15 @@ class BlockManager:
         They are computed, or will be in a step that is already decided: each layer stores the keys and values of all
         its tokens before any attention, so requests of that very step may use them.
         """
-        row = sequence.row
         first, end = sequence.num_published, num_tokens // self.block_size
-        if not self._caching or sequence.parent is None or first >= end:
+        if not self._caching or first >= end:
             return
-        if len(sequence.hashes) < end:
-            known = self._rows.tokens[row, : end * self.block_size]
-            self.cache.extend_hashes(sequence.hashes, sequence.group.salt, known.tobytes())
-        added, sequence.parent = self.cache.insert(
-            self._rows.block_table[row, first:end].tolist(),
-            sequence.hashes[first:end],
-            sequence.parent,
-            self._rows.tokens[row, first * self.block_size : end * self.block_size].tobytes(),
-        )
+        row, size = sequence.row, self.block_size
+        blocks = self._rows.block_table[row, first:end].astype(np.intp)
+        known = self._rows.tokens[row, first * size : end * size].tobytes()
+        added, sequence.place = self.cache.insert(blocks, sequence.place, known)
         sequence.num_published = end
-        self.pool.mark_hashed(added)
+        self.pool.mark_full(added)
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""
@@ -139,16 +134,16 @@ class BlockManager:
         computed = int(self._rows.num_computed[row])
         first = computed - computed % self.block_size
         is_next = sequence.num_published * self.block_size == first  # not, if a step in flight computes more
-        if not self._caching or sequence.parent is None or first == computed or not is_next:
+        if not self._caching or first == computed or not is_next:
             return
         block = int(self._rows.block_table[row, first // self.block_size])
-        if self.cache.insert_tail(block, sequence.parent, self._rows.tokens[row, first:computed].tobytes()):
+        if self.cache.insert_tail(block, sequence.place, self._rows.tokens[row, first:computed].tobytes()):
             self.pool.mark_tail(block)
 
     def release(self, sequence: Sequence) -> None:
         """The row gives its table back, tail first; what is cached stays so until its blocks are needed."""
-        self.pool.release(self._rows.block_table[sequence.row, : self._rows.num_blocks[sequence.row]].tolist())
-        self._set_length(sequence.row, 0)
+        self.pool.release(self.table(sequence.row).astype(np.intp))
+        self._set_lengths(sequence.row, 0)
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes; no row may be running."""
@@ -168,14 +163,14 @@ class BlockManager:
             held.update(table)
         for block in range(self.pool.num_blocks):
             assert self.pool.ref_count(block) == held[block], f"block {block}"
-        known = [block for block in range(self.pool.num_blocks) if self.pool.holds_content(block)]
-        assert known == sorted(self.cache.cached_blocks())
+        assert np.flatnonzero(self.pool.contents()).tolist() == sorted(self.cache.cached_blocks())
 
-    def _take(self, count: int) -> list[int]:
-        taken, evicted = self.pool.take(count)
-        self.cache.evict(evicted)
+    def _take(self, count: int) -> BlockIds:
+        taken, lost = self.pool.take(count)
+        if len(lost):
+            self.cache.evict(lost)
         return taken
 
-    def _set_length(self, row: int, num_blocks: int) -> None:
-        self._rows.num_blocks[row] = num_blocks
-        self._rows.capacity[row] = num_blocks * self.block_size
+    def _set_lengths(self, rows: int | BlockIds, num_blocks: int | npt.NDArray[np.int64]) -> None:
+        self._rows.num_blocks[rows] = num_blocks
+        self._rows.capacity[rows] = num_blocks * self.block_size

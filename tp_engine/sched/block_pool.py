@@ -3,34 +3,36 @@
 States of a block::
 
                         take()                       release(), no content to keep
-         free  ----------------------->  used  ---------------------------> free    (front of the spare queue)
-    (ref 0, nothing)                (ref >= 1)  --------------------------> tail    (end of the spare queue)
+         free  ----------------------->  used  ---------------------------> free    (taken next)
+    (ref 0, nothing)                (ref >= 1)  --------------------------> tail    (behind the older tails)
                                        ^   |        release(), marked as tail
-                               share() |   | release(), hashed
+                               share() |   | release(), kept
                                        |   v
-                                      cached  ----------------------------> used, without hash
-                                   (ref 0, hash)   take(): evicted             (end of the kept queue; oldest first)
+                                      cached  ----------------------------> used, without content
+                                   (ref 0, full)   take(): evicted             (oldest first)
 
-The queues are doubly linked lists in two arrays, each with a sentinel, so that a hit removes a block from the middle in
-O(1)::
+Taken are free blocks first, then tails, then cached ones: no full cached block is evicted while a free block or a tail
+exists, and no tail while a free block exists.  Free blocks are a stack; a table given back is taken again in its own
+order.  Tails and cached blocks are queues, of which the second lets a block leave from the middle when it is hit.  A
+table is released from its end, so a sequence's later blocks are evicted before its first ones, which more requests may
+share.
 
-    spare:  sentinel -> free ... free -> tail (oldest) ... tail (newest) -> sentinel
-    kept:   sentinel -> cached (least recently used) ... cached (most recently used) -> sentinel
-
-Spare blocks are taken before kept ones: no full cached block is evicted while a free block or a tail exists, and no
-tail while a free block exists.  A table is released from its end, so a sequence's later blocks are evicted before its
-first ones, which more requests may share.
+All acts are on arrays of block ids and cost a few array operations whatever their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds, LruQueue
+
 #: What a block holds that outlives its last holder.
 _NOTHING, _FULL, _TAIL = 0, 1, 2
+
+_ONE = np.ones((), dtype=np.int64)  # an array is added in less time than a Python number takes
 
 
 class BlockPool:
@@ -39,75 +41,63 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
+        self.num_free = num_blocks
         self.num_available = num_blocks
-        self.num_cached = 0
-        self._num_kept = 0
-        self._ref_count = [0] * num_blocks
-        self._content = bytearray(num_blocks)
-        self._spare, self._kept = num_blocks, num_blocks + 1
-        self._next = [*range(1, num_blocks + 1), 0, self._kept]
-        self._prev = [num_blocks, *range(num_blocks), self._kept]
+        self._free: BlockIds = np.arange(num_blocks - 1, -1, -1)  # the first ``num_free``, last on top
+        self._tails: deque[int] = deque()
+        self._kept = LruQueue(num_blocks)
+        self._ref_count = np.zeros(num_blocks, dtype=np.int64)
+        self._content = np.zeros(num_blocks, dtype=np.uint8)
 
     @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds and whose content nobody will look for."""
-        return self.num_available - self.num_cached
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content somebody may look for."""
+        return self.num_available - self.num_free
 
     @property
     def num_used(self) -> int:
         """Blocks that at least one row holds."""
         return self.num_blocks - self.num_available
 
-    def take(self, count: int) -> tuple[list[int], list[int]]:
+    def take(self, count: int) -> tuple[BlockIds, BlockIds]:
         """Take the first ``count`` blocks; returns them, and those among them whose cached content is lost."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
-        from_spare = min(count, self.num_available - self._num_kept)
-        taken = self._pop(self._spare, from_spare)
-        if from_spare < count:
-            taken += self._pop(self._kept, count - from_spare)
-            self._num_kept -= count - from_spare
-        ref_count, content = self._ref_count, self._content
-        for block in taken:
-            ref_count[block] = 1
-        evicted = [block for block in taken if content[block]]
-        for block in evicted:
-            content[block] = _NOTHING
+        from_free = min(count, self.num_free)
+        taken = lost = NO_BLOCKS
+        if from_free:
+            taken = self._pop_free(from_free)
+        if from_free < count:
+            lost = self._pop_cached(count - from_free)
+            self._content[lost] = _NOTHING
+            taken = np.concatenate((taken, lost)) if from_free else lost
+        self._ref_count[taken] = 1
         self.num_available -= count
-        self.num_cached -= len(evicted)
-        return taken, evicted
+        return taken, lost
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def share(self, blocks: BlockIds) -> None:
         """Count one more holder of each block; a cached one leaves the queue and is used again."""
-        for block in blocks:
-            if self._ref_count[block] == 0:
-                assert self._content[block] == _FULL, f"block {block} is free: it holds nothing to share"
-                self._link(self._prev[block], self._next[block])
-                self.num_available -= 1
-                self.num_cached -= 1
-                self._num_kept -= 1
-            self._ref_count[block] += 1
+        counts = self._ref_count[blocks]
+        idle = blocks[counts == 0]
+        assert np.all(self._content[idle] == _FULL), f"one of blocks {idle} is free: it holds nothing to share"
+        self._ref_count[blocks] = counts + _ONE
+        self._kept.remove(idle)
+        self.num_available -= len(idle)
 
-    def release(self, table: Sequence[int]) -> None:
+    def release(self, table: BlockIds) -> None:
         """One holder gives back its block table, last block first."""
-        ref_count, content = self._ref_count, self._content
-        for block in reversed(table):
-            assert ref_count[block] > 0, f"block {block} is released but nobody holds it"
-            ref_count[block] -= 1
-            if ref_count[block] == 0:
-                self.num_available += 1
-                if content[block] == _NOTHING:
-                    self._insert(block, self._spare)
-                    continue
-                self.num_cached += 1
-                self._num_kept += content[block] == _FULL
-                self._insert(block, self._prev[self._kept if content[block] == _FULL else self._spare])
+        counts = self._ref_count[table]
+        assert 0 not in counts.tolist(), f"one of blocks {table} is released but nobody holds it"
+        self._ref_count[table] = counts - _ONE
+        left = table[counts == _ONE][::-1]
+        content = self._content[left]
+        self._push_free(left[content == _NOTHING])
+        self._kept.append(left[content == _FULL])
+        self._tails.extend(left[content == _TAIL].tolist())
+        self.num_available += len(left)
 
-    def mark_hashed(self, blocks: Sequence[int]) -> None:
+    def mark_full(self, blocks: BlockIds) -> None:
         """The content of these full, used blocks has entered the prefix cache."""
-        assert all(map(self._ref_count.__getitem__, blocks)), f"one of blocks {blocks} is cached but nobody holds it"
-        content = self._content
-        for block in blocks:
-            content[block] = _FULL
+        self._content[blocks] = _FULL
 
     def mark_tail(self, block: int) -> None:
         """The prefix cache knows the first tokens of this partly filled block, which its only holder will release."""
@@ -116,64 +106,53 @@ class BlockPool:
 
     def forget_content(self) -> None:
         """All cached blocks become free, behind those that are."""
-        for block in self._pop(self._kept, self._num_kept):
-            self._insert(block, self._prev[self._spare])
-        self._content = bytearray(self.num_blocks)
-        self.num_cached = self._num_kept = 0
+        last_first = self._pop_cached(self.num_cached)[::-1]
+        free = np.concatenate((last_first, self._free[: self.num_free]))
+        self.num_free = len(free)
+        self._free[: self.num_free] = free
+        self._content[:] = _NOTHING
 
     def ref_count(self, block: int) -> int:
         """How many rows hold ``block``."""
-        return self._ref_count[block]
+        return int(self._ref_count[block])
 
-    def holds_content(self, block: int) -> bool:
-        """Whether ``block`` is in the prefix cache, used or not."""
-        return self._content[block] != _NOTHING
+    def num_idle(self, blocks: BlockIds) -> int:
+        """How many of these nobody holds."""
+        return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
 
     def contents(self) -> npt.NDArray[np.bool_]:
-        """``holds_content`` of every block."""
-        known: npt.NDArray[np.bool_] = np.frombuffer(self._content, dtype=np.uint8) != _NOTHING
+        """Whether each block is in the prefix cache, used or not."""
+        known: npt.NDArray[np.bool_] = self._content != _NOTHING
         return known
 
-    def free_order(self) -> Iterator[int]:
+    def free_order(self) -> list[int]:
         """Free and cached blocks in the order in which they will be taken."""
-        for sentinel in (self._spare, self._kept):
-            block = self._next[sentinel]
-            while block != sentinel:
-                yield block
-                block = self._next[block]
+        return [*self._free[: self.num_free][::-1].tolist(), *self._tails, *self._kept.order().tolist()]
 
     def check_integrity(self) -> None:
         """Assert that free + cached + used = all, and that the queues hold exactly the blocks nobody uses, in order."""
-        order = list(self.free_order())
+        order = self.free_order()
         assert len(order) == self.num_available, f"{len(order)} blocks in the queues, {self.num_available} counted"
-        assert len(set(order)) == len(order), "a block is queued twice"
-        assert all(self._prev[self._next[block]] == block for block in [*order, self._spare, self._kept])
-        unused = [block for block in range(self.num_blocks) if self._ref_count[block] == 0]
-        assert sorted(order) == unused, "the queues and the reference counts disagree"
-        assert min(self._ref_count) >= 0
-        contents = [self._content[block] for block in order]
-        in_order = [content for content in (_NOTHING, _TAIL, _FULL) for _ in range(contents.count(content))]
-        assert contents == in_order, "a cached block precedes a free one"
-        assert contents.count(_FULL) == self._num_kept and self.num_cached == self._num_kept + contents.count(_TAIL)
+        assert sorted(order) == np.flatnonzero(self._ref_count == 0).tolist(), "queues and reference counts disagree"
+        assert self._ref_count.min() >= 0
+        contents = self._content[order].tolist()
+        expected = [_NOTHING] * self.num_free + [_TAIL] * len(self._tails) + [_FULL] * len(self._kept)
+        assert contents == expected, "a block is in the wrong queue"
         assert self.num_free + self.num_cached + self.num_used == self.num_blocks
 
-    def _pop(self, sentinel: int, count: int) -> list[int]:
-        """The first ``count`` blocks of a queue, which leave it."""
-        taken: list[int] = []
-        following = self._next
-        block = following[sentinel]
-        for _ in range(count):
-            taken.append(block)
-            block = following[block]
-        self._link(sentinel, block)
-        return taken
+    def _pop_free(self, count: int) -> BlockIds:
+        top = self.num_free
+        self.num_free = top - count
+        return self._free[top - count : top][::-1].copy()
 
-    def _link(self, before: int, after: int) -> None:
-        self._next[before] = after
-        self._prev[after] = before
+    def _push_free(self, blocks: BlockIds) -> None:
+        top = self.num_free + len(blocks)
+        self._free[self.num_free : top] = blocks
+        self.num_free = top
 
-    def _insert(self, block: int, before: int) -> None:
-        """Queue ``block`` right behind ``before``."""
-        after = self._next[before]
-        self._link(before, block)
-        self._link(block, after)
+    def _pop_cached(self, count: int) -> BlockIds:
+        """Tails first, then the full blocks that have been unused for longest."""
+        if not self._tails:
+            return self._kept.pop(count)
+        tails = [self._tails.popleft() for _ in range(min(count, len(self._tails)))]
+        return np.concatenate((np.array(tails, dtype=np.intp), self._kept.pop(count - len(tails))))

@@ -27,18 +27,13 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) ->
         num_unfinished=params.n,
     )
     seed = base_seed(params, limits.seed, number)
+    longest = limits.max_sequence_tokens
+    max_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
     for index in range(params.n):
         key = (request.priority, number, index)
         sampling = row_sampling(params, index, seed, eos | group.stop_token_ids)
-        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt)))
+        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens))
     return group
-
-
-def max_tokens_of(sequence: Sequence, limits: SchedulerLimits) -> int:
-    """Length, prompt included, at which a sequence ends with ``length``."""
-    asked = sequence.group.request.params.max_tokens
-    longest = limits.max_sequence_tokens
-    return longest if asked is None else min(longest, sequence.num_prompt_tokens + asked)
 
 
 def _prompt_array(request: EngineRequest) -> IntArray:

@@ -22,7 +22,7 @@ class StepOutcome(msgspec.Struct, gc=False):
     token_ids: IntArray
     endings: dict[int, Ending] = {}
     logprobs: dict[int, TokenLogprobs] = {}
-    first: list[int] = []
+    first: set[int] = set()
     dropped: list[int] = []
 
     @property
@@ -36,21 +36,19 @@ class StepOutcome(msgspec.Struct, gc=False):
         token_ids = self.token_ids.tolist()
         if not (self.endings or self.logprobs or self.first):
             return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids)
-        special = {*self.endings, *self.logprobs, *self.first}
-        plain = [position for position in range(len(token_ids)) if position not in special]
-        return StepOutput(
-            request_ids=[request_ids[position] for position in plain],
-            indices=[indices[position] for position in plain],
-            token_ids=[token_ids[position] for position in plain],
-            deltas=[self._delta(position, token_ids[position]) for position in sorted(special)],
-        )
+        request_ids, indices = request_ids.copy(), indices.copy()
+        special = sorted({*self.endings, *self.logprobs, *self.first})
+        deltas = [self._delta(position, request_ids, indices, token_ids) for position in special]
+        for position in reversed(special):
+            del request_ids[position], indices[position], token_ids[position]
+        return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids, deltas=deltas)
 
-    def _delta(self, position: int, token_id: int) -> SequenceDelta:
+    def _delta(self, position: int, request_ids: list[str], indices: list[int], token_ids: list[int]) -> SequenceDelta:
         sequence = self.sequences[position]
         delta = SequenceDelta(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            new_token_ids=[token_id],
+            request_id=request_ids[position],
+            index=indices[position],
+            new_token_ids=[token_ids[position]],
             logprobs=self.logprobs.get(position),
             first_scheduled_s=sequence.first_scheduled_s,
         )
@@ -97,7 +95,6 @@ def collect_prompt_logprobs(result: StepResult, sequences: dict[int, Sequence]) 
 
 def _add_first(delta: SequenceDelta, sequence: Sequence) -> None:
     delta.num_cached_tokens = sequence.num_cached_tokens
-    delta.prompt_logprobs = sequence.prompt_logprobs
-    sequence.prompt_logprobs = []
     if sequence.wants_prompt_logprobs:
+        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

@@ -1,205 +1,172 @@
-"""The prefix cache: which block holds the K/V of a known prefix.
+"""The prefix cache: which blocks hold the K/V of a known prefix.
 
-A full block is named by a chained hash, ``hash(parent's hash, token ids)``, whose first parent stands for the process's
-random key and the request's ``cache_salt``.  A hash only *finds* a candidate: a hit is verified against the candidate's
-token ids and the identity of its parent, so that a collision can never give a request another one's K/V::
+Blocks that a sequence publishes together are one *run*.  It is found by what it follows and by the token ids of its
+first block; how far it agrees with a prompt is then one comparison of token ids.  A prompt is looked up in as many
+steps as it has runs, not blocks, and nothing is taken for equal that is not: names are the token ids themselves, so
+that there are no collisions, and Python's own hash of them is keyed anew in each process::
 
-    identity:   salt ------> serial 7 -------> serial 8          serials are never used again, so a
-    block:             12 [t0 .. t15]     5 [t16 .. t31]         chain through an evicted block is dead
-                                                |
-    tail:                                       +----------> 9 [t32 .. t37]     partly filled: to be copied
+    salt ---> run 7: blocks 12, 5, 9, 30   [t0 .. t63]               the identity of block i of a run: serial + i
+                           |
+                           +---> run 11: blocks 4, 8   [t32 .. t63]  a run follows a block, and needs no other than
+                           |                                         those before that one
+                           +---> tail: block 2  [t32 .. t37]         partly filled: to be copied
 
-The *tail* of a sequence that says that others will continue it, its last, partly filled block, is found by its parent's
-identity and its token ids themselves.  It is never shared: who goes on from it copies it.
+Whoever holds a block of a run holds those before it, and gives it back before them.  So a run is evicted from its end,
+and only its length changes.  Serials are never used again: what follows an evicted block is never found again.
+
+The *tail* of a sequence that says that others will continue it, its last, partly filled block, is found in the same way
+by all of its token ids.  It is never shared: who goes on from it copies it.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from typing import TypeAlias
+import numpy as np
 
-import xxhash
-
-#: Who precedes a block: the serial of its parent's content, or the salt in front of a sequence's first block.
-Identity: TypeAlias = int | str
-
-_TOKEN_BYTES = 4  # token ids are int32
-_RUN_BLOCKS = 32  # bounds what is remembered of evicted blocks while others of their run are still cached
-
-
-def block_hash(parent_hash: int, token_bytes: bytes) -> int:
-    """64-bit name of a full block whose parent is named ``parent_hash``."""
-    return xxhash.xxh3_64_intdigest(token_bytes, parent_hash)
-
-
-class _Run:
-    """Blocks that entered the cache together: block i has the hash ``names[i]``, the identity ``serial + i`` and the
-    i-th part of ``token_bytes``, and follows block i - 1 or, the first one, ``parent``.
-    """
-
-    __slots__ = ("names", "parent", "serial", "token_bytes")
-
-    def __init__(self, names: Sequence[int], parent: Identity, serial: int, token_bytes: bytes) -> None:
-        self.names, self.parent, self.serial, self.token_bytes = names, parent, serial, token_bytes
-
-    def parent_of(self, index: int) -> Identity:
-        return self.serial + index - 1 if index else self.parent
+from tp_engine.sched.cached_run import TOKEN_BYTES, BlockName, Place, Run, identity
+from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 
 
 class PrefixCache:
-    """Verified map from block hashes to blocks.  ``block_bytes`` is the size of one block's int32 token ids."""
+    """Exact map from prefixes to blocks.  ``block_bytes`` is the size of one block's int32 token ids."""
 
-    def __init__(self, num_blocks: int, block_bytes: int, key: bytes | None = None) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._key = secrets.token_bytes(16) if key is None else key
-        self._block_of: dict[int, int] = {}
-        self._tail_of: dict[tuple[Identity, bytes], int] = {}
-        self._run_of: list[_Run | None] = [None] * num_blocks
-        self._index_of = [0] * num_blocks  # in its run
-        self._tails: list[tuple[Identity, bytes] | None] = [None] * num_blocks
+        self._run_named: dict[BlockName, Run] = {}
+        self._tail_named: dict[BlockName, int] = {}
+        self._tail_names: dict[int, BlockName] = {}
+        self._runs: dict[int, Run] = {}  # by serial
+        self._serial_of = np.zeros(num_blocks, dtype=np.int64)  # of each block's run; 0: it is in none
         self._next_serial = 1
 
-    def __len__(self) -> int:
-        return len(self._block_of)
+    def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
+        """The cached blocks, at most ``max_blocks``, that hold a sequence's first tokens; the place behind them."""
+        return self._walk(salt, token_bytes, max_blocks)
 
-    def extend_hashes(self, hashes: list[int], salt: str, token_bytes: bytes) -> None:
-        """Append to a sequence's block hashes those of the further full blocks in ``token_bytes`` (all its tokens)."""
-        size, name = self._block_bytes, block_hash
-        parent = hashes[-1] if hashes else xxhash.xxh3_64_intdigest(self._key + salt.encode("utf-8", "surrogatepass"))
-        for start in range(len(hashes) * size, len(token_bytes) - size + 1, size):
-            parent = name(parent, token_bytes[start : start + size])
-            hashes.append(parent)
+    def next_name(self, place: Place, token_bytes: bytes, num_tokens: int) -> BlockName:
+        """Of the block at ``place`` that would hold a sequence's tokens from ``num_tokens`` on."""
+        start = num_tokens * TOKEN_BYTES
+        return identity(place), token_bytes[start : start + self._block_bytes]
 
-    def match(self, hashes: Sequence[int], salt: str, token_bytes: bytes, max_blocks: int) -> list[int]:
-        """The longest run of cached blocks, at most ``max_blocks``, that holds this sequence's first tokens."""
-        size = self._block_bytes
-        parent: Identity = salt
-        found: list[int] = []
-        for index, name in enumerate(hashes[:max_blocks]):
-            block = self._block_of.get(name)
-            if block is None or not self._holds(block, parent, token_bytes[index * size : (index + 1) * size]):
-                break
-            parent = self.identity(block)
-            found.append(block)
-        return found
-
-    def match_tail(self, parent: Identity, token_bytes: bytes) -> tuple[int, int] | None:
-        """The longest tail behind ``parent`` that ``token_bytes`` begin with: its block, and how many tokens it holds.
+    def match_tail(self, place: Place, token_bytes: bytes, num_tokens: int) -> tuple[int, int] | None:
+        """The longest tail at ``place`` that follows a sequence's first ``num_tokens``: its block, its tokens' number.
 
         At least one of the tokens is left to compute.
         """
-        if not self._tail_of:
+        if not self._tail_named:
             return None
-        longest = min(self._block_bytes, len(token_bytes)) - _TOKEN_BYTES
-        for end in range(longest, 0, -_TOKEN_BYTES):
-            block = self._tail_of.get((parent, token_bytes[:end]))
+        parent, start = identity(place), num_tokens * TOKEN_BYTES
+        longest = min(self._block_bytes, len(token_bytes) - start) - TOKEN_BYTES
+        for length in range(longest, 0, -TOKEN_BYTES):
+            block = self._tail_named.get((parent, token_bytes[start : start + length]))
             if block is not None:
-                return block, end // _TOKEN_BYTES
+                return block, length // TOKEN_BYTES
         return None
 
-    def identity(self, block: int) -> Identity:
-        """The identity of a cached, full block's content."""
-        run = self._run_of[block]
-        assert run is not None, f"block {block} is not cached"
-        return run.serial + self._index_of[block]
-
     def cached_blocks(self) -> list[int]:
-        """All blocks that a hash leads to, used or not, and all tails."""
-        return [*self._block_of.values(), *self._tail_of.values()]
+        """All blocks in runs, used or not, and all tails."""
+        return [*np.flatnonzero(self._serial_of).tolist(), *self._tail_names]
 
-    def insert(
-        self, blocks: Sequence[int], names: Sequence[int], parent: Identity, token_bytes: bytes
-    ) -> tuple[list[int], Identity | None]:
-        """Publish a run of computed, full blocks that follows ``parent``; ``names`` and ``token_bytes`` are theirs.
+    def insert(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> tuple[BlockIds, Place]:
+        """Publish computed, full blocks that follow each other and ``place``; ``token_bytes`` are theirs.
 
-        Returns the blocks that are cached now and were not before, and the identity of the run's last content.
-        Content that is cached already keeps its first block.  A different content of the same hash stays out, and
-        ends the run: the identity is None.
+        Returns the blocks that are cached now and were not before, and the place behind the last.  Content that is
+        cached already keeps its first block.  Nothing is added behind a block that has been evicted; what stands behind
+        one already is found again when it comes with its own blocks before it.
         """
-        added: list[int] = []
+        known, place = self._walk(place, token_bytes, len(blocks))
+        new = blocks[len(known) :]
+        if not len(new) or (not isinstance(place, str) and place[1] >= place[0].length):
+            return NO_BLOCKS, place
+        if any(self._serial_of[new].tolist()):  # of runs that cannot be found any more
+            self.evict(new[self._serial_of[new] > 0])
         size = self._block_bytes
-        for start in range(0, len(names), _RUN_BLOCKS):
-            run = slice(start, start + _RUN_BLOCKS)
-            insert = self._insert_new if self._all_new(names[run]) else self._insert_singly
-            new, last = insert(blocks[run], names[run], token_bytes[start * size : run.stop * size], parent)
-            added += new
-            if last is None:
-                return added, None
-            parent = last
-        return added, parent
+        token_bytes = token_bytes[len(known) * size :]
+        name = identity(place), token_bytes[:size]
+        run = Run(name, self._next_serial, new, token_bytes)
+        self._run_named[name] = self._runs[run.serial] = run
+        self._serial_of[new] = run.serial
+        self._next_serial += len(new)
+        return new, (run, len(new) - 1)
 
-    def _all_new(self, names: Sequence[int]) -> bool:
-        return self._block_of.keys().isdisjoint(names) and len(set(names)) == len(names)
-
-    def _insert_new(
-        self, blocks: Sequence[int], names: Sequence[int], token_bytes: bytes, parent: Identity
-    ) -> tuple[Sequence[int], Identity | None]:
-        """``insert`` of blocks none of which is known, as one run."""
-        run = _Run(names, parent, self._next_serial, token_bytes)
-        self._next_serial += len(names)
-        self._block_of.update(zip(names, blocks, strict=True))
-        run_of, index_of = self._run_of, self._index_of
-        for index, block in enumerate(blocks):
-            assert run_of[block] is None, f"block {block} is cached under another hash"
-            run_of[block] = run
-            index_of[block] = index
-        return blocks, self._next_serial - 1
-
-    def _insert_singly(
-        self, blocks: Sequence[int], names: Sequence[int], token_bytes: bytes, parent: Identity
-    ) -> tuple[Sequence[int], Identity | None]:
-        """``insert`` of blocks some of which may be known."""
-        added: list[int] = []
-        last, size = parent, self._block_bytes
-        for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
-            tokens = token_bytes[index * size : (index + 1) * size]
-            first = self._block_of.get(name)
-            if first is None:
-                self._insert_new([block], [name], tokens, last)
-                added.append(block)
-            elif not self._holds(first, last, tokens):
-                return added, None
-            last = self.identity(block if first is None else first)
-        return added, last
-
-    def insert_tail(self, block: int, parent: Identity, token_bytes: bytes) -> bool:
-        """Publish a partly filled block that follows ``parent``; False if one with the same content is known."""
-        assert 0 < len(token_bytes) < self._block_bytes and self._run_of[block] is None
-        if (parent, token_bytes) in self._tail_of:
+    def insert_tail(self, block: int, place: Place, token_bytes: bytes) -> bool:
+        """Publish a partly filled block that follows ``place``; False if one with the same content is known."""
+        assert 0 < len(token_bytes) < self._block_bytes and not self._serial_of[block]
+        name = identity(place), token_bytes
+        if name in self._tail_named:
             return False
-        self._tail_of[parent, token_bytes] = block
-        self._tails[block] = parent, token_bytes
+        self._tail_named[name] = block
+        self._tail_names[block] = name
         return True
 
-    def evict(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: BlockIds) -> None:
         """These blocks are about to be overwritten: nothing leads to them any more."""
-        for block in blocks:
-            run = self._run_of[block]
-            if run is not None:
-                del self._block_of[run.names[self._index_of[block]]]
-                self._run_of[block] = None
-                continue
-            tail = self._tails[block]
-            assert tail is not None, f"block {block} is not cached"
-            del self._tail_of[tail]
-            self._tails[block] = None
+        serials = self._serial_of[blocks].tolist()
+        self._serial_of[blocks] = 0
+        done = 0
+        while done < len(serials):
+            if serials[done]:
+                done += self._evict_first(blocks[done:], serials[done:])
+            else:
+                del self._tail_named[self._tail_names.pop(int(blocks[done]))]
+                done += 1
 
     def clear(self) -> None:
         """Forget everything."""
-        self.evict(self.cached_blocks())
+        self.evict(np.array(self.cached_blocks(), dtype=np.intp))
 
     def check_integrity(self) -> None:
-        """Assert that the map and the blocks' own records agree."""
-        runs = {block: run for block, run in enumerate(self._run_of) if run is not None}
-        assert runs.keys() == set(self._block_of.values()) and len(runs) == len(self._block_of)
-        for name, block in self._block_of.items():
-            assert runs[block].names[self._index_of[block]] == name, f"block {block} is cached under another hash"
-        tails = {block: tail for block, tail in enumerate(self._tails) if tail is not None}
-        assert tails == {block: tail for tail, block in self._tail_of.items()}
-        assert runs.keys().isdisjoint(tails), "a block is cached, and a tail"
+        """Assert that the runs, the map and the blocks' own records agree."""
+        for name, run in self._run_named.items():
+            assert run.name == name and run.token_bytes.startswith(name[1]) and 0 < run.length <= len(run.blocks)
+            assert len(run.token_bytes) == len(run.blocks) * self._block_bytes
+            living = run.blocks[: run.length]
+            assert self._runs[run.serial] is run and np.all(self._serial_of[living] == run.serial)
+        assert len(self._runs) == len(self._run_named)
+        assert {block: name for name, block in self._tail_named.items()} == self._tail_names
+        assert not self._serial_of[list(self._tail_names)].any(), "a block is cached, and a tail"
 
-    def _holds(self, block: int, parent: Identity, tokens: bytes) -> bool:
-        run, index, size = self._run_of[block], self._index_of[block], self._block_bytes
-        assert run is not None, f"block {block} is not cached"
-        return run.parent_of(index) == parent and run.token_bytes[index * size : (index + 1) * size] == tokens
+    def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
+        """The cached blocks behind ``place`` that ``token_bytes`` begin with, and the place behind the last."""
+        size = self._block_bytes
+        end = min(len(token_bytes) // size, max_blocks) * size
+        found: list[BlockIds] = []
+        start = 0
+        while start < end:
+            run, first, count = self._agreement(place, token_bytes, start, end)
+            if run is None:
+                break
+            found.append(run.blocks[first : first + count])
+            place = run, first + count - 1
+            start += count * size
+        if len(found) == 1:
+            return found[0], place
+        return np.concatenate(found) if found else NO_BLOCKS, place
+
+    def _agreement(self, place: Place, token_bytes: bytes, start: int, end: int) -> tuple[Run | None, int, int]:
+        """Which run goes on at ``place`` with the tokens from ``start`` on, from which of its blocks, and how many
+        of its blocks agree until ``end``."""
+        if not isinstance(place, str):
+            run, first = place[0], place[1] + 1
+            if count := run.num_equal(first, token_bytes, start, end):
+                return run, first, count
+        found = self._run_named.get((identity(place), token_bytes[start : start + self._block_bytes]))
+        return found, 0, 0 if found is None else found.num_equal(0, token_bytes, start, end)
+
+    def _evict_first(self, blocks: BlockIds, serials: list[int]) -> int:
+        """Evict the first of ``blocks``, and those behind it that end the same run; how many that are."""
+        run = self._runs.get(serials[0])
+        if run is None:  # an earlier block of it has been evicted
+            return 1
+        count = min(run.length, len(serials))
+        while serials[count - 1] != run.serial:
+            count -= 1
+        length = run.length - count
+        if run.blocks[length : run.length][::-1].tobytes() != blocks[:count].tobytes():
+            count = 1
+            length = min([run.length, *np.flatnonzero(run.blocks == blocks[0]).tolist()])
+        if length:
+            run.shorten(length)
+        else:
+            run.length = 0
+            del self._run_named[run.name], self._runs[run.serial]
+        return count

@@ -28,4 +28,4 @@ class RowSet:
     @cached_property
     def names(self) -> tuple[list[str], list[int]]:
         """Request id of each sequence, and its index among the request's.  Not to be changed."""
-        return [one.group.request.request_id for one in self.sequences], [one.index for one in self.sequences]
+        return [one.request_id for one in self.sequences], [one.index for one in self.sequences]

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import BoolArray, IntArray
 from tp_engine.sched.decode_run import DecodeRun
+from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.row_set import RowSet
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
@@ -70,28 +71,29 @@ class RowState:
         self.num_ending = 0
 
     @property
-    def has_vacancy(self) -> bool:
-        return bool(self._vacant)
+    def num_vacant(self) -> int:
+        return len(self._vacant)
 
-    def occupy(self, sequence: Sequence, step_id: int, num_computed: int, max_tokens: int) -> int:
-        """Seat a waiting sequence at the lowest vacant row; its first ``num_computed`` tokens have K/V."""
-        row = heapq.heappop(self._vacant)
-        length = len(sequence.token_ids)
-        self.tokens[row, :length] = sequence.token_ids
-        self.num_tokens[row] = length
-        self.num_scheduled[row] = self.num_computed[row] = num_computed
-        self.max_tokens[row] = max_tokens
-        self.num_logprobs[row] = sequence.sampling.logprobs
-        self.since_step[row] = step_id
-        self.phase[row] = sequence.phase = Phase.PREFILL
-        self.sequences[row] = sequence
-        self._prefilling[row] = sequence
-        if sequence.constraint is not None:
-            self.is_constrained[row] = True
-            self.num_constrained += 1
-        sequence.row = row
-        self.num_running += 1
-        return row
+    def occupy(self, entries: list[Entry], step_id: int) -> None:
+        """Seat waiting sequences, each at the lowest vacant row."""
+        for entry in entries:
+            sequence = entry.sequence
+            sequence.row = row = heapq.heappop(self._vacant)
+            sequence.phase = Phase.PREFILL
+            self.tokens[row, : len(sequence.token_ids)] = sequence.token_ids
+            self.sequences[row] = self._prefilling[row] = sequence
+            if sequence.constraint is not None:
+                self.is_constrained[row] = True
+                self.num_constrained += 1
+        seated = [entry.sequence for entry in entries]
+        rows = np.array([sequence.row for sequence in seated])
+        self.num_tokens[rows] = [len(sequence.token_ids) for sequence in seated]
+        self.num_scheduled[rows] = self.num_computed[rows] = [entry.num_computed for entry in entries]
+        self.max_tokens[rows] = [sequence.max_tokens for sequence in seated]
+        self.num_logprobs[rows] = [sequence.sampling.logprobs for sequence in seated]
+        self.since_step[rows] = step_id
+        self.phase[rows] = Phase.PREFILL
+        self.num_running += len(entries)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """All known tokens have been scheduled: from now on one token per step."""

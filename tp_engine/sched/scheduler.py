@@ -189,7 +189,10 @@ class Scheduler:
         if may_have_left:
             positions = np.flatnonzero(rows.since_step[sampled] <= plan.step_id)
             sampled, token_ids = sampled[positions], token_ids[positions]
-        outcome = self._append(plan, sampled, token_ids)
+        num_decodes = len(plan.decode_rows)
+        if may_have_left:
+            num_decodes = int((rows.since_step[plan.decode_rows] <= plan.step_id).sum())
+        outcome = self._append(num_decodes, sampled, token_ids)
         if result.logprobs is not None:
             self._add_logprobs(outcome, sampled, positions, result)
         for position in outcome.endings:
@@ -249,24 +252,25 @@ class Scheduler:
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""
         rows = self._batch.rows
-        living = rows.since_step[plan.prefill_rows] <= plan.step_id
-        confirmed = plan.prefill_rows[living]
+        prefilled = plan.prefill_rows.astype(np.intp)
+        living = rows.since_step[prefilled] <= plan.step_id
+        confirmed = prefilled[living]
         rows.num_computed[confirmed] += plan.prefill_tokens[living]
         if result.prompt_logprobs:
-            sequences = rows.row_set(confirmed).sequences
+            sequences = rows.row_set(plan.prefill_rows[living]).sequences
             collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
 
-    def _append(self, plan: StepPlan, sampled: IntArray, token_ids: IntArray) -> StepOutcome:
-        """Each sampled row has one more token; some got their first one, some end."""
+    def _append(self, num_decodes: int, sampled: IntArray, token_ids: IntArray) -> StepOutcome:
+        """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""
         rows = self._batch.rows
         chosen = rows.row_set(sampled)
         outcome = StepOutcome(chosen, token_ids)
         lengths = rows.append(chosen, token_ids)
-        for position in range(self._num_living_decodes(plan, sampled), len(sampled)):
+        for position in range(num_decodes, len(sampled)):
             sequence = outcome.sequences[position]
             if not sequence.emitted:
                 sequence.emitted = True
-                outcome.first.append(position)
+                outcome.first.add(position)
         may_end = self._stops.may_stop(token_ids)
         if rows.num_ending:
             may_end |= rows.phase[sampled] == Phase.ENDING
@@ -283,11 +287,6 @@ class Scheduler:
             end = ending(sequence, int(outcome.token_ids[position]), int(lengths[position]), max_tokens)
             if end is not None:
                 outcome.endings[position] = end
-
-    def _num_living_decodes(self, plan: StepPlan, sampled: IntArray) -> int:
-        if sampled is plan.decode_rows:
-            return len(sampled)
-        return int((self._batch.rows.since_step[plan.decode_rows] <= plan.step_id).sum())
 
     def _add_logprobs(
         self, outcome: StepOutcome, sampled: IntArray, positions: npt.NDArray[np.intp] | None, result: StepResult

@@ -25,8 +25,8 @@ from typing import TypeAlias
 
 from tp_engine.plan import IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
+from tp_engine.sched.cached_run import Place
 from tp_engine.sched.constraint import TokenConstraint
-from tp_engine.sched.prefix_cache import Identity
 
 NO_ROW = -1
 
@@ -64,8 +64,9 @@ class Sequence:
     """One of a request's ``n`` outputs.
 
     ``token_ids`` (int32) are all tokens known while it has no row; while it has one, the row's buffer is the truth.
-    ``hashes`` name the full blocks of its first tokens; ``num_published`` of its blocks, the last with identity
-    ``parent``, have been offered to the prefix cache since it got its row (``parent`` None: no more can be).
+    With ``max_tokens``, those of the prompt included, it ends with ``length``.
+    ``num_published`` of its blocks have been offered to the prefix cache since it got its row, and ``place`` is how far
+    it has come there.
     ``constraint`` is its place in the request's grammar.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     """
@@ -76,11 +77,11 @@ class Sequence:
     sampling: RowSampling
     token_ids: IntArray
     num_prompt_tokens: int
+    max_tokens: int
     phase: Phase = Phase.WAITING
     row: int = NO_ROW
-    hashes: list[int] = field(default_factory=list)
     num_published: int = 0
-    parent: Identity | None = None
+    place: Place = ""
     num_preemptions: int = 0
     num_lost_tokens: int = 0
     num_cached_tokens: int = 0
@@ -88,10 +89,10 @@ class Sequence:
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     constraint: TokenConstraint | None = None
+    request_id: str = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        return self.group.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.group.request.request_id
 
     @property
     def wants_prompt_logprobs(self) -> bool:

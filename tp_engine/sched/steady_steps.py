@@ -30,7 +30,7 @@ class SteadySteps:
             or run.num_steps_left <= 1
             or rows.num_prefilling
             or rows.num_constrained
-            or (self._batch.waiting and rows.has_vacancy)
+            or (self._batch.waiting and rows.num_vacant)
             or self._batch.released
             or not 0 < len(run.rows.rows) <= self._max_rows
         ):

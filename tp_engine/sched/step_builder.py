@@ -91,7 +91,7 @@ class StepBuilder:
             self._batch.preempt(victim)
         if count > 0:
             taken = self._blocks.grow(row, count)
-            draft.add_blocks(np.full(count, row, dtype=np.int32), np.array(taken, dtype=np.int32))
+            draft.add_blocks(np.full(count, row, dtype=np.int32), taken.astype(np.int32))
         return True
 
     def _first_in_order(self, rows: IntArray, count: int) -> IntArray:

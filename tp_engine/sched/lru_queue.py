@@ -1,0 +1,89 @@
+"""Blocks in the order in which they came, any of which can leave at once."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds: TypeAlias = npt.NDArray[np.intp]
+"""Block ids, (n,).  An array is indexed by numpy's own type of index in a fifth of the time that int32 takes."""
+
+NO_BLOCKS: BlockIds = np.empty(0, dtype=np.intp)
+
+
+class LruQueue:
+    """A queue over block ids 0 to ``num_blocks - 1``, each at most once in it.
+
+    ::
+
+        entries   | stale | 7 | stale | 2 | 5 | ......... free ......... |      place_of[7] = head + 1
+                    ^ head                      ^ end
+
+    An entry counts if its block's place is there.  Who leaves from the middle only loses the place; the entry is
+    passed over when it comes up, and goes when the free part is used up, which is once per ``num_blocks`` arrivals.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._entries: BlockIds = np.empty(2 * num_blocks, dtype=np.intp)
+        self._numbers = np.arange(2 * num_blocks)
+        self._place_of = np.full(num_blocks, -1, dtype=np.int64)
+        self._head = self._end = self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, blocks: BlockIds) -> None:
+        """These come last, in their order."""
+        count = len(blocks)
+        if self._end + count > len(self._entries):
+            self._close_up()
+        end = self._end + count
+        self._entries[self._end : end] = blocks
+        self._place_of[blocks] = self._numbers[self._end : end]
+        self._end = end
+        self._length += count
+
+    def remove(self, blocks: BlockIds) -> None:
+        """These leave, wherever they are."""
+        self._place_of[blocks] = -1
+        self._length -= len(blocks)
+
+    def pop(self, count: int) -> BlockIds:
+        """The first ``count`` leave."""
+        assert count <= self._length, f"{count} blocks wanted, {self._length} in the queue"
+        blocks = self._first(count)
+        self.remove(blocks)
+        return blocks
+
+    def order(self) -> BlockIds:
+        """All, first first."""
+        entries, places = self._entries[self._head : self._end], self._numbers[self._head : self._end]
+        order: BlockIds = entries[self._place_of[entries] == places]
+        return order
+
+    def _first(self, count: int) -> BlockIds:
+        """The first ``count``, on which the head moves past them."""
+        window = count
+        while True:
+            end = min(self._head + window, self._end)
+            entries, places = self._entries[self._head : end], self._numbers[self._head : end]
+            counts = self._place_of[entries] == places
+            found = np.count_nonzero(counts)
+            if found >= count:
+                break
+            window = 2 * window + count
+        if found == window:
+            self._head = end
+            return entries.copy()
+        chosen = np.flatnonzero(counts)[:count]
+        self._head += int(chosen[-1]) + 1
+        return entries[chosen]
+
+    def _close_up(self) -> None:
+        """Drop the entries that do not count any more."""
+        order = self.order()
+        self._head, self._end = 0, len(order)
+        self._entries[: self._end] = order
+        self._place_of[order] = self._numbers[: self._end]
