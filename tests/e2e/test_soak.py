@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ def test_a_short_soak(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracles: an undisturbed engine's tokens, the blocks' sum, the descriptors' number, the name of the lost rank."""
     folder = checkpoint("qwen3", num_heads=8, num_kv_heads=8)
     soak = Soak(folder, tmp_path / "flight", num_ranks=2, seed=1, check_every_s=0.4)
-    run(soak, seconds=6.0, least_steps=300, fatal_kinds=("kill",))  # too short to judge memory
-    assert soak.count["compared"] > 0 and soak.count["preemptions"] > 0 and soak.count["aborted"] > 0, soak.count
+    least = Counter({"steps": 300, "compared": 1, "preemptions": 1, "aborted": 1})
+    run(soak, seconds=6.0, least=least, fatal_kinds=("kill",))  # too short to judge memory
+    assert soak.count >= least, soak.count
     assert soak.count["ended by kill"] > 0 and soak.count["lives"] >= 4, soak.count

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,14 @@ _DISTURBED_SHARE = 0.6
 _RSS_ALLOWANCE = 12 * MIB
 
 
-def run(soak: Soak, *, seconds: float, least_steps: int = 0, fatal_kinds: Sequence[str] = FATAL_KINDS) -> None:
-    """All lives; raises at the first violation.  Each of ``fatal_kinds`` comes at least once."""
+def run(
+    soak: Soak, *, seconds: float, least: Counter[str] | None = None, fatal_kinds: Sequence[str] = FATAL_KINDS
+) -> None:
+    """All lives; raises at the first violation.  Each of ``fatal_kinds`` comes at least once, and what is counted in
+    ``least`` as often as it says there, however long that takes."""
     deadline_s = time.monotonic() + seconds
     quiet_life(soak)
-    disturbed_life(soak, seconds * _DISTURBED_SHARE, least_steps=least_steps, most_steps=int(40 * seconds))
+    disturbed_life(soak, seconds * _DISTURBED_SHARE, least=least or Counter(), most_steps=int(40 * seconds))
     soak.usage.check(_RSS_ALLOWANCE)
     for number, kind in enumerate(itertools.cycle(fatal_kinds)):
         if number >= len(fatal_kinds) and time.monotonic() >= deadline_s:

@@ -99,24 +99,23 @@ def quiet_life(soak: Soak) -> None:
     soak.reference = answers
 
 
-def disturbed_life(soak: Soak, seconds: float, *, least_steps: int, most_steps: int) -> None:
-    """Random load with pauses and sleeps for ``seconds``, on a slow machine for longer, until ``least_steps`` have run;
-    every answer whose tokens are known is compared."""
+def disturbed_life(soak: Soak, seconds: float, *, least: Counter[str], most_steps: int) -> None:
+    """Random load with pauses and sleeps for ``seconds``, on a slow machine for longer, until all of ``least`` has
+    happened; every answer whose tokens are known is compared."""
     sleeps = random_sleeps(soak.num_ranks, soak.rng, most_steps=most_steps)
     with engine_life(soak, sleeps) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
         deadline_s = time.monotonic() + seconds
         with Pauses(rank_processes(), random.Random(soak.seed + 1)) as pauses:
-            while time.monotonic() < deadline_s or load.count["steps"] < least_steps:
+            while time.monotonic() < deadline_s or not load.count >= least:
                 _busy(load, time.monotonic() + soak.check_every_s)
                 load.finish()
+                load.count["preemptions"] = engine.stats().num_preemptions
                 with pauses.lock:
                     check_idle(engine)
                     soak.usage.take(load.count["steps"])
-        stats = engine.stats()
         soak.count.update(load.count + pauses.count)
-        soak.count["preemptions"] += stats.num_preemptions
-        soak.count["recomputed tokens"] += stats.num_recomputed_tokens
+        soak.count["recomputed tokens"] += engine.stats().num_recomputed_tokens
 
 
 def _busy(load: Workload, until_s: float) -> None:

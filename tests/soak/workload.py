@@ -77,7 +77,7 @@ class Workload:
             for _ in range(rng.randint(1, min(6, _MOST_UNFINISHED))):
                 if len(self._asked) < _MOST_UNFINISHED:
                     self._ask_something()
-        if self._asked and rng.random() < 0.03:
+        if self._asked and rng.random() < 0.06:
             self._abort(rng.choice(list(self._asked)))
         self._step()
 
