@@ -112,6 +112,7 @@ class Engine:
                 self._grammars.wait(_COMPILING_SLICE_S)
                 return StepOutput()
             plan, result = self._finish_oldest()
+            self._call_ranks()
             return self._scheduler.update(plan, result)
         except BaseException as error:
             self._failure = error
@@ -216,19 +217,23 @@ class Engine:
         return len(self._sent) + len(self._launched) + (self._held is not None)
 
     def _send_plans(self) -> None:
-        """Make and send plans as far ahead as may be.  Ranks that have nothing to do wake up while the first is made.
+        """Make and send plans as far ahead as may be.
 
         A plan that may not fit into the ring is held back until no step is in flight: ranks that run one do not read,
         and could not end it while rank 0 waits for them to.
         """
         self._send_held()
-        if self._num_in_flight == 0 and self._scheduler.has_unfinished and self._publisher is not None:
-            self._publisher.call()
+        self._call_ranks()
         while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
             if self._num_in_flight and self._publisher is not None and self._publisher.may_block(plan):
                 self._held = plan
                 return
             self._send(plan)
+
+    def _call_ranks(self) -> None:
+        """Ranks that have nothing to do wake up while rank 0 takes in a result and makes a plan."""
+        if self._num_in_flight == 0 and self._scheduler.has_unfinished and self._publisher is not None:
+            self._publisher.call()
 
     def _send_held(self) -> None:
         if self._held is not None and not (self._sent or self._launched):

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tp_engine.errors import RankError
+from tp_engine.ipc.call_spin import CallSpin
 from tp_engine.ipc.segment import create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
@@ -58,7 +59,6 @@ _FIRST_SEMAPHORE = 64
 _ALIVE_CHECK_S = 0.5
 _LONGEST_BLOCK_S = 86400.0
 _LAST, _GOES_ON, _CALL = 0, 1, 2
-_CALLED_SPIN_S = 300e-6
 
 
 class _Reader:
@@ -265,6 +265,7 @@ class RingReader:
         self._on_call = on_call
         self._num_pieces = 0
         self._message = bytearray()
+        self._call_spin = CallSpin()
         self._view = memoryview(self._memory)
         self._self = _Reader(self._memory, index)
         self._self.attached.post()
@@ -277,9 +278,12 @@ class RingReader:
         """
         spin_s = self._spin_s
         while (kind := self._read_piece(timeout_s, spin_s)) != _LAST:
-            spin_s = _CALLED_SPIN_S if kind == _CALL else self._spin_s
-            if kind == _CALL and self._on_call is not None:
+            if kind == _GOES_ON:
+                continue
+            spin_s = self._call_spin.begin()
+            if self._on_call is not None:
                 self._on_call()
+        self._call_spin.end()
         message, self._message = self._message, bytearray()
         return message
 

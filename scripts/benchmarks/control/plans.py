@@ -79,6 +79,7 @@ class PlanContender:
         return StepResult(step_id=step.step_id, token_ids=tokens)
 
     def update(self, step: StepPlan, tokens: StepResult) -> object:
+        self._publisher.call()
         return self._scheduler.update(step, tokens)
 
     def retire(self) -> None:
