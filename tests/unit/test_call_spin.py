@@ -58,6 +58,12 @@ def test_skips_ever_more_calls_while_spins_are_in_vain(clock: Clock) -> None:
     assert called(spin, clock, after_s=0.001) == SPIN_S and num_skipped(spin, clock) == 16
 
 
+def test_a_call_for_nothing_is_not_counted(clock: Clock) -> None:
+    """The engine was idle between it and the next message."""
+    spin = CallSpin()
+    assert [called(spin, clock, after_s=0.1) for _ in range(3)] == [SPIN_S] * 3
+
+
 def test_messages_without_a_call_change_nothing(clock: Clock) -> None:
     """However late they come."""
     spin = CallSpin()

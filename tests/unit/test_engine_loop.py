@@ -95,12 +95,12 @@ def test_ranks_are_called_when_they_have_nothing_to_do(monkeypatch: pytest.Monke
 
 
 def test_each_plan_is_called_where_none_is_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--no-async-scheduling``: the ranks are idle while each plan is made."""
+    """``--no-async-scheduling``: the ranks are idle while each result is taken in, and while each plan is made."""
     diary = Diary()
     engine = make_engine(diary, 0, monkeypatch)
     ask(engine, "request")
     assert run_until_idle(engine) == 3
-    assert diary.entries == [entry for step in (1, 2, 3) for entry in ("call", f"send {step}", f"run {step}")]
+    assert diary.entries == [entry for step in (1, 2, 3) for entry in ("call", f"send {step}", f"run {step}", "call")]
 
 
 def test_nobody_is_called_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

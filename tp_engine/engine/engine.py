@@ -112,7 +112,8 @@ class Engine:
                 self._grammars.wait(_COMPILING_SLICE_S)
                 return StepOutput()
             plan, result = self._finish_oldest()
-            self._call_ranks()
+            if self._num_ahead == 0:
+                self._call_ranks()
             return self._scheduler.update(plan, result)
         except BaseException as error:
             self._failure = error

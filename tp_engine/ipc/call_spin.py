@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 _SPIN_S = 300e-6
+_IDLE_S = 5e-3  # a message that comes later is another's: the call was for one that was not needed
 _FEWEST_SKIPPED, _MOST_SKIPPED = 16, 4096
 
 
@@ -32,8 +33,10 @@ class CallSpin:
         """The message is there, be it by spinning or not."""
         if self._until_s == 0.0:
             return
-        in_vain = time.monotonic() > self._until_s
+        late_s = time.monotonic() - self._until_s
         self._until_s = 0.0
-        if in_vain:
+        if late_s <= 0.0:
+            self._num_skipped = _FEWEST_SKIPPED
+        elif late_s < _IDLE_S:
             self._num_left = self._num_skipped
-        self._num_skipped = min(2 * self._num_skipped, _MOST_SKIPPED) if in_vain else _FEWEST_SKIPPED
+            self._num_skipped = min(2 * self._num_skipped, _MOST_SKIPPED)
