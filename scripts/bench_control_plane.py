@@ -8,9 +8,10 @@ stop checks on):
 * vLLM: its scheduler and its MessageQueue, under the interpreter that --vllm-python names.
 
 A *decode* step runs one token of each row.  A *mixed* step also admits 32 prompts of 512 tokens, whole.  Readers are
-processes and are either blocked when a step begins, or spin; tp_engine's rank 0 calls blocked ones before it updates and
-schedules, which counts.  Times are microseconds on CLOCK_MONOTONIC; ``publish_to_decoded`` is from before rank 0
-encodes until the last reader holds the decoded step, ``encoded_to_decoded`` the same without what encoding takes.
+processes and are either blocked when a step begins, or spin; tp_engine's rank 0 calls blocked ones before it updates
+and before it schedules, which counts as part of both.  Times are microseconds on CLOCK_MONOTONIC;
+``publish_to_decoded`` is from before rank 0 encodes until the last reader holds the decoded step,
+``encoded_to_decoded`` the same without what encoding takes.
 Ends with one JSON line.
 """
 
