@@ -33,7 +33,6 @@ def seat(batch: Batch, sequence: Sequence) -> list[int]:
     batch.blocks.pool.share(hits.blocks)
     length, num_shared = len(sequence.token_ids), len(hits.blocks)
     batch.enter([Entry(sequence, hits.blocks, hits.num_tokens, length, None, num_shared, hits.place)], 1)
-    sequence.num_published, sequence.place = num_shared, hits.place
     batch.blocks.check_integrity()
     return hits.blocks.tolist()
 
@@ -46,7 +45,7 @@ def find(batch: Batch, sequence: Sequence) -> list[int]:
 def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
     """The sequence's first ``num_tokens`` are computed, and published."""
     batch.rows.num_computed[sequence.row] = batch.rows.num_scheduled[sequence.row] = num_tokens
-    batch.blocks.publish(sequence, num_tokens)
+    batch.blocks.publish([(sequence, num_tokens)])
     batch.blocks.check_integrity()
 
 

@@ -117,16 +117,14 @@ class Admitter:
         self._names.clear()
         if not entries:
             return
-        self._batch.enter(entries, draft.step_id)
+        tables = self._batch.enter(entries, draft.step_id)
         now_s = time.monotonic()
-        for entry in entries:
-            sequence, table = entry.sequence, self._blocks.table(entry.sequence.row)
-            sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
+        for entry, table in zip(entries, tables, strict=True):
+            entry.sequence.first_scheduled_s = entry.sequence.first_scheduled_s or now_s
             if entry.source is not None and table[len(entry.shared)] != entry.source:
                 draft.copies.append((entry.source, int(table[len(entry.shared)])))
             draft.admitted.append(_admission(entry, table))
-            sequence.num_published, sequence.place = entry.num_published, entry.place
-            self._blocks.publish(sequence, entry.end)
+        self._blocks.publish((entry.sequence, entry.end) for entry in entries)
 
     def _donor(self, sequence: Sequence, siblings: list[Sequence]) -> Sequence | None:
         """A running sibling that has computed all that a fork shares, or will have once the plans before this ran."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tp_engine.log import get_logger
+from tp_engine.plan import IntArray
 from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
@@ -28,19 +29,21 @@ class Batch:
         self.counters = SchedulerCounters()
         self.released: list[int] = []
 
-    def enter(self, entries: list[Entry], step_id: int) -> None:
-        """Seat sequences, with the blocks that they share and new ones."""
+    def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
+        """Seat sequences, with the blocks that they share and new ones; their tables."""
         self.rows.occupy(entries, step_id)
-        self.blocks.seat(entries)
         for entry in entries:
-            entry.sequence.group.running.append(entry.sequence)
+            sequence = entry.sequence
+            sequence.num_published, sequence.place = entry.num_published, entry.place
+            sequence.group.running.append(sequence)
+        return self.blocks.seat(entries)
 
     def leave(self, sequence: Sequence, phase: Phase) -> None:
         """The sequence gives back row and blocks; its full blocks stay cached while nobody needs their room.
 
         So does its last one, if partly filled, of a request that others will continue.
         """
-        self.blocks.publish(sequence, int(self.rows.num_computed[sequence.row]))
+        self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
         if sequence.group.request.will_continue:
             self.blocks.publish_tail(sequence)
         self.blocks.release(sequence)

@@ -12,6 +12,7 @@ goes for a *tail*: the last block of a sequence that has ended and that others c
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -76,19 +77,22 @@ class BlockManager:
             return Hits(place, num_tokens, blocks, None, name)
         return Hits(place, num_tokens + found[1], blocks, found[0], name)
 
-    def seat(self, entries: list[Entry]) -> None:
-        """First tables of rows: the blocks that they share, then new ones."""
+    def seat(self, entries: list[Entry]) -> list[IntArray]:
+        """First tables of rows, int32: the blocks that they share, then new ones."""
+        tables: list[IntArray] = []
         lengths = [self.blocks_for(entry.end) for entry in entries]
-        taken = self._take(sum(lengths) - sum(len(entry.shared) for entry in entries))
+        taken = self.take(sum(lengths) - sum(len(entry.shared) for entry in entries))
         start = 0
         for entry, length in zip(entries, lengths, strict=True):
-            table, num_shared = self._rows.block_table[entry.sequence.row], len(entry.shared)
-            if num_shared:
-                table[:num_shared] = entry.shared
-            end = start + length - num_shared
-            table[num_shared:length] = taken[start:end]
+            end = start + length - len(entry.shared)
+            table = taken[start:end]
+            if len(entry.shared):
+                table = np.concatenate((entry.shared, table), dtype=np.int32)
+            self._rows.block_table[entry.sequence.row, :length] = table
+            tables.append(table)
             start = end
         self._set_lengths(np.array([entry.sequence.row for entry in entries]), np.array(lengths))
+        return tables
 
     def table(self, row: int) -> IntArray:
         """A copy of the row's block ids, int32."""
@@ -112,21 +116,24 @@ class BlockManager:
         """``count`` blocks, int32, that will be entered into tables."""
         return self._take(count).astype(np.int32)
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Offer the full blocks of the sequence's first ``num_tokens`` tokens to the prefix cache.
+    def publish(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
+        """Offer the full blocks of each sequence's first tokens, so many, to the prefix cache.
 
         They are computed, or will be in a step that is already decided: each layer stores the keys and values of all
         its tokens before any attention, so requests of that very step may use them.
         """
-        first, end = sequence.num_published, num_tokens // self.block_size
-        if not self._caching or first >= end:
+        if not self._caching:
             return
-        row, size = sequence.row, self.block_size
-        blocks = self._rows.block_table[row, first:end].astype(np.intp)
-        known = self._rows.tokens[row, first * size : end * size].tobytes()
-        added, sequence.place = self.cache.insert(blocks, sequence.place, known)
-        sequence.num_published = end
-        self.pool.mark_full(added)
+        added, size = [NO_BLOCKS], self.block_size
+        for sequence, num_tokens in chunks:
+            row, first, end = sequence.row, sequence.num_published, num_tokens // size
+            if first < end:
+                blocks = self._rows.block_table[row, first:end].astype(np.intp)
+                known = self._rows.tokens[row, first * size : end * size].tobytes()
+                new, sequence.place = self.cache.insert(blocks, sequence.place, known)
+                sequence.num_published = end
+                added.append(new)
+        self.pool.mark_full(np.concatenate(added))
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""

@@ -56,13 +56,13 @@ class StepDraft(msgspec.Struct):
             rows.advance_decodes(self.decode_rows)
         if not self.prefills:
             return self._plan(released, NO_IDS, NO_IDS, NO_FLAGS)
-        prefill_rows = np.array([sequence.row for sequence, _ in self.prefills], dtype=np.int32)
-        prefill_tokens = np.array([num_tokens for _, num_tokens in self.prefills], dtype=np.int32)
-        rows.num_scheduled[prefill_rows] += prefill_tokens
-        left = rows.num_tokens[prefill_rows] - rows.num_scheduled[prefill_rows]
-        for position in np.flatnonzero(left == 0).tolist():
-            rows.start_decoding(self.prefills[position][0])
-        return self._plan(released, prefill_rows, prefill_tokens, left == 0)
+        prefilled = np.array([sequence.row for sequence, _ in self.prefills])
+        num_tokens = np.array([count for _, count in self.prefills])
+        rows.num_scheduled[prefilled] += num_tokens
+        samples: BoolArray = rows.num_tokens[prefilled] == rows.num_scheduled[prefilled]
+        if samples.any():
+            rows.start_decoding(prefilled[samples])
+        return self._plan(released, prefilled.astype(np.int32), num_tokens.astype(np.int32), samples)
 
     def _plan(
         self, released: list[int], prefill_rows: IntArray, prefill_tokens: IntArray, samples: BoolArray

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from tp_engine.errors import RequestError
@@ -40,9 +42,10 @@ def _prompt_array(request: EngineRequest) -> IntArray:
     if not request.prompt_token_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     try:
-        prompt = np.fromiter(request.prompt_token_ids, np.int32, len(request.prompt_token_ids))
-    except (OverflowError, ValueError, TypeError) as error:
+        packed = struct.pack(f"<{len(request.prompt_token_ids)}i", *request.prompt_token_ids)  # half of numpy's time
+    except struct.error as error:
         raise RequestError(f"the prompt is not a list of token ids: {error}", param="prompt") from error
+    prompt: IntArray = np.frombuffer(packed, dtype="<i4")
     if prompt.min() < 0:
         raise RequestError(f"the prompt contains {prompt.min()}; token ids are not negative", param="prompt")
     return prompt

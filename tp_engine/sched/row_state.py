@@ -95,14 +95,13 @@ class RowState:
         self.phase[rows] = Phase.PREFILL
         self.num_running += len(entries)
 
-    def start_decoding(self, sequence: Sequence) -> None:
-        """All known tokens have been scheduled: from now on one token per step."""
-        row = sequence.row
-        del self._prefilling[row]
-        if self.num_scheduled[row] + 1 >= self.max_tokens[row]:
+    def start_decoding(self, rows: npt.NDArray[np.intp]) -> None:
+        """All known tokens of ``rows`` have been scheduled: from now on one token per step."""
+        self.phase[rows] = Phase.DECODE
+        for row in rows.tolist():
+            self._prefilling.pop(row).phase = Phase.DECODE
+        for sequence in self._look_up(rows[self.num_scheduled[rows] + _ONE >= self.max_tokens[rows]]):
             self._end(sequence)
-        else:
-            self.phase[row] = sequence.phase = Phase.DECODE
         self._end_run()
 
     def advance_decodes(self, rows: IntArray) -> None:
@@ -258,6 +257,6 @@ class RowState:
         assert self.row_set(self.decode_rows()).sequences == [s for s in occupied if s.phase is Phase.DECODE]
         assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]
 
-    def _look_up(self, rows: IntArray) -> list[Sequence]:
+    def _look_up(self, rows: IntArray | npt.NDArray[np.intp]) -> list[Sequence]:
         found = [self.sequences[row] for row in rows.tolist()]
         return [sequence for sequence in found if sequence is not None]

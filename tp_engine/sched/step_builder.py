@@ -73,7 +73,7 @@ class StepBuilder:
             chunk = min(int(self._rows.num_tokens[sequence.row]) - start, draft.budget)
             if self._grow(draft, sequence, start + chunk):
                 draft.add_prefill(sequence, chunk)
-                self._blocks.publish(sequence, start + chunk)
+                self._blocks.publish([(sequence, start + chunk)])
         if draft.short:
             draft.drop_preempted(self._rows)
 
