@@ -28,7 +28,11 @@ def encode_admission(admission: Admission) -> list[Part]:
     assert sampling.bias_values.dtype == _FLOAT, f"bias_values is {sampling.bias_values.dtype}, not float32"
     tokens, blocks = admission.token_ids, admission.block_ids
     stops, biased, allowed = sampling.stop_token_ids, sampling.bias_token_ids, sampling.allowed_token_ids
-    check_dtypes((tokens, blocks, stops, biased, allowed))
+    optional: tuple[Part, ...] = ()
+    if not (stops is biased is allowed is NO_IDS):
+        check_dtypes((stops, biased, allowed))
+        optional = (stops, biased, allowed, sampling.bias_values)
+    check_dtypes((tokens, blocks))
     sizes = len(tokens), len(blocks), len(stops), len(biased), len(allowed)
     fixed = _FIXED.pack(
         admission.row,
@@ -48,7 +52,6 @@ def encode_admission(admission: Admission) -> list[Part]:
         sampling.min_tokens,
     )
     num_bytes = _FIXED.size + (sum(sizes) + len(sampling.bias_values)) * INT.itemsize
-    optional = (stops, biased, allowed, sampling.bias_values) if any(sizes[2:]) else ()
     return [fixed, tokens, blocks, *optional, bytes(-num_bytes % ALIGNMENT)]
 
 
@@ -67,15 +70,14 @@ def decode_admissions(buffer: Buffer, offset: int, count: int, total: int) -> tu
 def _decode_admission(buffer: Buffer, ints: IntArray, offset: int, total: int) -> tuple[Admission, int]:
     """The admission at ``offset``, and the offset after it; ``ints`` are the whole buffer's."""
     fields = _FIXED.unpack_from(buffer, offset)
-    row, num_prompt_tokens, num_computed_tokens = fields[:3]
-    num_tokens, num_blocks, num_stops, num_biased, num_allowed = sizes = fields[3:8]
+    row, num_prompt_tokens, num_computed_tokens, num_tokens, num_blocks, num_stops, num_biased, num_allowed = fields[:8]
     temperature, top_p, min_p, presence, frequency, repetition, seed = fields[8:15]
     top_k, logprobs, prompt_logprobs, min_tokens = fields[15:]
-    end = aligned(offset + _FIXED.size + (sum(sizes) + num_biased) * INT.itemsize)
-    check_room("admissions", end, total)
     start = (offset + _FIXED.size) // INT.itemsize
     blocks = start + num_tokens
     optional = blocks + num_blocks
+    end = aligned((optional + num_stops + 2 * num_biased + num_allowed) * INT.itemsize)
+    check_room("admissions", end, total)
     stops, biased, allowed, biases = NO_IDS, NO_IDS, NO_IDS, NO_FLOATS
     if num_stops or num_biased or num_allowed:
         parts = np.split(ints[optional:], np.cumsum((num_stops, num_biased, num_allowed, num_biased)))

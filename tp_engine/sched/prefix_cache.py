@@ -80,7 +80,8 @@ class PrefixCache:
         if any(self._serial_of[new].tolist()):  # of runs that cannot be found any more
             self.evict(new[self._serial_of[new] > 0])
         size = self._block_bytes
-        token_bytes = token_bytes[len(known) * size :]
+        if len(known):
+            token_bytes = token_bytes[len(known) * size :]
         name = identity(place), token_bytes[:size]
         run = Run(name, self._next_serial, new, token_bytes)
         self._run_named[name] = self._runs[run.serial] = run
