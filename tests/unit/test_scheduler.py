@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,8 +111,8 @@ def test_what_never_fits_is_refused_at_once(changes: dict[str, int], length: int
     simulation.run()
 
 
-@pytest.mark.parametrize("prompt", [[], [1, -1], [2**31]])
-def test_bad_prompts_are_refused(prompt: list[int]) -> None:
+@pytest.mark.parametrize("prompt", [[], [1, -1], [2**31], [1.5], ["1"]])
+def test_bad_prompts_are_refused(prompt: list[Any]) -> None:
     """The promise: a RequestError, and the next request is served."""
     simulation = Simulation(limits())
     with pytest.raises(RequestError, match="prompt"):

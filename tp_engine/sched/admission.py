@@ -38,7 +38,7 @@ class Admitter:
         self._rows = batch.rows
         self._blocks = batch.blocks
         self._entries: list[Entry] = []  # of this step, not seated yet
-        self._names: set[BlockName | None] = set()  # of what they will publish
+        self._names: set[BlockName] = set()  # of what they will publish
         self._num_owed = 0  # blocks that they will take
 
     def admit(self, draft: StepDraft) -> None:
@@ -82,7 +82,7 @@ class Admitter:
         self._count_hits(sequence, hits.num_tokens)
         entry = Entry(sequence, hits.blocks, hits.num_tokens, end, hits.tail, num_shared, hits.place)
         self._enter(draft, entry)
-        if end // self._blocks.block_size > num_shared:
+        if hits.next_name is not None and end // self._blocks.block_size > num_shared:
             self._names.add(hits.next_name)
         if hits.tail is not None:  # while it is there to be copied
             self._seat(draft)

@@ -106,14 +106,18 @@ class PrefixCache:
         done = 0
         while done < len(serials):
             if serials[done]:
-                done += self._evict_first(blocks[done:], serials[done:])
+                done += self._evict_run(blocks, serials, done)
             else:
                 del self._tail_named[self._tail_names.pop(int(blocks[done]))]
                 done += 1
 
     def clear(self) -> None:
         """Forget everything."""
-        self.evict(np.array(self.cached_blocks(), dtype=np.intp))
+        for run in self._runs.values():
+            run.length = 0
+        for names in (self._runs, self._run_named, self._tail_named, self._tail_names):
+            names.clear()
+        self._serial_of[:] = 0
 
     def check_integrity(self) -> None:
         """Assert that the runs, the map and the blocks' own records agree."""
@@ -153,21 +157,22 @@ class PrefixCache:
         found = self._run_named.get((identity(place), token_bytes[start : start + self._block_bytes]))
         return found, 0, 0 if found is None else found.num_equal(0, token_bytes, start, end)
 
-    def _evict_first(self, blocks: BlockIds, serials: list[int]) -> int:
-        """Evict the first of ``blocks``, and those behind it that end the same run; how many that are."""
-        run = self._runs.get(serials[0])
+    def _evict_run(self, blocks: BlockIds, serials: list[int], start: int) -> int:
+        """Evict ``blocks[start]`` from its run, and those behind it that are of the same; how many that are."""
+        serial = serials[start]
+        run = self._runs.get(serial)
         if run is None:  # an earlier block of it has been evicted
             return 1
-        count = min(run.length, len(serials))
-        while serials[count - 1] != run.serial:
-            count -= 1
+        count = min(run.length, len(serials) - start)
+        if serials[start + count - 1] != serial:
+            count = next(i for i in range(count) if serials[start + i] != serial)
         length = run.length - count
-        if run.blocks[length : run.length][::-1].tobytes() != blocks[:count].tobytes():
-            count = 1
-            length = min([run.length, *np.flatnonzero(run.blocks == blocks[0]).tolist()])
+        if run.blocks[length : run.length][::-1].tobytes() != blocks[start : start + count].tobytes():
+            count = 1  # not its last ones
+            length = min([run.length, *np.flatnonzero(run.blocks == blocks[start]).tolist()])
         if length:
             run.shorten(length)
         else:
             run.length = 0
-            del self._run_named[run.name], self._runs[run.serial]
+            del self._run_named[run.name], self._runs[serial]
         return count
