@@ -172,16 +172,21 @@ def test_calls_change_no_message(ring: Callable[..., tuple[RingWriter, list[Ring
             assert future.result() == messages
 
 
-def test_a_reader_has_a_moment_after_each_call() -> None:
-    """Oracle: calls counted; no message is one."""
+def test_a_called_reader_has_a_moment_until_the_message_is_there() -> None:
+    """Oracle: calls counted.  The writer is slow once, so that the moment ends with the message, and quick once."""
     calls: list[None] = []
+
+    def on_call() -> None:
+        calls.append(None)
+        writer.write(b"slow", 1.0)
+
     writer = RingWriter(1, num_slots=8, slot_bytes=24, spin_s=1e-6)
-    reader = RingReader(writer.name, 0, on_call=lambda: calls.append(None))
+    reader = RingReader(writer.name, 0, on_call=on_call)
     writer.call()
-    writer.write(b"one", 1.0)
-    writer.write(b"another, in pieces of sixteen", 1.0)
-    assert (reader.read(1.0), reader.read(1.0)) == (b"one", b"another, in pieces of sixteen")
-    assert len(calls) == 1
+    assert (reader.read(1.0), len(calls)) == (b"slow", 1)
+    writer.call()
+    writer.write(b"quick, in pieces of sixteen", 1.0)
+    assert (reader.read(1.0), len(calls)) == (b"quick, in pieces of sixteen", 1)
     reader.close()
     writer.close()
 

@@ -13,7 +13,8 @@ message may be larger than the whole ring.  Both sides count ``s`` privately; it
 
 A *call* is a piece without payload that belongs to no message: one is about to come.  To wake a blocked process on
 another core takes longer than to make a small plan, so a writer that calls before it makes one hides the one behind the
-other: readers wake up, do what prepares them (``on_call``), spin for a moment, and take the message when it is there.
+other: readers wake up, do what prepares them (``on_call``), spin for a moment, and take the message when it is there;
+at once, if it was quicker than they.
 
 Why this is right, on x86-64 and on ARM alike.  ``free[i]`` starts at K, ``filled[i]`` at 0.
 
@@ -242,7 +243,7 @@ class RingReader:
     """One reader's end: maps the segment ``name`` as reader ``index`` (of rank ``index + 1``) and says so.
 
     ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone;
-    ``on_call()`` runs after each call, in the moment that is free until the message.
+    ``on_call()`` runs after a call whose message is not there yet, in the moment that is free until then.
     ``RankError`` (rank 0) if the segment does not exist.
     """
 
@@ -276,27 +277,32 @@ class RingReader:
 
         ``RankError`` (rank 0) at the deadline or when the writer is gone; a later read goes on where this one stopped.
         """
-        spin_s = self._spin_s
-        while (kind := self._read_piece(timeout_s, spin_s)) != _LAST:
-            if kind == _GOES_ON:
+        has_piece, spin_s = self._self.filled.try_wait, self._spin_s
+        if not has_piece():
+            self._wait_piece(timeout_s, spin_s)
+        while (kind := self._take_piece()) != _LAST:
+            if has_piece():
                 continue
-            spin_s = self._call_spin.begin()
-            if self._on_call is not None:
-                self._on_call()
+            if kind == _CALL:
+                spin_s = self._call_spin.begin()
+                if self._on_call is not None:
+                    self._on_call()
+            self._wait_piece(timeout_s, spin_s)
         self._call_spin.end()
         message, self._message = self._message, bytearray()
         return message
 
-    def _read_piece(self, timeout_s: float, spin_s: float) -> int:
-        """Append one piece to the message; its kind."""
-        filled = self._self.filled
-        if not filled.try_wait():
-            what = "sent no step plan"
-            _wait_for(0, filled, what, timeout_s=timeout_s, spin_s=spin_s, alive=self._alive)
+    def _wait_piece(self, timeout_s: float, spin_s: float) -> None:
+        what = "sent no step plan"
+        _wait_for(0, self._self.filled, what, timeout_s=timeout_s, spin_s=spin_s, alive=self._alive)
+
+    def _take_piece(self) -> int:
+        """Append the next piece, whose ``filled`` is taken, to the message; its kind."""
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         length, kind = _SLOT_HEADER.unpack_from(self._memory, offset)
-        payload = offset + _SLOT_HEADER.size
-        self._message += self._view[payload : payload + length]
+        if length:
+            payload = offset + _SLOT_HEADER.size
+            self._message += self._view[payload : payload + length]
         self._num_pieces += 1
         self._self.free.post()
         return int(kind)
