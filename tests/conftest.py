@@ -73,3 +73,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The parity table: which families equalled transformers, where, in the settings that this run has tried."""
+    found: dict[str, dict[str, dict[int, bool]]] = {}
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        for key, value in getattr(report, "user_properties", ()):
+            if key == "parity":
+                family, world_size, setting, is_equal = value
+                found.setdefault(family, {}).setdefault(setting, {})[world_size] = is_equal
+    if not found:
+        return
+    settings = list(dict.fromkeys(setting for row in found.values() for setting in row))
+    terminalreporter.section("parity with transformers: numbers of ranks with equal tokens, by setting")
+    terminalreporter.line(f"{'family':<18}" + "".join(f"{setting:<14}" for setting in settings))
+    for family, row in sorted(found.items()):
+        cells = (row.get(setting, {}) for setting in settings)
+        texts = (" ".join(f"{size}{'' if cell[size] else '!'}" for size in sorted(cell)) for cell in cells)
+        terminalreporter.line(f"{family:<18}" + "".join(f"{text:<14}" for text in texts))

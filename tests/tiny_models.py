@@ -1,7 +1,7 @@
 """Tiny random checkpoints in the Hugging Face layout: seconds to make, exact oracles to compare with.
 
-Weights are drawn wide (``initializer_range`` 0.2) and biases and norm weights are random too, so that the greedy choice
-is far from a tie and a forgotten bias or norm changes the tokens.
+Weights are drawn wide (``initializer_range`` 0.2), and biases, norm weights and buffers that are saved are random too, so
+that the greedy choice is far from a tie and a forgotten one changes the tokens.
 """
 
 from __future__ import annotations
@@ -9,30 +9,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.families import FAMILIES, Family
+
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
-
-CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-}
 
 
 def make_checkpoint(
     folder: Path,
     architecture: str = "qwen3",
     *,
-    num_layers: int = 2,
+    num_layers: int | None = None,
     hidden_size: int = 64,
     num_heads: int = 8,
     num_kv_heads: int = 4,
     head_dim: int | None = None,
     intermediate_size: int = 96,
     vocab_size: int = 203,
-    tie: bool = False,
+    tie: bool | None = None,
     max_position: int = 512,
     seed: int = 0,
     dtype: str = "float32",
@@ -41,36 +36,40 @@ def make_checkpoint(
 ) -> Path:
     """Write config.json and safetensors into ``folder`` (made if missing) and return it.
 
-    ``architecture`` is a key of ``CLASSES``; ``head_dim`` None means ``hidden_size // num_heads``; ``max_shard_size``
-    such as ``"50KB"`` splits the weights over several files; ``config_overrides`` reach the transformers
-    configuration by its own names (``eos_token_id``, ``sliding_window``, ``rope_parameters``, ``attention_bias``, ...).
+    ``architecture`` is a key of ``FAMILIES``; ``num_layers`` None means the family's, or 2; ``head_dim`` None means
+    ``hidden_size // num_heads``; ``tie`` None means the family's default; ``max_shard_size`` such as ``"50KB"`` splits
+    the weights over several files; ``config_overrides`` reach the transformers configuration by its own names
+    (``eos_token_id``, ``sliding_window``, ``rope_parameters``, ``attention_bias``, ...).
     """
     import torch
     import transformers
 
-    config_name, model_name = CLASSES[architecture]
+    family = FAMILIES[architecture]
     settings: dict[str, Any] = {
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": 2,
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim or hidden_size // num_heads,
         "intermediate_size": intermediate_size,
         "vocab_size": vocab_size,
-        "tie_word_embeddings": tie,
         "max_position_embeddings": max_position,
         "initializer_range": 0.2,
+        "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "dtype": dtype,
+        **({} if tie is None else {"tie_word_embeddings": tie}),
+        **family.changes,
+        **({} if num_layers is None else {"num_hidden_layers": num_layers}),
         **config_overrides,
     }
-    if architecture == "qwen2":
-        del settings["head_dim"]  # that architecture has no such option
-    config: PretrainedConfig = getattr(transformers, config_name)(**settings)
+    if family.config.startswith("Qwen2"):
+        del settings["head_dim"]  # those have no such option
+    config = _configure(transformers, family, settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, model_name)(config)
+        model = getattr(transformers, family.model)(config)
         _randomise_vectors(model)
     model = model.to(getattr(torch, dtype))
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,11 +77,23 @@ def make_checkpoint(
     return folder
 
 
+def _configure(transformers: Any, family: Family, settings: dict[str, Any]) -> PretrainedConfig:
+    """The family's configuration: ``settings``, or them beside a vision part."""
+    make = getattr(transformers, family.config)
+    if family.vision is None:
+        config: PretrainedConfig = make(**settings)
+        return config
+    outer = {name: settings[name] for name in ("tie_word_embeddings", "dtype") if name in settings}
+    wrapped: PretrainedConfig = make(text_config=settings, vision_config=family.vision, **outer)
+    return wrapped
+
+
 def _randomise_vectors(model: torch.nn.Module) -> None:
-    """Add noise to norm weights (initially 1) and biases (initially 0), which transformers leaves constant."""
+    """Add noise to norm weights (initially 1), biases (initially 0) and saved buffers, which transformers leaves
+    constant."""
     import torch
 
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        for values in model.state_dict(keep_vars=True).values():
+            if values.dim() <= 1 and values.is_floating_point():
+                values.add_(torch.randn_like(values), alpha=0.2)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import Workload
-from tp_engine.model_config import ModelConfig
-from tp_engine.weights.layout import Layout
+from tp_engine.advice.sizes import local_parameters
+from tp_engine.model_config import read_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +46,17 @@ class Ceilings:
 
 def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
     """The cost of the model that a config.json describes, with weights and KV cache in ``dtype``."""
-    model = ModelConfig.from_dict(config)
-    placements = Layout(model, rank=0, world_size=1, vocab_rows=model.vocab_size).placements
-    num_parameters = sum(math.prod(placement.shape) for placement in placements)
+    model = read_model(config)
+    num_parameters = local_parameters(model, 1)
     if not model.tie_word_embeddings:
         num_parameters -= model.vocab_size * model.hidden_size
+    attentions = [layer.attention for layer in model.layers]
     return ModelCost(
         num_parameters=num_parameters,
         itemsize=4 if dtype == "float32" else 2,
-        kv_values=2 * model.num_layers * model.num_kv_heads * model.head_dim,
+        kv_values=sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions),
         num_layers=model.num_layers,
-        attention_width=model.num_heads * model.head_dim,
+        attention_width=max(attention.num_heads * attention.head_dim for attention in attentions),
     )
 
 

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N -m tests.dist.parity_job CASES.json OUT.json
 
 A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case
-first runs its prompts as one batch, then the first prompt alone, then a beam search of the first two.
+first runs its prompts as one batch; unless it ``is_batch_only``, then the first prompt alone, and a beam search of the
+first two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from tp_engine import LLM, BeamSearchParams, SamplingParams, env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.rank_group import serve_rank
+from tp_engine.outputs import RequestOutput
 
 BEAMS = {"beam_width": 3, "max_tokens": 6}
 
@@ -24,6 +26,8 @@ def run_case(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """Tokens of the whole batch, of the first prompt alone, and of beams; the blocks must add up afterwards."""
     params = [SamplingParams(**{"max_tokens": n, **case["params"]}) for n in case["max_tokens"]]
     batch = llm.generate(case["prompts"], params, use_tqdm=False)
+    if case.get("is_batch_only"):
+        return run_batch_only(llm, batch)
     alone = llm.generate(case["prompts"][:1], params[:1], use_tqdm=False)
     stats = llm.engine.stats()
     beams = llm.beam_search(case["prompts"][:2], BeamSearchParams(ignore_eos=True, **BEAMS))
@@ -33,6 +37,23 @@ def run_case(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         "batch": [[sample.token_ids for sample in output.outputs] for output in batch],
         "alone": [sample.token_ids for sample in alone[0].outputs],
         "beams": [[[one.tokens, one.cum_logprob] for one in output.sequences] for output in beams],
+        "num_preemptions": stats.num_preemptions,
+        "num_cached_tokens": sum(output.num_cached_tokens for output in batch),
+    }
+
+
+def run_batch_only(llm: LLM, batch: list[RequestOutput]) -> dict[str, Any]:
+    """Tokens and their log-probabilities."""
+    llm.engine.check_integrity()
+    stats = llm.engine.stats()
+    assert stats.num_used_blocks == 0
+    samples = [output.outputs[0] for output in batch]
+    return {
+        "tokens": [sample.token_ids for sample in samples],
+        "logprobs": [
+            [found[token].logprob for token, found in zip(sample.token_ids, sample.logprobs or (), strict=True)]
+            for sample in samples
+        ],
         "num_preemptions": stats.num_preemptions,
         "num_cached_tokens": sum(output.num_cached_tokens for output in batch),
     }

@@ -11,12 +11,14 @@ import pytest
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import (
-    ModelConfig,
     check_tensor_parallel,
     load_model_config,
     local_num_kv_heads,
+    read_model,
     resolve_max_model_len,
 )
+from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
 
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -71,44 +73,55 @@ def llama(**changes: Any) -> dict[str, Any]:
     }
 
 
+def attention_of(config: ModelSpec) -> AttentionSpec:
+    """The first layer's."""
+    return config.layers[0].attention
+
+
+def windows_of(config: ModelSpec) -> tuple[int | None, ...]:
+    """Each layer's."""
+    return tuple(layer.attention.window for layer in config.layers)
+
+
 def test_qwen3_06b_golden() -> None:
     """Oracle: the published config.json; head_dim is 128 although 1024 / 16 = 64 (GOLDEN, row A3)."""
-    config = ModelConfig.from_dict(QWEN3_06B)
-    assert (config.head_dim, config.num_heads, config.num_kv_heads, config.num_layers) == (128, 16, 8, 28)
-    assert config.rope.theta == 1_000_000.0 and config.rope.kind == "default"
-    assert config.qk_norm and config.tie_word_embeddings and not config.qkv_bias
+    config = read_model(QWEN3_06B)
+    attention = attention_of(config)
+    assert (attention.head_dim, attention.num_heads, attention.num_kv_heads, config.num_layers) == (128, 16, 8, 28)
+    assert config.ropes == (RopeSpec(rotary_dim=128, theta=1_000_000.0),)
+    assert attention.qk_norm == QkNormSpec(eps=1e-6) and config.tie_word_embeddings and not attention.qkv_bias
     assert config.dtype == "bfloat16" and config.eos_token_ids == (151645,)
-    assert config.sliding_windows == (None,) * 28
+    assert windows_of(config) == (None,) * 28
 
 
 @pytest.mark.parametrize("changes", [{}, {"head_dim": None}])
 def test_head_dim_defaults_to_hidden_over_heads(changes: dict[str, Any]) -> None:
     """Oracle: row A3."""
-    assert ModelConfig.from_dict(llama(**changes)).head_dim == 128
+    assert attention_of(read_model(llama(**changes))).head_dim == 128
 
 
 def test_missing_kv_heads_means_one_per_query_head() -> None:
     """Oracle: the rule of transformers for Llama 2 checkpoints."""
     config = llama()
     del config["num_key_value_heads"]
-    assert ModelConfig.from_dict(config).num_kv_heads == 32
+    assert attention_of(read_model(config)).num_kv_heads == 32
 
 
 def test_rope_spellings_agree() -> None:
     """Oracle: the classic spelling and the one of transformers 5 describe the same rotation."""
-    classic = ModelConfig.from_dict(llama(rope_scaling=LLAMA3_ROPE))
+    classic = read_model(llama(rope_scaling=LLAMA3_ROPE))
     config = llama(rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0})
     del config["rope_theta"]
-    assert ModelConfig.from_dict(config).rope == classic.rope
-    assert classic.rope.original_max_position == 8192 and classic.rope.factor == 8.0
-    old = ModelConfig.from_dict(llama(rope_scaling={"type": "linear", "factor": 2}))
-    assert old.rope.kind == "linear" and old.rope.factor == 2.0
+    assert read_model(config).ropes == classic.ropes
+    assert classic.ropes[0].original_max_position == 8192 and classic.ropes[0].factor == 8.0
+    old = read_model(llama(rope_scaling={"type": "linear", "factor": 2}))
+    assert old.ropes[0].kind == "linear" and old.ropes[0].factor == 2.0
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "factor -4.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
@@ -137,13 +150,13 @@ def test_rope_spellings_agree() -> None:
 def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     """Oracle: the rule that no option of config.json is ever ignored."""
     with pytest.raises(ConfigError, match=named):
-        ModelConfig.from_dict(llama(**changes))
+        read_model(llama(**changes))
 
 
 def test_options_that_ask_for_nothing_pass() -> None:
     """Oracle: the same configuration without them."""
     extra = {"quantization_config": None, "use_mrope": False, "attention_dropout": 0.1, "auto_map": {}}
-    assert ModelConfig.from_dict(llama(**extra)) == ModelConfig.from_dict(llama())
+    assert read_model(llama(**extra)) == read_model(llama())
 
 
 @pytest.mark.parametrize(
@@ -170,34 +183,34 @@ def test_options_that_ask_for_nothing_pass() -> None:
 )
 def test_published_configurations_are_accepted(extra: dict[str, Any]) -> None:
     """Oracle: keys and values as the publishers wrote them; these models do run."""
-    assert ModelConfig.from_dict(llama(**extra)).head_dim == 128
+    assert attention_of(read_model(llama(**extra))).head_dim == 128
 
 
 def test_biases_by_architecture() -> None:
     """Oracle: the modules of transformers' Llama, Qwen2 and Qwen3."""
-    both = ModelConfig.from_dict(llama(attention_bias=True, mlp_bias=True))
-    assert both.qkv_bias and both.out_bias and both.mlp_bias
-    qwen2 = ModelConfig.from_dict(llama(architectures=["Qwen2ForCausalLM"]))
-    assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.qk_norm
-    qwen3 = ModelConfig.from_dict({**QWEN3_06B, "attention_bias": True})
+    both = read_model(llama(attention_bias=True, mlp_bias=True)).layers[0]
+    assert both.attention.qkv_bias and both.attention.out_bias and both.mlp.bias
+    qwen2 = attention_of(read_model(llama(architectures=["Qwen2ForCausalLM"])))
+    assert qwen2.qkv_bias and not qwen2.out_bias and qwen2.qk_norm is None
+    qwen3 = attention_of(read_model({**QWEN3_06B, "attention_bias": True}))
     assert qwen3.qkv_bias and qwen3.out_bias
     with pytest.raises(ConfigError, match="attention_bias"):
-        ModelConfig.from_dict(llama(architectures=["MistralForCausalLM"], attention_bias=True))
+        read_model(llama(architectures=["MistralForCausalLM"], attention_bias=True))
 
 
 def test_sliding_windows_per_layer() -> None:
     """Oracle: the layer types that transformers derives for Mistral, Qwen2 and Qwen3."""
     mistral = llama(architectures=["MistralForCausalLM"])
-    assert ModelConfig.from_dict({**mistral, "sliding_window": 16}).sliding_windows == (16,) * 4
-    assert ModelConfig.from_dict({**mistral, "sliding_window": None}).sliding_windows == (None,) * 4
+    assert windows_of(read_model({**mistral, "sliding_window": 16})) == (16,) * 4
+    assert windows_of(read_model({**mistral, "sliding_window": None})) == (None,) * 4
     qwen2 = llama(architectures=["Qwen2ForCausalLM"], sliding_window=16, max_window_layers=3)
-    assert ModelConfig.from_dict(qwen2).sliding_windows == (None,) * 4
+    assert windows_of(read_model(qwen2)) == (None,) * 4
     qwen2["use_sliding_window"] = True
-    assert ModelConfig.from_dict(qwen2).sliding_windows == (None, None, None, 16)
+    assert windows_of(read_model(qwen2)) == (None, None, None, 16)
     qwen2["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    assert ModelConfig.from_dict(qwen2).sliding_windows == (16, None, 16, None)
+    assert windows_of(read_model(qwen2)) == (16, None, 16, None)
     with pytest.raises(ConfigError, match="layer_types"):
-        ModelConfig.from_dict({**qwen2, "layer_types": ["full_attention"]})
+        read_model({**qwen2, "layer_types": ["full_attention"]})
 
 
 @pytest.mark.parametrize(
@@ -213,12 +226,12 @@ def test_sliding_windows_per_layer() -> None:
 def test_legal_world_sizes(heads: int, kv_heads: int, intermediate: int, legal: set[int]) -> None:
     """Oracle: the three divisibility rules, worked out by hand; every refusal lists the same legal sizes."""
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": intermediate}
-    config = ModelConfig.from_dict(llama(head_dim=64, **changes))
+    config = read_model(llama(head_dim=64, **changes))
     listed = ", ".join(str(size) for size in sorted(legal))
     for size in range(-1, 65):
         if size in legal:
             check_tensor_parallel(config, size)
-            assert local_num_kv_heads(config, size) == max(1, kv_heads // size)
+            assert local_num_kv_heads(kv_heads, size) == max(1, kv_heads // size)
         else:
             with pytest.raises(ConfigError, match=f"{size}.*: {listed}$"):
                 check_tensor_parallel(config, size)
@@ -226,7 +239,7 @@ def test_legal_world_sizes(heads: int, kv_heads: int, intermediate: int, legal: 
 
 def test_max_model_len() -> None:
     """Oracle: the model's positions."""
-    config = ModelConfig.from_dict(llama())
+    config = read_model(llama())
     assert resolve_max_model_len(config, None) == 131072
     assert resolve_max_model_len(config, 100) == 100
     with pytest.raises(ConfigError, match=r"131073.*at most 131072"):

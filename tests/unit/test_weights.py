@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.test_model_config import llama
+from tests.unit.test_shard import Somewhere, sources
+from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.dist.rank import RankInfo
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.layers.embedding import padded_vocab_size
-from tp_engine.model_config import ModelConfig, load_model_config
+from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config.spec import CheckpointNames, ModelSpec
+from tp_engine.models.causal_lm import build_model
 from tp_engine.weights.dummy import HALF_WIDTH, POOL_SIZE, DummyWeights
-from tp_engine.weights.layout import Layout
 from tp_engine.weights.loader import load_weights
-from tp_engine.weights.shard import Shard, Split, shard_of
+from tp_engine.weights.source import Source, Span, set_sources, whole
 from tp_engine.weights.transfer import StagedCopy, for_each, num_threads_for
 
-CONFIG = ModelConfig.from_dict(
+CONFIG = read_model(
     llama(
         hidden_size=16,
         intermediate_size=24,
@@ -33,25 +37,28 @@ CONFIG = ModelConfig.from_dict(
 )
 
 
-def full_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
+def full_tensors(config: ModelSpec) -> dict[str, torch.Tensor]:
     """A whole random checkpoint."""
     generator = torch.Generator().manual_seed(5)
-    placements = Layout(config, rank=0, world_size=1, vocab_rows=config.vocab_size).placements
-    return {placement.name: torch.randn(placement.shape, generator=generator) for placement in placements}
+    shapes = {source.name: source.shape for found in sources(config, 0, 1).values() for source in found}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def empty_parameters(
-    config: ModelConfig, info: RankInfo, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+    config: ModelSpec, info: RankInfo, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.nn.Parameter]:
     """Parameters of this rank's shapes, filled with a value that loading must overwrite."""
-    rows = padded_vocab_size(config.vocab_size, info.world_size) // info.world_size
-    parameters: dict[str, torch.Tensor] = {}
-    for placement in Layout(config, rank=info.rank, world_size=info.world_size, vocab_rows=rows).placements:
-        shape, shard = list(placement.shape), placement.shard
-        shape[shard.dim] = shard.room
-        old = parameters.get(placement.parameter)
-        new = torch.full(shape, torch.nan, dtype=dtype)
-        parameters[placement.parameter] = new if old is None else torch.cat((old, new))
+    model = build_model(
+        config,
+        communicator=Somewhere(info.rank, info.world_size),  # type: ignore[arg-type]
+        dtype=dtype,
+        device=torch.device("cpu"),
+        backends=[TorchBackend()] * len(config.kv_layout.groups),
+        max_model_len=16,
+    )
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.fill_(torch.nan)
     return parameters
 
 
@@ -204,20 +211,75 @@ def test_broken_files(tmp_path: Path) -> None:
     assert torch.equal(parameters["norm.weight"], load_file(tmp_path / "a.safetensors")["model.norm.weight"])
 
 
+def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:
+    """Oracle: the same by hand: a transposed part of a tensor of three dimensions; a whole one as it is; zeros beside."""
+    stored = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
+    codes = torch.randint(0, 255, (3, 5), dtype=torch.uint8)
+    names = ("model.embed_tokens.weight", "model.codes")
+    save_file({names[0]: stored, names[1]: codes}, tmp_path / "model.safetensors")
+    experts = torch.nn.Parameter(torch.full((2, 4, 5), torch.nan), requires_grad=False)
+    source = Source(
+        name=names[0],
+        shape=(2, 6, 4),
+        taken=(Span(0, 2), Span(1, 3), Span(0, 4)),
+        target=(Span(0, 2), Span(0, 4), Span(2, 3)),
+        decode=lambda values: values.transpose(1, 2),
+    )
+    set_sources(experts, (source,))
+    bytes_ = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.uint8), requires_grad=False)
+    set_sources(bytes_, (Source(name=names[1], shape=(3, 5), taken=whole((3, 5)), target=whole((3, 5))),))
+    load_weights({"experts": experts, "codes": bytes_}, CONFIG, tmp_path, info=RankInfo())
+    assert torch.equal(experts[:, :, 2:], stored[:, 1:4].transpose(1, 2)) and not experts[:, :, :2].any()
+    assert torch.equal(bytes_, codes)
+    set_sources(experts, (Source(name=names[1], shape=(3, 5), taken=whole((3, 5)), target=whole((3, 5))),))
+    with pytest.raises(WeightError, match=r"model\.codes is stored as torch\.uint8, which can not become torch\.float32"):
+        load_weights({"experts": experts}, CONFIG, tmp_path, info=RankInfo())
+
+
+def test_the_first_spelling_with_an_embedding_is_taken(tmp_path: Path) -> None:
+    """Oracle: the same tensors in the usual spelling; tensors of other parts are skipped, others still refused."""
+    names = CheckpointNames(
+        spellings=(("model.", "lm_head."), ("model.language_model.", "text.lm_head.")), skipped=("model.visual.",)
+    )
+    spec = dataclasses.replace(CONFIG, names=names)
+    tensors = full_tensors(CONFIG)
+    renamed = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else f"text.{name}": value
+        for name, value in tensors.items()
+    }
+    folders = (tmp_path / "usual", tmp_path / "own")
+    for folder, content in zip(folders, (tensors, renamed), strict=True):
+        folder.mkdir()
+        save_file(content | {"model.visual.patch": torch.zeros(3)}, folder / "model.safetensors")
+    one, other = empty_parameters(spec, RankInfo()), empty_parameters(spec, RankInfo())
+    load_weights(one, spec, folders[0], info=RankInfo())
+    load_weights(other, spec, folders[1], info=RankInfo())
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(WeightError, match=r"unexpected: model\.visual\.patch"):
+        load_weights(one, CONFIG, folders[0], info=RankInfo())
+
+
 def test_dummy_parts_are_parts_of_one_tensor() -> None:
-    """Oracle: the whole tensor, sliced; also where the pool is used several times."""
-    shapes = {"model.w.weight": (POOL_SIZE // 1000 * 2 + 7, 1000), "model.norm.weight": (8,), "model.b.bias": (64,)}
-    dummy = DummyWeights(shapes, 3, dtype=torch.float32, device=torch.device("cpu"))
-    for name in ("model.w.weight", "model.b.bias"):
-        shape = shapes[name]
-        whole = dummy.read(name, shard_of(Split.WHOLE, shape, rank=0, world_size=1))
-        assert whole.shape == shape and whole.abs().max() <= HALF_WIDTH
-        for shard in (
-            Shard(dim=0, start=5, size=shape[0] - 5, room=shape[0] - 5),
-            Shard(dim=0, start=0, size=3, room=3),
-        ):
-            assert torch.equal(dummy.read(name, shard), whole[shard.start : shard.start + shard.size])
-    whole = dummy.read("model.w.weight", shard_of(Split.WHOLE, shapes["model.w.weight"], rank=0, world_size=1))
-    assert torch.equal(dummy.read("model.w.weight", Shard(dim=1, start=250, size=250, room=250)), whole[:, 250:500])
-    assert abs(whole.std().item() - 0.02) < 1e-4 and abs(whole.mean().item()) < 1e-4
-    assert torch.equal(dummy.read("model.norm.weight", Shard(dim=0, start=0, size=8, room=8)), torch.ones(8))
+    """Oracle: the whole tensor, sliced; also where the pool is used several times, and where a row is more than it."""
+    shapes = {
+        "model.w.weight": (POOL_SIZE // 1000 * 2 + 7, 1000),
+        "model.b.bias": (64,),
+        "model.experts": (2, POOL_SIZE // 1000 + 9, 1000),
+    }
+
+    def source(name: str, *taken: Span, init: float | None = None) -> Source:
+        return Source(name=name, shape=shapes[name], taken=taken, target=taken, init=init)
+
+    wholes = {name: source(name, *whole(shape)) for name, shape in shapes.items()}
+    dummy = DummyWeights(wholes.values(), 3, dtype=torch.float32, device=torch.device("cpu"))
+    for name, shape in shapes.items():
+        all_of_it = dummy.read(name, wholes[name])
+        assert all_of_it.shape == shape and all_of_it.abs().max() <= HALF_WIDTH
+        for first in (Span(1, shape[0] - 1), Span(0, 1)):
+            found = dummy.read(name, source(name, first, *whole(shape[1:])))
+            assert torch.equal(found, all_of_it[first.start : first.start + first.size])
+    weight = dummy.read("model.w.weight", wholes["model.w.weight"])
+    rows, _ = whole(shapes["model.w.weight"])
+    assert torch.equal(dummy.read("model.w.weight", source("model.w.weight", rows, Span(250, 250))), weight[:, 250:500])
+    assert abs(weight.std().item() - 0.02) < 1e-4 and abs(weight.mean().item()) < 1e-4
+    assert torch.equal(dummy.read("model.b.bias", source("model.b.bias", Span(0, 8), init=1.0)), torch.ones(8))

@@ -19,7 +19,8 @@ from tp_engine.advice.hardware import Hardware
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.advice.workload import Workload
 from tp_engine.errors import ConfigError
-from tp_engine.model_config import MAX_WORLD_SIZE, ModelConfig, check_tensor_parallel
+from tp_engine.model_config import MAX_WORLD_SIZE, check_tensor_parallel
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import ceil_div, format_gib
 
 BLOCK_SIZES = (16, 32, 64)
@@ -33,7 +34,7 @@ class Question:
     """What is asked.  None: to be chosen; ``tensor_parallel_size`` is then the smallest legal one that fits."""
 
     name: str
-    model: ModelConfig
+    model: ModelSpec
     hardware: Hardware
     workload: Workload
     tensor_parallel_size: int | None = None
@@ -58,7 +59,7 @@ def advise(question: Question) -> Recommendation:
     return _with_remedies(question, _for_ranks(question, sizes_to_try[0]))
 
 
-def legal_sizes(model: ModelConfig) -> list[int]:
+def legal_sizes(model: ModelSpec) -> list[int]:
     """Numbers of ranks among which the model can be split."""
     found = []
     for world_size in range(1, MAX_WORLD_SIZE + 1):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tp_engine.kv_size import kv_block_bytes, kv_scale_bytes
-from tp_engine.model_config import ModelConfig, local_num_kv_heads
+from tp_engine.model_config import local_num_kv_heads
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import GIB, MIB, round_up
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -12,27 +13,40 @@ VOCAB_ALIGNMENT = 16
 _LOGITS_COPIES = 3  # raw, edited and sorted, in float32
 
 
-def local_parameters(model: ModelConfig, world_size: int) -> int:
+def local_parameters(model: ModelSpec, world_size: int) -> int:
     """Parameters that one of ``world_size`` ranks holds, the vocabulary's padding included."""
-    hidden, inner = model.hidden_size, model.intermediate_size // world_size
-    queries = model.num_heads // world_size * model.head_dim
-    keys = local_num_kv_heads(model, world_size) * model.head_dim
+    layers = sum(
+        count * _layer_parameters(model.hidden_size, layer, world_size)
+        for layer, count in model.distinct_layers.items()
+    )
+    vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    return layers + model.hidden_size + vocabulary
+
+
+def _layer_parameters(hidden: int, layer: LayerSpec, world_size: int) -> int:
+    attention, mlp, inner = layer.attention, layer.mlp, layer.mlp.inner_size // world_size
+    queries, keys = (heads * attention.head_dim for heads in _local_heads(attention, world_size))
     qkv = queries + 2 * keys
-    attention = hidden * qkv + queries * hidden
-    attention += qkv * model.qkv_bias + hidden * model.out_bias + 2 * model.head_dim * model.qk_norm
-    mlp = 3 * hidden * inner + (2 * inner + hidden) * model.mlp_bias
-    vocabulary = local_vocab_size(model, world_size) * hidden * (1 if model.tie_word_embeddings else 2)
-    return model.num_layers * (attention + mlp + 2 * hidden) + hidden + vocabulary
+    found = hidden * (qkv + queries) + qkv * attention.qkv_bias + hidden * attention.out_bias
+    if attention.qk_norm is not None:
+        found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
+    found += queries // attention.head_dim * attention.has_sinks
+    return found + 3 * hidden * inner + (2 * inner + hidden) * mlp.bias + hidden * len(list(layer.norms))
 
 
-def local_vocab_size(model: ModelConfig, world_size: int) -> int:
+def _local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
+    """Query heads and KV heads of one rank."""
+    return attention.num_heads // world_size, local_num_kv_heads(attention.num_kv_heads, world_size)
+
+
+def local_vocab_size(model: ModelSpec, world_size: int) -> int:
     """Rows of the vocabulary on one rank; a world of one does not pad it."""
     if world_size == 1:
         return model.vocab_size
     return round_up(model.vocab_size, VOCAB_ALIGNMENT * world_size) // world_size
 
 
-def block_bytes(model: ModelConfig, world_size: int, block_size: int, kv_dtype: str) -> int:
+def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block on one rank."""
     shape = {
         "num_layers": model.num_layers,
@@ -43,13 +57,15 @@ def block_bytes(model: ModelConfig, world_size: int, block_size: int, kv_dtype: 
     return kv_block_bytes(**shape, head_dim=model.head_dim, itemsize=ITEMSIZES[kv_dtype], scale_bytes=scales)
 
 
-def activation_bytes(model: ModelConfig, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:
+def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:
     """About the peak of the largest step: one layer's tensors for ``num_tokens``, and the logits of all sequences."""
-    inner = model.intermediate_size // world_size
-    heads = (model.num_heads // world_size + 2 * local_num_kv_heads(model, world_size)) * model.head_dim
-    per_token = 3 * model.hidden_size + max(3 * inner, 2 * heads)
+    per_token = 0
+    for layer in model.distinct_layers:
+        num_heads, num_kv_heads = _local_heads(layer.attention, world_size)
+        heads = (num_heads + 2 * num_kv_heads) * layer.attention.head_dim
+        per_token = max(per_token, 3 * layer.mlp.inner_size // world_size, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
-    return num_tokens * per_token * ITEMSIZES[dtype] + logits
+    return num_tokens * (3 * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 
 
 def overhead_bytes(world_size: int, *, is_gpu: bool) -> int:

@@ -7,7 +7,8 @@ from tp_engine.advice.hardware import Hardware, find_gpu
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.advice.workload import Workload, find_workload
 from tp_engine.config import DEMO_MODEL
-from tp_engine.model_config import ModelConfig, load_model_config
+from tp_engine.model_config import load_model_config
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import parse_bytes
 from tp_engine.worker.host_memory import host_memory
 
@@ -15,7 +16,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 def recommend(
-    model: str | ModelConfig = str(DEMO_MODEL),
+    model: str | ModelSpec = str(DEMO_MODEL),
     *,
     workload: str | Workload = "chat",
     tensor_parallel_size: int | None = None,
@@ -35,10 +36,10 @@ def recommend(
     the smallest number of ranks that fits is taken.  Raises ``ConfigError`` for what can not be answered; what does not
     fit is an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell the rest.
     """
-    config = model if isinstance(model, ModelConfig) else load_model_config(model, revision, files=CONFIG_FILES)[0]
+    config = model if isinstance(model, ModelSpec) else load_model_config(model, revision, files=CONFIG_FILES)[0]
     return advise(
         Question(
-            name=config.architecture if isinstance(model, ModelConfig) else model,
+            name=config.architecture if isinstance(model, ModelSpec) else model,
             model=config,
             hardware=_hardware(gpu, device_memory),
             workload=find_workload(workload) if isinstance(workload, str) else workload,

@@ -2,42 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tp_engine.dist.collectives import Communicator
-from tp_engine.kernels.layer_ops import LayerOps, SiluAndMul, layer_ops
-from tp_engine.layers.linear_method import LinearMethod, choose_gated_method, choose_linear_method
+from tp_engine.kernels.ops import is_recordable, op
+from tp_engine.weights.source import Source, set_sources
+
+if TYPE_CHECKING:
+    from tp_engine.layers.formats.base import LinearFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The ranks that share a layer, and where and how its weights are kept.
+    """The ranks that share a layer, where and how its weights are kept, and its name in the checkpoint.
 
-    ``make_linear`` prepares the weights of the decoder's linear layers, once they have their values; ``make_gated``
-    those of gate and up, whose method also makes SwiGLU's product.
+    ``format_of(path)`` is the format of the linear layer at ``path``.
     """
 
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
-    make_linear: Callable[[torch.Tensor], LinearMethod] = choose_linear_method
-    make_gated: Callable[[torch.Tensor, SiluAndMul], LinearMethod] = choose_gated_method
+    format_of: Callable[[str], LinearFormat]
+    path: str = ""
+
+    def at(self, name: str) -> LayerContext:
+        """The same for the module ``name`` inside of this one."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+    def op(self, name: str) -> Callable[..., Any]:
+        """The operation ``name`` of ``kernels.ops``, for this device."""
+        return op(name, self.device.type)
+
+    def can_record(self, *names: str) -> bool:
+        """Whether recordings can hold all these operations."""
+        return all(is_recordable(name, self.device.type) for name in names)
+
+    def parameter(
+        self, shape: Sequence[int], sources: Sequence[Source], *, dtype: torch.dtype | None = None
+    ) -> nn.Parameter:
+        """A weight that the loader will fill from ``sources``; allocated on the device, without initialisation."""
+        values = torch.empty(tuple(shape), dtype=self.dtype if dtype is None else dtype, device=self.device)
+        parameter = nn.Parameter(values, requires_grad=False)
+        set_sources(parameter, sources)
+        return parameter
 
     @property
-    def ops(self) -> LayerOps:
-        """The small operations of a layer, for this device."""
-        return layer_ops(self.device.type)
+    def rank(self) -> int:
+        """This rank."""
+        return self.communicator.info.rank
 
-    def empty(self, *shape: int) -> nn.Parameter:
-        """A weight that the loader will fill; allocated on the device, in its final type, without initialisation."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    @property
+    def world_size(self) -> int:
+        """The ranks that share a layer."""
+        return self.communicator.info.world_size
 
-    def share(self, size: int) -> int:
-        """This rank's part of a dimension that the configuration checks have found divisible."""
-        world_size = self.communicator.info.world_size
-        assert size % world_size == 0, f"{size} is not divisible by {world_size}"
-        return size // world_size
+
+class Layer(nn.Module):
+    """A part of the model that has something to do once all weights have their values.
+
+    ``is_recordable``, once that is done: whether recordings of steps can hold all that it runs.
+    """
+
+    is_recordable = True
+
+    def finish_loading(self) -> None:
+        """Prepare for running; called once."""

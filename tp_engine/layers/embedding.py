@@ -8,7 +8,7 @@ them, and their logits are cut off before anyone sees them::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,15 +18,18 @@ import torch
 from torch import nn
 
 from tp_engine.dist.rank import RankInfo
-from tp_engine.layers.context import LayerContext
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.formats.base import LinearShape, Part, Product
+from tp_engine.layers.formats.dense import Dense, PanelLinear
 from tp_engine.layers.linear import LocalLinear
-from tp_engine.layers.linear_method import PanelLinear, choose_linear_method
 from tp_engine.units import round_up
+from tp_engine.weights.shard import vocab_share
+from tp_engine.weights.source import Span
 
 VOCAB_ALIGNMENT = 16
 
-Lookup: TypeAlias = Callable[[torch.Tensor, int | None], torch.Tensor]
-"""``lookup(token_ids, first_id)`` as ``kernels.embedding.embed``, of a weight of its own."""
+Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
+"""``lookup(token_ids, first_id, scale)`` as ``kernels.embedding.embed``, of a weight of its own."""
 
 
 def padded_vocab_size(vocab_size: int, world_size: int) -> int:
@@ -66,18 +69,24 @@ class VocabSlice:
         return token_ids[self.holds(token_ids)] - self.first
 
 
-class VocabParallelEmbedding(nn.Module):
-    """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the sum over ranks is the answer."""
+class VocabParallelEmbedding(Layer):
+    """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the sum over ranks is the answer.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext) -> None:
+    Rows are multiplied by ``scale``, rounded to their type.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext, scale: float = 1.0) -> None:
         super().__init__()
-        info = context.communicator.info
         self._communicator = context.communicator
-        self._num_rows = padded_vocab_size(vocab_size, info.world_size) // info.world_size
-        self._first_row = info.rank * self._num_rows
-        self.weight: nn.Parameter | None = context.empty(self._num_rows, hidden_size)
-        self._embed = context.ops.embed
+        self._num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
+        self._first_row = context.rank * self._num_rows
+        self.weight: nn.Parameter | None = context.parameter(
+            (self._num_rows, hidden_size), _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources("weight")
+        )
+        self._scale = torch.tensor(scale, dtype=context.dtype).item()
+        self._embed = context.op("embed")
         self._lookup: Lookup | None = None
+        self.is_recordable = context.can_record("embed")
 
     def read_from(self, lookup: Lookup) -> None:
         """Give the weight up: ``lookup`` has its rows."""
@@ -86,40 +95,73 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         first_row = None if self._communicator.info.world_size == 1 else self._first_row
         if self._lookup is not None:
-            return self._communicator.all_reduce(self._lookup(token_ids, first_row))
+            return self._communicator.all_reduce(self._lookup(token_ids, first_row, self._scale))
         assert self.weight is not None
-        return self._communicator.all_reduce(self._embed(token_ids, self.weight, first_row))
+        return self._communicator.all_reduce(self._embed(token_ids, self.weight, first_row, self._scale))
 
 
 class ParallelLMHead(LocalLinear):
     """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, in panels too.
 
-    Its weight keeps the model's type, whatever ``quantization`` says: errors here reach the tokens directly.
+    Logits are multiplied by ``scale``, then bounded by ``softcap``.  The weight keeps the model's type, whatever
+    ``quantization`` says: errors here reach the tokens directly.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, context: LayerContext, tied: VocabParallelEmbedding | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        context: LayerContext,
+        tied: VocabParallelEmbedding | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
-        world_size = context.communicator.info.world_size
-        num_rows = padded_vocab_size(vocab_size, world_size) // world_size
-        weight = tied.weight if tied is not None else None
-        super().__init__(
-            hidden_size, num_rows, bias=False, context=context, weight=weight, make_method=choose_linear_method
-        )
-        self._share_rows = None if tied is None else tied.read_from
+        num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
+        shape = _vocab_shape(vocab_size, hidden_size, num_rows, context)
+        super().__init__(shape, bias=False, context=context, format=Dense() if tied is None else _Tied(tied))
+        self._tied = tied
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
+        self._bounds = None if scale == 1.0 and softcap is None else (scale, softcap)
+        self._cap_logits = context.op("cap_logits")
+        self._caps_recorded = self._bounds is None or context.can_record("cap_logits")
 
     def finish_loading(self) -> None:
         """See ``LocalLinear``."""
         super().finish_loading()
-        if self._share_rows is not None and isinstance(self._method, PanelLinear):
-            self._share_rows(self._method.weight.rows)
+        self.is_recordable = self.is_recordable and self._caps_recorded
+        if self._tied is not None and isinstance(self._product, PanelLinear):
+            self._tied.read_from(self._product.weight.rows)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._method(hidden, None)[:, : self.slice.width]
+        logits = self.product(hidden, None)[:, : self.slice.width]
+        if self._bounds is not None:
+            self._cap_logits(logits, *self._bounds)
+        return logits
 
     def gather(self, local_logits: torch.Tensor) -> torch.Tensor | None:
         """All ranks' slices (n, width) -> (n, vocab_size) on rank 0, None elsewhere.  A collective."""
         logits = self._communicator.gather(local_logits)
         return logits[:, : self.slice.vocab_size] if logits is not None else None
+
+
+class _Tied(Dense):
+    """The embedding's weight, which is loaded there."""
+
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        self._embedding = embedding
+
+    def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+        return {}
+
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
+        assert self._embedding.weight is not None
+        return super().finish({"weight": self._embedding.weight}, shape)
+
+
+def _vocab_shape(vocab_size: int, hidden_size: int, num_rows: int, context: LayerContext) -> LinearShape:
+    """This rank's rows of the vocabulary, for which there is room in ``num_rows``."""
+    rows = vocab_share(vocab_size, context.rank, num_rows)
+    part = Part(name=context.path, stored_rows=vocab_size, rows=rows, room=num_rows)
+    return LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=(part,))

@@ -9,107 +9,123 @@
     every rank has all of x    every rank has its columns of x; all-reduce
     and gets its columns of y  gives everyone all of y
 
-A column-parallel layer followed by a row-parallel one needs a single all-reduce.
+A column-parallel layer followed by a row-parallel one needs a single all-reduce.  Each layer says which rows and columns
+of which stored modules are its own; what they look like in memory is its format's affair (``formats/``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 
-from tp_engine.layers.context import LayerContext
-from tp_engine.layers.linear_method import LinearMethod, PlainLinear, ThenSwiGLU
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.formats.base import LinearFormat, LinearShape, Part, Product
+from tp_engine.model_config.activation import Activation
+from tp_engine.model_config.spec import AttentionSpec
+from tp_engine.weights.shard import equal_share, kv_head_share, times
+from tp_engine.weights.source import Decode, Span, as_stored
 
 
-class LocalLinear(nn.Module):
-    """This rank's part of a linear layer: ``weight`` (out_size, in_size), perhaps another layer's, and ``bias``.
+class LocalLinear(Layer):
+    """This rank's part of a linear layer, in its format, and ``bias`` (out,) if it has one.
 
-    ``make_method`` prepares the weight, instead of the context's ``make_linear``.
+    ``format`` instead of the context's.
+    """
+
+    def __init__(
+        self, shape: LinearShape, *, bias: bool, context: LayerContext, format: LinearFormat | None = None
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self._format = context.format_of(context.path) if format is None else format
+        for name, parameter in self._format.create(context, shape).items():
+            self.register_parameter(name, parameter)
+        sources = shape.sources("bias", is_vector=True)
+        self.bias = context.parameter((shape.num_rows,), sources) if bias else None
+        self._product: Product | None = None
+
+    def finish_loading(self) -> None:
+        """Make the product of the loaded weights; those that it does not keep are given up."""
+        assert self._product is None, "finish_loading was called twice"
+        weights = {name: weight for name, weight in self.named_parameters() if name != "bias"}
+        self._product = self._format.finish(weights, self.shape)
+        self.is_recordable = self._product.is_recordable
+        for name in weights:
+            delattr(self, name)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, in) -> (N, out)."""
+        assert self._product is not None, "finish_loading comes first"
+        return self._product(x, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.bias)
+
+
+class GatedColumnParallelLinear(LocalLinear):
+    """``activation(gate(x), up(x))``: (N, in) -> (N, size / world size); a rank holds its share of both.
+
+    ::
+
+        rank 0: [gate 0 | up 0]    rank 1: [gate 1 | up 1]
+
+    ``fused_name``: the one stored module that holds all gate rows, then all up rows.
     """
 
     def __init__(
         self,
         in_size: int,
-        out_size: int,
+        size: int,
+        activation: Activation,
         *,
         bias: bool,
         context: LayerContext,
-        weight: nn.Parameter | None = None,
-        make_method: Callable[[torch.Tensor], LinearMethod] | None = None,
+        fused_name: str | None = None,
     ) -> None:
-        super().__init__()
-        self.weight: nn.Parameter | None = context.empty(out_size, in_size) if weight is None else weight
-        self.bias = context.empty(out_size) if bias else None
-        self._method: LinearMethod = PlainLinear(self.weight)
-        self._make_method = make_method or context.make_linear
-
-    def finish_loading(self) -> None:
-        """Prepare the loaded weight for fast products; its plain form is given up where they no longer need it."""
-        assert self.weight is not None, "finish_loading was called twice"
-        self._method = self._make_method(self.weight)
-        if not self._method.needs_weight:
-            self.weight = None
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the product is compiled code, which a tape can hold."""
-        return self._method.is_native
-
-
-class GatedColumnParallelLinear(LocalLinear):
-    """``silu(gate(x)) * up(x)``, SwiGLU's product: (N, in) -> (N, size / world size); a rank holds its share of both.
-
-    ::
-
-        rank 0: [gate 0 | up 0]    rank 1: [gate 1 | up 1]
-    """
-
-    def __init__(self, in_size: int, size: int, *, bias: bool, context: LayerContext) -> None:
-        silu_and_mul = context.ops.silu_and_mul
-        super().__init__(
-            in_size,
-            2 * context.share(size),
-            bias=bias,
-            context=context,
-            make_method=lambda weight: context.make_gated(weight, silu_and_mul),
+        own = equal_share(size, context.rank, context.world_size)
+        parts = _parts(context, fused_name, [("gate_proj", size, own, as_stored), ("up_proj", size, own, as_stored)])
+        shape = LinearShape(
+            stored_columns=in_size, columns=Span(0, in_size), parts=parts, activation=activation
         )
-        self._method = ThenSwiGLU(self._method, silu_and_mul)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._method(x, self.bias)
+        super().__init__(shape, bias=bias, context=context.at(fused_name or "gate_proj"))
 
 
 class QKVParallelLinear(LocalLinear):
-    """Query, key and value projections as one product.
+    """Query, key and value projections as one product: (N, hidden) -> (N, (heads + 2 KV heads) * head_dim).
 
     Where there are fewer KV heads than ranks, each KV head is held by several ranks::
 
         8 query heads, 2 KV heads, 4 ranks:   rank 0 [q0 q1 k0 v0]   rank 1 [q2 q3 k0 v0]   rank 2 [q4 q5 k1 v1] ...
 
-    ``num_heads`` and ``num_kv_heads`` are this rank's.
+    ``num_heads`` and ``num_kv_heads`` are this rank's.  ``order`` is that of the rows of query and key heads.
     """
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, context: LayerContext
-    ) -> None:
-        local_heads = context.share(num_heads)
-        local_kv_heads = max(1, num_kv_heads // context.communicator.info.world_size)
-        out_size = (local_heads + 2 * local_kv_heads) * head_dim
-        super().__init__(hidden_size, out_size, bias=bias, context=context)
-        self.num_heads, self.num_kv_heads = local_heads, local_kv_heads
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, hidden) -> (N, (heads + 2 KV heads) * head_dim): all query heads, then the keys', then the values'."""
-        return self._method(x, self.bias)
+    def __init__(self, hidden_size: int, spec: AttentionSpec, order: Decode, *, context: LayerContext) -> None:
+        heads = equal_share(spec.num_heads, context.rank, context.world_size)
+        kv_heads = kv_head_share(spec.num_kv_heads, context.rank, context.world_size)
+        dim = spec.head_dim
+        parts = _parts(
+            context,
+            spec.fused_name,
+            [
+                ("q_proj", spec.num_heads * dim, times(heads, dim), order),
+                ("k_proj", spec.num_kv_heads * dim, times(kv_heads, dim), order),
+                ("v_proj", spec.num_kv_heads * dim, times(kv_heads, dim), as_stored),
+            ],
+        )
+        shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
+        super().__init__(shape, bias=spec.qkv_bias, context=context.at(spec.fused_name or "q_proj"))
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
 
 class RowParallelLinear(LocalLinear):
     """(N, in / world size) -> (N, out), summed over the ranks; the bias is added by rank 0 alone, hence once."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
-        super().__init__(context.share(in_size), out_size, bias=bias, context=context)
+        columns = equal_share(in_size, context.rank, context.world_size)
+        part = Part(name=context.path, stored_rows=out_size, rows=Span(0, out_size), room=out_size)
+        super().__init__(
+            LinearShape(stored_columns=in_size, columns=columns, parts=(part,)), bias=bias, context=context
+        )
         self._communicator = context.communicator
         self._adds_bias = bias and context.communicator.info.is_first
 
@@ -117,5 +133,24 @@ class RowParallelLinear(LocalLinear):
         return self._communicator.all_reduce(self.part(x))
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, out) of this rank, of which the ranks' sum is the layer's output, for who adds them up; no collective."""
-        return self._method(x, self.bias if self._adds_bias else None)
+        """(N, out) of this rank; the ranks' sum is the layer's output.  No collective."""
+        return self.product(x, self.bias if self._adds_bias else None)
+
+
+def _parts(
+    context: LayerContext, fused_name: str | None, modules: list[tuple[str, int, Span, Decode]]
+) -> tuple[Part, ...]:
+    """``modules`` (name, rows, this rank's rows, their order) below ``context``, each stored by itself, or all in one."""
+    if fused_name is None:
+        return tuple(
+            Part(name=context.at(name).path, stored_rows=size, rows=own, room=own.size, order=order)
+            for name, size, own, order in modules
+        )
+    total, first, parts = sum(size for _, size, _, _ in modules), 0, []
+    for _, size, own, order in modules:
+        rows = Span(first + own.start, own.size)
+        parts.append(
+            Part(name=context.at(fused_name).path, stored_rows=total, rows=rows, room=own.size, order=order)
+        )
+        first += size
+    return tuple(parts)

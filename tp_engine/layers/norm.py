@@ -1,57 +1,108 @@
-"""Root mean square normalisation (https://arxiv.org/abs/1910.07467)."""
+"""Root mean square normalisation (https://arxiv.org/abs/1910.07467), and layer normalisation."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from tp_engine.kernels.norm import NormRule
 from tp_engine.kernels.rope import HeadNorm
-from tp_engine.layers.context import LayerContext
-from tp_engine.layers.reduce_norm import reduce_add_norm
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
+from tp_engine.weights.shard import equal_share, kv_head_share, times
+from tp_engine.weights.source import Decode, Source, Span, whole
 
 
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; the mean is taken in float32."""
+class Norm(Layer):
+    """``spec`` over the last dimension, of ``size``; math in float32."""
 
-    def __init__(self, size: int, eps: float, *, context: LayerContext) -> None:
+    def __init__(self, spec: NormSpec, size: int, *, context: LayerContext) -> None:
         super().__init__()
-        self.weight = context.empty(size)
-        self._eps = eps
-        self._rms_norm, self._add_rms_norm = context.ops.rms_norm, context.ops.add_rms_norm
-        self._reduce_add_norm = reduce_add_norm(context.communicator, context.ops)
+        source = Source(
+            name=f"{context.path}.weight",
+            shape=(size,),
+            taken=whole((size,)),
+            target=whole((size,)),
+            init=1.0 - spec.offset,
+        )
+        self.weight = context.parameter((size,), (source,))
+        self.rule = NormRule(self.weight, spec.eps, spec.offset, spec.kind == "layer")
+        self.is_recordable = context.can_record("norm")
+        self._norm = context.op("norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._rms_norm(x, self.weight, self._eps)
-
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add ``x`` to ``residual``, in place, and return the normalised sum."""
-        return self._add_rms_norm(x, residual, self.weight, self._eps)
-
-    def reduce_add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``add_and_norm`` with the ranks' sum of ``x``, this rank's part, which may be overwritten; a collective."""
-        return self._reduce_add_norm(x, residual, self.weight, self._eps)
+        """(N, size) -> (N, size)."""
+        normalised: torch.Tensor = self._norm(x, self.rule)
+        return normalised
 
 
-class QKNorm(nn.Module):
-    """The weights that normalise every query and key head on its own, one for queries and one for keys (Qwen3)."""
+class QKNorm(Layer):
+    """Normalises the query and key heads of a layer, before they turn.
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, context: LayerContext) -> None:
+    Each head by itself, in ``prepare_heads``; or (``spans_heads``) all heads of all ranks together, by ``normalise``.
+    ``order`` is that of a head's elements, as the projections have it.
+    """
+
+    def __init__(self, spec: QkNormSpec, attention: AttentionSpec, order: Decode, *, context: LayerContext) -> None:
         super().__init__()
-        self.q_weight: nn.Parameter = context.empty(head_dim)
-        self.k_weight: nn.Parameter = context.empty(head_dim)
-        self._counts, self._eps = (num_heads, num_kv_heads), eps
-        self._head_norm: HeadNorm | None = None
+        self._spec, self._attention, self._communicator = spec, attention, context.communicator
+        heads = equal_share(attention.num_heads, context.rank, context.world_size)
+        kv_heads = kv_head_share(attention.num_kv_heads, context.rank, context.world_size)
+        self._counts = heads.size, kv_heads.size
+        self.q_weight = self._weight("q_norm", attention.num_heads, heads, order, context)
+        self.k_weight = self._weight("k_norm", attention.num_kv_heads, kv_heads, order, context)
+        self._weights: torch.Tensor | None = None
+        self._squares, self._normalise = context.op("head_squares"), context.op("norm_width")
+        self.is_recordable = not spec.spans_heads or context.can_record("head_squares", "norm_width")
+
+    def _weight(
+        self, name: str, num_heads: int, own: Span, order: Decode, context: LayerContext
+    ) -> torch.nn.Parameter:
+        dim = self._attention.head_dim
+        stored = num_heads * dim if self._spec.spans_heads else dim
+        taken = times(own, dim) if self._spec.spans_heads else Span(0, dim)
+        source = Source(
+            name=f"{context.at(name).path}.weight",
+            shape=(stored,),
+            taken=(taken,),
+            target=(Span(0, taken.size),),
+            decode=order,
+            init=1.0 - self._spec.offset,
+        )
+        return context.parameter((taken.size,), (source,))
 
     def finish_loading(self) -> None:
-        """Lay the weights out, once they have their values."""
-        self._head_norm = self._lay_out()
+        """Lay out a weight for each head."""
+        num_heads, num_kv_heads = self._counts
+        dim = self._attention.head_dim
+        of_query, of_key = self.q_weight.view(-1, dim), self.k_weight.view(-1, dim)
+        self._weights = torch.cat((of_query.expand(num_heads, -1), of_key.expand(num_kv_heads, -1)))
 
     @property
-    def head_norm(self) -> HeadNorm:
-        """The weight of each head."""
-        return self._lay_out() if self._head_norm is None else self._head_norm
+    def head_norm(self) -> HeadNorm | None:
+        """How each head is normalised by itself; None where all are together."""
+        if self._spec.spans_heads:
+            return None
+        assert self._weights is not None, "finish_loading comes first"
+        return HeadNorm(
+            q_weight=self.q_weight,
+            k_weight=self.k_weight,
+            weights=self._weights,
+            eps=self._spec.eps,
+            offset=self._spec.offset,
+        )
 
-    def _lay_out(self) -> HeadNorm:
-        num_heads, num_kv_heads = self._counts
-        weights = torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
-        return HeadNorm(q_weight=self.q_weight, k_weight=self.k_weight, weights=weights, eps=self._eps)
+    def normalise(self, heads: torch.Tensor) -> None:
+        """Normalise queries and keys of ``heads`` (N, H + 2 KV, head_dim) in place, over all ranks; a collective.
+
+        Ranks that share a KV head count it once each, so the width that their sum is of counts it as often.
+        """
+        attention, (num_heads, num_kv_heads) = self._attention, self._counts
+        squares = self._squares(heads, num_heads, num_kv_heads)
+        info = self._communicator.info
+        if info.world_size > 1:
+            squares = self._communicator.all_reduce(squares)
+        dim = attention.head_dim
+        widths = (attention.num_heads * dim, num_kv_heads * info.world_size * dim)
+        self._normalise(heads, num_heads, num_kv_heads, squares, self._weights, widths, self._spec.eps)
+
+

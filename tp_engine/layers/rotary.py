@@ -1,56 +1,109 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), in the half-split order of transformers' Llama."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), in the half-split order of transformers' Llama.
+
+Checkpoints whose pairs are neighbours have the rows of their query and key projections reordered when they are read
+(``interleaved_to_halves``), so that every model turns in the same way: scores are sums over pairs, in any order.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
 from tp_engine.kernels.rope import Rotation
-from tp_engine.model_config.rope import RopeConfig
+from tp_engine.model_config.rope import RopeSpec
+from tp_engine.weights.source import Decode, as_stored
 
 
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of every position, computed once in float32, kept in ``dtype``."""
 
     table: torch.Tensor
+    query_scale: torch.Tensor | None
 
-    def __init__(
-        self, rope: RopeConfig, head_dim: int, max_model_len: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: RopeSpec, max_model_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        positions = torch.arange(max_model_len, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(spec, max_model_len))
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor
         self.register_buffer("table", table.to(device, dtype), persistent=False)
+        scale = None
+        if spec.query_beta:
+            periods = torch.floor(positions / spec.original_max_position)
+            scale = (1 + spec.query_beta * torch.log(1 + periods)).to(device)
+        self.register_buffer("query_scale", scale, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """How the heads of tokens at ``positions`` (N,) int64 turn."""
-        return Rotation(self.table, positions)
+        return Rotation(self.table, positions, self.query_scale)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair, (head_dim / 2,) float32, with the scaling rule applied."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(rope, frequencies)
+def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
+    """What happens to the rows of query and key heads when they are read."""
+    if spec is None or not spec.is_interleaved:
+        return as_stored
+    return partial(interleaved_to_halves, head_dim=head_dim, rotary_dim=spec.rotary_dim)
+
+
+def interleaved_to_halves(values: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Rows of whole heads, ``values`` (heads * head_dim, ...): the turning elements (a0 b0 a1 b1 ...) of each head
+    become (a0 a1 ... b0 b1 ...)."""
+    heads = values.unflatten(0, (-1, head_dim))
+    turning = heads[:, :rotary_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turning, heads[:, rotary_dim:]), 1).flatten(0, 1)
+
+
+def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
+    """Radians per position of each pair, (rotary_dim / 2,) float32, with the scaling rule applied."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    frequencies = 1.0 / (spec.theta**exponents)
+    if spec.kind == "linear":
+        return frequencies / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, frequencies)
+    if spec.kind == "yarn":
+        return _yarn(spec, frequencies)
+    if spec.kind == "longrope":
+        # One choice for all positions: cached keys must not depend on how long their request became.
+        is_long = max_model_len > spec.original_max_position
+        return frequencies / torch.tensor(spec.long_factor if is_long else spec.short_factor)
+    if spec.kind == "proportional":
+        num_turning = int(spec.rotated_share * spec.rotary_dim // 2)
+        frequencies[num_turning:] = 0.0
+        return frequencies / spec.factor
     return frequencies
 
 
-def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
     """Llama 3.1: waves longer than the original context are slowed by ``factor``, short ones kept, others blended.
 
     The rule and its names are those of Meta's reference code (models/llama3, apply_scaling).
     """
     wavelengths = 2 * math.pi / frequencies
-    longest_kept = rope.original_max_position / rope.high_freq_factor
-    shortest_slowed = rope.original_max_position / rope.low_freq_factor
-    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
+    longest_kept = spec.original_max_position / spec.high_freq_factor
+    shortest_slowed = spec.original_max_position / spec.low_freq_factor
+    blend = (spec.original_max_position / wavelengths - spec.low_freq_factor) / (
+        spec.high_freq_factor - spec.low_freq_factor
     )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    slowed = torch.where(wavelengths > shortest_slowed, frequencies / rope.factor, blended)
+    blended = (1 - blend) * frequencies / spec.factor + blend * frequencies
+    slowed = torch.where(wavelengths > shortest_slowed, frequencies / spec.factor, blended)
     return torch.where(wavelengths < longest_kept, frequencies, slowed)
+
+
+def _yarn(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): pairs that turn ``beta_fast`` times and more within the
+    original context are kept, those that turn ``beta_slow`` times and less are slowed by ``factor``, others blended."""
+    dim = spec.rotary_dim
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(spec.original_max_position / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = pair_that_turns(spec.beta_fast), pair_that_turns(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / spec.factor * slowed + frequencies * (1 - slowed)

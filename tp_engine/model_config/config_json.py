@@ -5,6 +5,7 @@ Every key is taken by whoever understands it, is known not to matter for inferen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ IRRELEVANT_KEYS = frozenset(
     {
         # bookkeeping
         "_attn_implementation_autoset",
+        "auto_map",
+        "cache_implementation",
         "_commit_hash",
         "_name_or_path",
         "is_llama_config",
@@ -28,10 +31,12 @@ IRRELEVANT_KEYS = frozenset(
         "unsloth_version",
         # training
         "attention_dropout",
+        "embd_pdrop",
         "hidden_dropout",
         "initializer_range",
         "neftune_noise_alpha",
         "resid_pdrop",
+        "residual_dropout",
         # the shape of transformers' answers, not of the model
         "chunk_size_feed_forward",
         "id2label",
@@ -52,6 +57,12 @@ IRRELEVANT_KEYS = frozenset(
     }
 )
 
+# Of a model with a text part and others: keys of the others, and keys of the whole that hold for the text part too.
+_OTHER_PARTS = re.compile(
+    r"(vision|audio|image|video|visual|projector|multimodal|mm)_|.*_token_(id|index)$|spatial_merge_size$"
+)
+_OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+
 
 class ConfigJson:
     """One JSON object, and which of its keys have been taken so far; ``origin`` names it in errors."""
@@ -60,6 +71,26 @@ class ConfigJson:
         self._values = dict(values)
         self._origin = origin
         self._taken: set[str] = set()
+
+    def text_part(self) -> ConfigJson:
+        """The text part of a model that also has others: ``text_config``, or, in older files, the keys beside theirs."""
+        whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE}
+        inner = self._values.get("text_config")
+        if isinstance(inner, dict):
+            outer = {
+                name: value
+                for name, value in self._values.items()
+                if name not in (*_OF_THE_WHOLE, "text_config", "eos_token_id") and not _OTHER_PARTS.match(name)
+            }
+            ConfigJson(outer, self._origin).finish()
+            eos = {name: self._values[name] for name in ("eos_token_id",) if self._values.get(name) is not None}
+            return ConfigJson({**inner, **whole, **eos}, f"{self._origin}: text_config")
+        own = {
+            name: value
+            for name, value in self._values.items()
+            if not _OTHER_PARTS.match(name) or name in ("eos_token_id", "bos_token_id", "pad_token_id")
+        }
+        return ConfigJson(own, self._origin)
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """The value of ``name``; ``default`` where it is absent or null.  Raises ``ConfigError`` for a wrong type."""
@@ -73,9 +104,22 @@ class ConfigJson:
             raise ConfigError(f"{self._origin}: {name} is {value!r}; it must be of type {kind.__name__}")
         return value
 
+    @property
+    def architecture(self) -> str:
+        """The one architecture that the checkpoint names."""
+        return str(self.require("architectures", list)[0])
+
+    def peek(self, name: str) -> Any:
+        """The value of ``name``, of any type, None where it is absent; it is not taken."""
+        return self._values.get(name)
+
     def has(self, name: str) -> bool:
         """Whether the key is there at all, null or not."""
         return name in self._values
+
+    def skip(self, *names: str) -> None:
+        """Take keys that are known not to matter here."""
+        self._taken.update(names)
 
     def require(self, name: str, kind: type[T]) -> T:
         """Like ``take``, for a key without which the model is not known."""
@@ -106,6 +150,13 @@ class ConfigJson:
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in listed):
             raise ConfigError(f"{self._origin}: {name} is {value!r}; it must be a token id or a list of them")
         return tuple(listed)
+
+    def take_floats(self, name: str) -> tuple[float, ...]:
+        """A list of numbers; empty where the key is absent or null."""
+        values = self.take(name, list, [])
+        if not all(type(value) in (int, float) for value in values or []):
+            raise ConfigError(f"{self._origin}: {name} is {values!r}; it must be a list of numbers")
+        return tuple(float(value) for value in values or [])
 
     def expect(self, name: str, kind: type[T], supported: T) -> None:
         """Take an option of which only one value is supported, which is also its default."""

@@ -2,80 +2,221 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 
-RopeKind = Literal["default", "linear", "llama3"]
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
+RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 DEFAULT_THETA = 10000.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base ``theta`` and the scaling rule with its numbers (``default``, ``linear``, ``llama3``)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """How the first ``rotary_dim`` elements of a head turn, with base ``theta``.
 
+    ``kind`` is the rule by which frequencies are scaled, with its numbers; ``layers/rotary.py`` has the formulas.
+    ``attention_factor`` multiplies cosines and sines.  ``is_interleaved``: the elements of a pair are neighbours in the
+    checkpoint, instead of half of ``rotary_dim`` apart.  With ``query_beta`` b, a query at position p is multiplied by
+    ``1 + b log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3).
+    """
+
+    rotary_dim: int
     theta: float = DEFAULT_THETA
     kind: RopeKind = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    rotated_share: float = 1.0
+    attention_factor: float = 1.0
+    is_interleaved: bool = False
+    query_beta: float = 0.0
 
 
-def read_rope(config: ConfigJson, max_position: int) -> RopeConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRules:
+    """What a family says of its rotations: the base where none is given, the share of a head that turns where none is
+    given (None: always all of it), the order of pairs, and whether three positions per token (``mrope``) are described,
+    which are equal for text."""
+
+    theta: float = DEFAULT_THETA
+    partial: float | None = None
+    is_interleaved: bool = False
+    is_multimodal: bool = False
+
+
+class _Reading(NamedTuple):
+    """One rotation's object while it is read; ``original`` positions were trained, of ``rotary_dim`` elements."""
+
+    config: ConfigJson
+    name: str
+    original: int
+    max_position: int
+    rotary_dim: int
+
+    def positive(self, key: str) -> float:
+        """A factor that must be there."""
+        value = self.config.require(key, float)
+        if value <= 0:
+            raise ConfigError(f"config.json: {self.name} has {key} {value}; it must be above 0")
+        return value
+
+
+def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: RopeRules = RopeRules()) -> RopeSpec:
     """Read ``rope_theta`` and ``rope_scaling`` (classic), or ``rope_parameters`` (transformers 5).
 
     As in transformers, ``rope_scaling`` goes before ``rope_parameters``, a ``rope_theta`` inside of either goes before
     the one beside it, and an ``original_max_position_embeddings`` beside them before the one inside.
     """
-    theta = config.take("rope_theta", float, DEFAULT_THETA)
-    config.expect("partial_rotary_factor", float, 1.0)
-    scaling = config.take("rope_scaling", dict)
-    parameters = config.take("rope_parameters", dict)
-    name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
+    name, chosen = take_rope_values(config)
+    theta = config.take("rope_theta", float)
     outer_original = config.take("original_max_position_embeddings", int)
     if outer_original is not None:
         chosen = {**chosen, "original_max_position_embeddings": outer_original}
-    assert theta is not None
-    return _read_scaling(name, chosen, theta, max_position)
+    partial = rules.partial
+    if partial is None:
+        config.expect("partial_rotary_factor", float, 1.0)
+    else:
+        partial = config.take("partial_rotary_factor", float, partial)
+    own = replace(rules, theta=rules.theta if theta is None else theta, partial=partial)
+    return parse_rope(name, chosen, head_dim=head_dim, max_position=max_position, rules=own)
 
 
-def _read_scaling(name: str, values: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
+def take_rope_values(config: ConfigJson) -> tuple[str, Mapping[str, Any]]:
+    """The key that describes the rotation, and its object; an empty one where there is none."""
+    scaling, parameters = config.take("rope_scaling", dict), config.take("rope_parameters", dict)
+    return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
+
+
+def parse_rope(
+    name: str, values: Mapping[str, Any], *, head_dim: int, max_position: int, rules: RopeRules = RopeRules()
+) -> RopeSpec:
+    """One rotation's object, found under ``name``.  Raises ``ConfigError`` for what is wrong or not supported."""
     config = ConfigJson(values, f"config.json: {name}")
-    old_kind = config.take("type", str, "default")
-    kind = config.take("rope_type", str, old_kind)
-    if kind not in ROPE_KINDS:
+    kind = _read_kind(config, name, rules)
+    theta = config.take("rope_theta", float, rules.theta)
+    partial = _read_partial(config, name, rules)
+    original = config.take_positive("original_max_position_embeddings", max_position)
+    if theta is None or theta <= 0:
+        raise ConfigError(f"config.json: {name} has theta {theta}; it must be above 0")
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * partial)
+    if rotary_dim % 2:
         raise ConfigError(
-            f"config.json: {name} asks for rope type {kind!r}; this engine supports {', '.join(ROPE_KINDS)}"
+            f"config.json: {rotary_dim} of the head_dim of {head_dim} elements turn ({name}); rotary embeddings need "
+            "an even number"
         )
-    config.expect("partial_rotary_factor", float, 1.0)
-    own_theta = config.take("rope_theta", float, theta)
-    assert own_theta is not None
-    original_max_position = config.take_positive("original_max_position_embeddings", max_position)
-    numbers: dict[str, Any] = {}
-    if kind != "default":
-        numbers["factor"] = config.require("factor", float)
-    if kind == "llama3":
-        numbers["low_freq_factor"] = config.require("low_freq_factor", float)
-        numbers["high_freq_factor"] = config.require("high_freq_factor", float)
-        numbers["original_max_position"] = original_max_position
+    numbers = _NUMBERS[kind](_Reading(config, name, original, max_position, rotary_dim))
+    if kind == "proportional":
+        numbers["rotated_share"] = partial
     config.finish(frozenset())
-    rope = RopeConfig(theta=own_theta, kind=kind, **numbers)
-    _check_numbers(name, rope)
-    return rope
+    return RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, is_interleaved=rules.is_interleaved, **numbers)
 
 
-def _check_numbers(name: str, rope: RopeConfig) -> None:
-    if rope.theta <= 0 or rope.factor <= 0:
+def _read_kind(config: ConfigJson, name: str, rules: RopeRules) -> RopeKind:
+    old_kind = config.take("type", str, "default")
+    asked = config.take("rope_type", str, old_kind)
+    if rules.is_multimodal:
+        for key in ("mrope_section", "mrope_interleaved"):
+            config.skip(key)
+        asked = "default" if asked == "mrope" else asked
+    asked = "longrope" if asked == "su" else asked
+    for kind in _NUMBERS:
+        if asked == kind:
+            return kind
+    raise ConfigError(f"config.json: {name} asks for rope type {asked!r}; this engine supports {', '.join(_NUMBERS)}")
+
+
+def _read_partial(config: ConfigJson, name: str, rules: RopeRules) -> float:
+    """The share of a head that turns."""
+    if rules.partial is None:
+        config.expect("partial_rotary_factor", float, 1.0)
+        return 1.0
+    partial = config.take("partial_rotary_factor", float, rules.partial)
+    if partial is None or not 0 < partial <= 1:
         raise ConfigError(
-            f"config.json: rope theta is {rope.theta} and factor {rope.factor}; both must be above 0 (see {name})"
+            f"config.json: {name} has partial_rotary_factor {partial}; it must be above 0 and at most 1"
         )
-    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+    return partial
+
+
+def _read_llama3(reading: _Reading) -> dict[str, Any]:
+    low, high = (reading.config.require(f"{end}_freq_factor", float) for end in ("low", "high"))
+    if not 0 < low < high:
         raise ConfigError(
-            f"config.json: {name} has low_freq_factor {rope.low_freq_factor} and high_freq_factor "
-            f"{rope.high_freq_factor}; the first must be above 0 and below the second"
+            f"config.json: {reading.name} has low_freq_factor {low} and high_freq_factor {high}; the first must be "
+            "above 0 and below the second"
         )
+    return {
+        "factor": reading.positive("factor"),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position": reading.original,
+    }
+
+
+def _read_yarn(reading: _Reading) -> dict[str, Any]:
+    """YaRN (https://arxiv.org/abs/2309.00071), with the keys and defaults of transformers."""
+    config = reading.config
+    factor = config.take("factor", float)
+    factor = reading.max_position / reading.original if factor is None else reading.positive("factor")
+    mscale, all_dim = config.take("mscale", float), config.take("mscale_all_dim", float)
+    attention_factor = config.take("attention_factor", float)
+    if attention_factor is None:
+        has_both = mscale and all_dim
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim) if has_both else _mscale(factor, 1.0)
+    config.skip("max_position_embeddings")  # Mistral repeats it here
+    return {
+        "factor": factor,
+        "beta_fast": config.take("beta_fast", float) or 32.0,
+        "beta_slow": config.take("beta_slow", float) or 1.0,
+        "truncate": config.take("truncate", bool, True),
+        "attention_factor": attention_factor,
+        "original_max_position": reading.original,
+        "query_beta": config.take("llama_4_scaling_beta", float, 0.0),
+    }
+
+
+def _mscale(factor: float, mscale: float | None) -> float:
+    return 1.0 if factor <= 1 else 0.1 * (mscale or 1.0) * math.log(factor) + 1.0
+
+
+def _read_longrope(reading: _Reading) -> dict[str, Any]:
+    """LongRoPE (https://arxiv.org/abs/2402.13753): one factor per pair, for short and for long contexts."""
+    config, num_pairs = reading.config, reading.rotary_dim // 2
+    factors = {key: config.take_floats(key) for key in ("short_factor", "long_factor")}
+    for key, values in factors.items():
+        if len(values) != num_pairs:
+            raise ConfigError(
+                f"config.json: {reading.name} of type longrope has {len(values)} numbers in {key}; it must have one for "
+                f"each of the {num_pairs} pairs that turn"
+            )
+    factor = config.take("factor", float) or reading.max_position / reading.original
+    attention_factor = config.take("attention_factor", float)
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(reading.original))
+    return {
+        **factors,
+        "factor": factor,
+        "attention_factor": attention_factor,
+        "original_max_position": reading.original,
+    }
+
+
+# Each kind and the reader of its numbers.
+_NUMBERS: dict[RopeKind, Callable[[_Reading], dict[str, Any]]] = {
+    "default": lambda reading: {},
+    "linear": lambda reading: {"factor": reading.positive("factor")},
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+    "proportional": lambda reading: {"factor": reading.config.take("factor", float, 1.0)},
+}

@@ -1,1 +1,1 @@
-"""One file per architecture: architecture only, no rank arithmetic."""
+"""The decoder, built from a ``ModelSpec``: architecture only, no rank arithmetic."""

@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 from torch import nn
 
 from tp_engine.attention.base import AttentionBackend
+from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.attention import Attention
-from tp_engine.layers.context import LayerContext
+from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.linear import LocalLinear
-from tp_engine.layers.norm import QKNorm, RMSNorm
+from tp_engine.layers.formats import choose_formats
+from tp_engine.layers.norm import Norm
+from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
-from tp_engine.model_config import ModelConfig
-from tp_engine.models.decoder import DecoderLayer, SelfAttention
+from tp_engine.model_config.spec import LayerSpec, ModelSpec
+from tp_engine.models.decoder import DecoderLayer
 
 
 class CausalLM(nn.Module):
-    """Base of all architectures; ``self_attention`` is what a subclass declares.
+    """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
     """
 
-    self_attention: ClassVar[type[SelfAttention]] = SelfAttention
-
     def __init__(
-        self, config: ModelConfig, *, backend: AttentionBackend, max_model_len: int, context: LayerContext
+        self, spec: ModelSpec, *, backends: Sequence[AttentionBackend], max_model_len: int, context: LayerContext
     ) -> None:
         super().__init__()
-        sizes = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = VocabParallelEmbedding(*sizes, context=context)
-        self.rotary = RotaryEmbedding(
-            config.rope, config.head_dim, max_model_len, dtype=context.dtype, device=context.device
+        model, layout = context.at("model"), spec.kv_layout
+        sizes = (spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = VocabParallelEmbedding(
+            *sizes, context=model.at("embed_tokens"), scale=spec.embedding_scale
         )
+        self.ropes = nn.ModuleList(
+            RotaryEmbedding(rope, max_model_len, dtype=context.dtype, device=context.device) for rope in spec.ropes
+        )
+        groups = [layout.place_of(index)[0] for index in range(spec.num_layers)]
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, backend, context, self.self_attention) for index in range(config.num_layers)
+            DecoderLayer(
+                layer,
+                spec.hidden_size,
+                spec.ropes,
+                backend=backends[group],
+                group=group,
+                context=model.at("layers").at(str(index)),
+            )
+            for index, (layer, group) in enumerate(zip(spec.layers, groups, strict=True))
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
-        tied = self.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(*sizes, context=context, tied=tied)
+        self.norm = Norm(spec.final_norm, spec.hidden_size, context=model.at(spec.final_norm.name))
+        self.lm_head = ParallelLMHead(
+            *sizes,
+            context=context.at("lm_head"),
+            tied=self.embed_tokens if spec.tie_word_embeddings else None,
+            scale=spec.logit_scale,
+            softcap=spec.logit_softcap,
+        )
+        self._specs = spec.layers
+        self._joins = self._make_joins(spec.layers, context)
+        self._run = range(spec.num_layers)
+
+    def _make_joins(self, specs: Sequence[LayerSpec], context: LayerContext) -> list[Join]:
+        """What follows each layer: the sum with the stream, and the norm that the next layer, or the head, begins with."""
+        next_norms = [*(layer.input_norm for layer in list(self.layers)[1:]), self.norm]
+        return [
+            Join(layer.mlp_out_norm, next_norm, spec.residual_scale, context=context)
+            for layer, next_norm, spec in zip(self.layers, next_norms, specs, strict=True)
+        ]
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -50,25 +77,29 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @property
-    def has_native_linears(self) -> bool:
-        """Whether all linear layers are compiled code, once ``finish_loading`` was called."""
-        return all(module.is_native for module in self.modules() if isinstance(module, LocalLinear))
+    def is_recordable(self) -> bool:
+        """Whether recordings of steps can hold all that the model runs, once ``finish_loading`` was called."""
+        parts = [module for module in self.modules() if isinstance(module, Layer)]
+        return all(part.is_recordable for part in (*parts, *self._joins))
 
     def finish_loading(self) -> None:
         """Prepare the layers for running, once, after all weights have their values."""
         for module in self.modules():
-            if isinstance(module, (LocalLinear, QKNorm)):
+            if isinstance(module, Layer):
                 module.finish_loading()
 
     @contextmanager
-    def shortened(self, num_layers: int) -> Iterator[None]:
-        """Within, only the first ``num_layers`` layers run: all need the same memory, one after the other."""
-        layers = self.layers
-        self.layers = layers[:num_layers]
+    def shortened(self) -> Iterator[None]:
+        """Within, one layer of each kind runs, and one more: the others need the same memory, one after the other.
+
+        A second layer has what the first has not: a part of the residual stream that waits to be added.
+        """
+        first_of_kind = {spec: index for index, spec in reversed(list(enumerate(self._specs)))}
+        run, self._run = self._run, sorted({*first_of_kind.values(), *range(min(2, len(self._specs)))})
         try:
             yield
         finally:
-            self.layers = layers
+            self._run = run
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
@@ -78,14 +109,15 @@ class CausalLM(nn.Module):
         With ``wanted`` (n,) int64, tokens whose outputs somebody reads: (n, hidden), theirs.  The last layer does no
         more for the others than to store their keys and values, and attend.
         """
-        rotation = self.rotary(positions)
+        rotations = [rope(positions) for rope in self.ropes]
         residual = self.embed_tokens(input_ids)
-        x: torch.Tensor | None = None
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, rotation, wanted if index == last else None)
-        assert x is not None
-        return self.norm.reduce_add_and_norm(x, residual)
+        first = self.layers[0].input_norm
+        x = residual if first is None else first(residual)
+        last = self._run[-1]
+        for index in self._run:
+            part, residual = self.layers[index](x, residual, rotations, wanted if index == last else None)
+            x = self._joins[index](part, residual)
+        return x
 
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` (n, hidden) -> (n, width), this rank's slice of the logits.  No collective."""
@@ -95,3 +127,23 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """``hidden`` (n, hidden) -> (n, vocab_size) on rank 0, None elsewhere.  A collective: all ranks call it."""
         return self.lm_head.gather(self.lm_head(hidden))
+
+
+def build_model(
+    spec: ModelSpec,
+    *,
+    communicator: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: Sequence[AttentionBackend],
+    max_model_len: int,
+    quantization: str | None = None,
+) -> CausalLM:
+    """This rank's part of the model, its weights allocated on ``device`` but not yet set.
+
+    ``quantization`` is that of ``EngineConfig``; ``finish_loading`` of the model applies it.
+    """
+    context = LayerContext(
+        communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(quantization)
+    )
+    return CausalLM(spec, backends=backends, max_model_len=max_model_len, context=context).eval()

@@ -1,123 +1,159 @@
-"""The decoder that the supported architectures share: pre-norm attention and SwiGLU blocks with rotary positions.
-
-An architecture is a ``CausalLM`` that says which attention block it is made of; sizes, biases and windows come from the
-configuration.  Nothing here knows of ranks: the layers do.
-"""
+"""One decoder layer, built from its ``LayerSpec``.  Nothing here knows of ranks: the layers do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.rope import Rotation
 from tp_engine.layers.attention import Attention
-from tp_engine.layers.context import LayerContext
+from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.forward_context import current_metadata
 from tp_engine.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from tp_engine.layers.norm import QKNorm, RMSNorm
-from tp_engine.model_config import ModelConfig
+from tp_engine.layers.norm import Norm, QKNorm
+from tp_engine.layers.residual import Join
+from tp_engine.layers.rotary import order_of
+from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from tp_engine.weights.shard import equal_share
+from tp_engine.weights.source import Source, Span
 
 
-class SelfAttention(nn.Module):
-    """Projections, rotation, attention, this rank's part of the projection back; ``index`` is the layer's."""
-
-    def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
-        super().__init__()
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            bias=config.qkv_bias,
-            context=context,
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.out_bias, context=context
-        )
-        shape = AttentionShape(
-            num_heads=self.qkv_proj.num_heads,
-            num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            sliding_window=config.sliding_windows[index],
-        )
-        self.attention = Attention(shape, backend)
-        self.qk_norm: QKNorm | None = None
-        self._num_all = shape.num_heads + 2 * shape.num_kv_heads
-        self._prepare_heads = context.ops.prepare_heads
-
-    def forward(self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None) -> torch.Tensor:
-        attention = self.attention
-        shape = attention.shape
-        heads = self.qkv_proj(x).view(len(x), self._num_all, shape.head_dim)
-        attended = attention(
-            *self._prepare_heads(
-                heads,
-                shape.num_kv_heads,
-                None if self.qk_norm is None else self.qk_norm.head_norm,
-                rotation,
-                attention.kv_cache,
-                attention.kv_scales,
-                current_metadata().slot_mapping,
-            )
-        )
-        return self.o_proj.part(_only(wanted, attended.reshape(len(x), -1)))
-
-
-class QKNormSelfAttention(SelfAttention):
-    """Self-attention that normalises every query and key head before the rotation."""
-
-    def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
-        super().__init__(config, index, backend, context)
-        shape = self.attention.shape
-        self.qk_norm = QKNorm(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.rms_norm_eps, context=context)
-
-
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, this rank's part of it."""
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        self.gate_up_proj = GatedColumnParallelLinear(config.hidden_size, inner, bias=config.mlp_bias, context=context)
-        self.down_proj = RowParallelLinear(inner, config.hidden_size, bias=config.mlp_bias, context=context)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj.part(self.gate_up_proj(x))
-
-
-class DecoderLayer(nn.Module):
-    """One layer.  The residual stream is carried along and added to in place."""
+class SelfAttention(Layer):
+    """Projections, rotation, attention, this rank's part of the projection back; ``group`` is that of its blocks."""
 
     def __init__(
         self,
-        config: ModelConfig,
-        index: int,
+        spec: AttentionSpec,
+        hidden_size: int,
+        rope: RopeSpec | None,
+        *,
         backend: AttentionBackend,
+        group: int,
         context: LayerContext,
-        self_attention: type[SelfAttention],
     ) -> None:
         super().__init__()
-        self.self_attn = self_attention(config, index, backend, context)
-        self.mlp = GatedMLP(config, context)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+        order = order_of(rope, spec.head_dim)
+        self.qkv_proj = QKVParallelLinear(hidden_size, spec, order, context=context)
+        self.o_proj = RowParallelLinear(
+            spec.num_heads * spec.head_dim, hidden_size, bias=spec.out_bias, context=context.at("o_proj")
+        )
+        self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, spec, order, context=context)
+        self.sinks = _sinks(spec, context) if spec.has_sinks else None
+        shape = AttentionShape(
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            sliding_window=spec.window,
+            softcap=spec.softcap,
+            sinks=self.sinks,
+        )
+        self.attention = Attention(shape, backend, group)
+        self._num_all = shape.num_heads + 2 * shape.num_kv_heads
+        self._prepare_heads = context.op("prepare_heads")
+        self.is_recordable = context.can_record("prepare_heads")
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
+        attention, head_norm = self.attention, None
+        shape = attention.shape
+        heads = self.qkv_proj(x).view(len(x), self._num_all, shape.head_dim)
+        if self.qk_norm is not None:
+            head_norm = self.qk_norm.head_norm
+            if head_norm is None:
+                self.qk_norm.normalise(heads)
+        slots = current_metadata(attention.group).slot_mapping
+        attended = attention(
+            *self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
+        )
+        return self.o_proj.part(only(wanted, attended.reshape(len(x), -1)))
+
+
+class GatedMLP(Layer):
+    """``down(activation(gate(x), up(x)))``, this rank's part of it."""
+
+    def __init__(self, spec: MlpSpec, hidden_size: int, *, context: LayerContext) -> None:
+        super().__init__()
+        self.gate_up_proj = GatedColumnParallelLinear(
+            hidden_size,
+            spec.inner_size,
+            spec.activation,
+            bias=spec.bias,
+            context=context,
+            fused_name=spec.fused_name,
+        )
+        self.down_proj = RowParallelLinear(
+            spec.inner_size, hidden_size, bias=spec.bias, context=context.at("down_proj")
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
+        return self.down_proj.part(self.gate_up_proj(x))
+
+
+class DecoderLayer(Layer):
+    """One layer.  What lies between two layers is the model's: ``input_norm`` and ``mlp_out_norm`` are for that."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        hidden_size: int,
+        ropes: Sequence[RopeSpec],
+        *,
+        backend: AttentionBackend,
+        group: int,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        rope = spec.attention.rope
+        self.self_attn = SelfAttention(
+            spec.attention,
+            hidden_size,
+            None if rope is None else ropes[rope],
+            backend=backend,
+            group=group,
+            context=context.at("self_attn"),
+        )
+        self.mlp = GatedMLP(spec.mlp, hidden_size, context=context.at("mlp"))
+
+        def norm(one: NormSpec | None) -> Norm | None:
+            return None if one is None else Norm(one, hidden_size, context=context.at(one.name))
+
+        self.input_norm, self.mlp_out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
+        self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
+        self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, context=context)
+        self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
+        self.is_recordable = self._join.is_recordable
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` is this rank's part of the last block's output, not yet added to ``residual``; None before the first.
+        """``x`` (N, hidden) is what attention reads, ``residual`` the stream, which is added to in place.
 
-        So is what it returns, with the residual: the ranks' parts are added up with it by the next norm.  Both are of
-        the tokens ``wanted`` (n,) int64 alone, if given: of the others only keys and values are needed.
+        Returns this rank's part of the layer's last output, not yet added, and the stream; both of the tokens
+        ``wanted`` (n,) int64 alone, if given: of the others only keys and values are needed.
         """
-        norm = self.input_layernorm
-        normalised = norm(residual) if x is None else norm.reduce_add_and_norm(x, residual)
-        attended = self.self_attn(normalised, rotation, wanted)
-        residual = _only(wanted, residual)
-        return self.mlp(self.post_attention_layernorm.reduce_add_and_norm(attended, residual)), residual
+        part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
+        residual = only(wanted, residual)
+        if not self._is_parallel:
+            return self.mlp(self._join(part, residual)), residual
+        both = self.mlp(only(wanted, x))
+        self._add(part, both)
+        return both, residual
 
 
-def _only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Those of ``tokens`` (N, ...) that are ``wanted`` (n,) int64; all without it."""
     return tokens if wanted is None else tokens.index_select(0, wanted)
+
+
+def _sinks(spec: AttentionSpec, context: LayerContext) -> torch.nn.Parameter:
+    """A score for each of this rank's heads, float32."""
+    own = equal_share(spec.num_heads, context.rank, context.world_size)
+    source = Source(
+        name=context.at("sinks").path, shape=(spec.num_heads,), taken=(own,), target=(Span(0, own.size),)
+    )
+    return context.parameter((own.size,), (source,), dtype=torch.float32)

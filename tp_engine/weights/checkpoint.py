@@ -11,10 +11,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.weights.shard import Shard
+from tp_engine.weights.source import Source
 
-READABLE = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_FILE = "model.safetensors.index.json"
+# Names of safetensors -> types.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class Checkpoint:
@@ -58,12 +73,16 @@ class Checkpoint:
         """The whole tensor's shape."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
-    def read(self, name: str, shard: Shard) -> torch.Tensor:
-        """The shard alone, in the checkpoint's type: a view of the mapped file, whose pages are read when it is."""
-        window = [slice(None)] * shard.dim + [slice(shard.start, shard.start + shard.size)]
-        tensor: torch.Tensor = self._files[name].get_slice(name)[tuple(window)]
-        if tensor.dtype not in READABLE:
-            raise WeightError(f"{name} is stored as {tensor.dtype}; only {', '.join(map(str, READABLE))} can be loaded")
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The tensor's type as stored; the file's own name of a type that PyTorch does not have."""
+        stored = str(self._files[name].get_slice(name).get_dtype())
+        return _DTYPES.get(stored, stored)
+
+    def read(self, name: str, source: Source) -> torch.Tensor:
+        """What ``source`` takes of tensor ``name``, as stored: a view of the mapped file, whose pages are read when it
+        is."""
+        window = tuple(slice(span.start, span.start + span.size) for span in source.taken)
+        tensor: torch.Tensor = self._files[name].get_slice(name)[window]
         return tensor
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 
-from tp_engine.weights.shard import Shard
+from tp_engine.weights.source import Source, Spans
 
 POOL_SIZE = 4_194_301
 # Uniform numbers, which are quick to draw, with the standard deviation at which models are usually initialised.
@@ -23,12 +23,13 @@ HALF_WIDTH = 0.02 * math.sqrt(3.0)
 
 
 class DummyWeights:
-    """Norm weights are 1; everything else is uniform with mean 0 and standard deviation 0.02."""
+    """What ``sources`` take of tensors that do not exist.
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], seed: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._shapes, self._seed = shapes, seed
+    Sources with an ``init`` are constant; everything else is uniform with mean 0 and standard deviation 0.02.
+    """
+
+    def __init__(self, sources: Iterable[Source], seed: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes, self._seed, self._dtype = {source.name: source.shape for source in sources}, seed, dtype
         pool = torch.empty(POOL_SIZE).uniform_(-HALF_WIDTH, HALF_WIDTH, generator=torch.Generator().manual_seed(seed))
         self._pool = torch.cat((pool, pool)).to(device=device, dtype=dtype)
 
@@ -46,21 +47,32 @@ class DummyWeights:
         """The whole tensor's shape."""
         return self._shapes[name]
 
-    def read(self, name: str, shard: Shard) -> torch.Tensor:
-        """The shard, on the device."""
-        if name.endswith("norm.weight"):
-            return self._pool.new_ones(shard.size)
-        num_rows, *rest = self._shapes[name]
-        row_size = math.prod(rest)
-        assert row_size <= POOL_SIZE, f"{name} has rows of {row_size} elements"
-        first, last = (shard.start, shard.start + shard.size) if shard.dim == 0 else (0, num_rows)
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of all."""
+        return self._dtype
+
+    def read(self, name: str, source: Source) -> torch.Tensor:
+        """What ``source`` takes, on the device."""
+        if source.init is not None:
+            return self._pool.new_full([span.size for span in source.taken], source.init)
+        return self._read(self._offset(name), source.shape, source.taken)
+
+    def _read(self, offset: int, shape: tuple[int, ...], taken: Spans) -> torch.Tensor:
+        """Elements ``taken`` of a tensor of ``shape`` whose first is at ``offset`` of the repeated pool."""
+        (first, count), *rest = taken
+        row_size = math.prod(shape[1:])
+        if row_size > POOL_SIZE:
+            rows = (self._read(offset + row * row_size, shape[1:], taken[1:]) for row in range(first, first + count))
+            return torch.stack(list(rows))
         rows_per_stretch = POOL_SIZE // row_size
         stretches = []
-        for row in range(first, last, rows_per_stretch):
-            count = min(rows_per_stretch, last - row)
-            begin = (self._offset(name) + row * row_size) % POOL_SIZE
-            values = self._pool[begin : begin + count * row_size].view(count, *rest)
-            stretches.append(values.narrow(1, shard.start, shard.size) if shard.dim == 1 else values)
+        for row in range(first, first + count, rows_per_stretch):
+            num_rows = min(rows_per_stretch, first + count - row)
+            begin = (offset + row * row_size) % POOL_SIZE
+            values = self._pool[begin : begin + num_rows * row_size].view(num_rows, *shape[1:])
+            for dim, span in enumerate(rest, start=1):
+                values = values.narrow(dim, span.start, span.size)
+            stretches.append(values)
         return torch.cat(stretches)
 
     def _offset(self, name: str) -> int:

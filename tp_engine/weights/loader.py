@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from tp_engine.dist.rank import RankInfo
 from tp_engine.errors import WeightError
-from tp_engine.model_config import ModelConfig
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.dummy import DummyWeights
-from tp_engine.weights.layout import Layout, Placement
+from tp_engine.weights.source import Source, sources_of
 from tp_engine.weights.transfer import Copy, for_each, num_threads_for
 
+Stored: TypeAlias = Checkpoint | DummyWeights
+
+# Types that are converted into one another; tensors of any other type are read as they are, or not at all.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NEVER_NEEDED = re.compile(r"\.rotary_emb\.inv_freq$")
+_MODEL, _HEAD, _EMBEDDING = "model.", "lm_head.", "model.embed_tokens.weight"
 _MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """``bytes_read`` of the checkpoint by this rank, in ``seconds``, for ``num_tensors``."""
+    """``bytes_read`` of the checkpoint by this rank, in ``seconds``, from ``num_tensors``."""
 
     bytes_read: int
     seconds: float
     num_tensors: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One source of one parameter; ``name`` is the tensor's in the checkpoint."""
+
+    name: str
+    source: Source
+    parameter: torch.Tensor
+
+
 def load_weights(
     parameters: Mapping[str, torch.Tensor],
-    config: ModelConfig,
+    spec: ModelSpec,
     folder: Path,
     *,
     info: RankInfo,
@@ -40,63 +58,100 @@ def load_weights(
 ) -> LoadReport:
     """Set every one of ``parameters`` (a model's ``named_parameters``) to this rank's part of the checkpoint.
 
-    ``load_format`` ``dummy`` draws random weights from ``seed`` instead of reading ``folder``.  Values are converted to
-    each parameter's type.  Raises ``WeightError`` with the tensors that are missing, unexpected or wrongly shaped.
+    ``load_format`` ``dummy`` draws random weights from ``seed`` instead of reading ``folder``.  Floating point values
+    are converted to each parameter's type.  Before a byte is read, ``WeightError`` names the tensors that are missing,
+    unexpected, or of the wrong shape or type.
     """
     begin = time.perf_counter()
-    embedding = parameters["embed_tokens.weight"]
-    layout = Layout(config, rank=info.rank, world_size=info.world_size, vocab_rows=embedding.shape[0])
-    _check_cover(parameters, layout.placements)
-    with _open_source(layout, folder, load_format, seed, embedding) as source, torch.no_grad():
-        _check_tensors(source, layout)
+    first = next(iter(parameters.values()))
+    with _open(parameters, folder, load_format, seed, first) as stored, torch.no_grad():
+        items = _items(parameters, spec, stored.names())
+        _check_tensors(stored, items, spec)
+        for name, parameter in parameters.items():
+            _clear_uncovered(name, parameter)
 
-        def load(placement: Placement, copy: Copy) -> int:
-            return _load(source, placement, parameters[placement.parameter], copy)
+        def load(item: _Item, copy: Copy) -> int:
+            return _load(stored, item, copy)
 
         # Random weights are on the device already.
-        num_threads = 1 if load_format == "dummy" else num_threads_for(embedding.device, info.local_world_size)
-        bytes_read = for_each(layout.placements, load, embedding.device, num_threads)
-    return LoadReport(bytes_read=bytes_read, seconds=time.perf_counter() - begin, num_tensors=len(layout.placements))
+        num_threads = 1 if load_format == "dummy" else num_threads_for(first.device, info.local_world_size)
+        bytes_read = for_each(items, load, first.device, num_threads)
+    num_tensors = len({item.name for item in items})
+    return LoadReport(bytes_read=bytes_read, seconds=time.perf_counter() - begin, num_tensors=num_tensors)
 
 
-def _open_source(
-    layout: Layout, folder: Path, load_format: str, seed: int, like: torch.Tensor
-) -> Checkpoint | DummyWeights:
+def _open(
+    parameters: Mapping[str, torch.Tensor], folder: Path, load_format: str, seed: int, like: torch.Tensor
+) -> Stored:
     if load_format == "dummy":
-        shapes = {placement.name: placement.shape for placement in layout.placements}
-        return DummyWeights(shapes, seed, dtype=like.dtype, device=like.device)
+        sources = (source for parameter in parameters.values() for source in sources_of(parameter))
+        return DummyWeights(sources, seed, dtype=like.dtype, device=like.device)
     return Checkpoint(folder)
 
 
-def _load(source: Checkpoint | DummyWeights, placement: Placement, parameter: torch.Tensor, copy: Copy) -> int:
-    """Copy one shard to its place and clear the rows that pad it; returns the bytes read."""
-    shard = placement.shard
-    target = parameter.narrow(0, placement.offset, shard.room if shard.dim == 0 else parameter.shape[0])
-    if shard.size < shard.room:
-        target[shard.size :].zero_()
-    if shard.size == 0:
+def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, found: set[str]) -> list[_Item]:
+    """Every source of every parameter, in the spelling in which the checkpoint has the embedding."""
+    spellings = spec.names.spellings
+    chosen = next((one for one in spellings if _spell(_EMBEDDING, one) in found), spellings[0])
+    return [
+        _Item(_spell(source.name, chosen), source, parameter)
+        for parameter in parameters.values()
+        for source in sources_of(parameter)
+    ]
+
+
+def _spell(name: str, spelling: tuple[str, str]) -> str:
+    for usual, own in zip((_MODEL, _HEAD), spelling, strict=True):
+        if name.startswith(usual):
+            return own + name.removeprefix(usual)
+    return name
+
+
+def _load(stored: Stored, item: _Item, copy: Copy) -> int:
+    """Copy one source's part to its place; returns the bytes read."""
+    if not all(span.size for span in item.source.taken):
         return 0
-    values = source.read(placement.name, shard)
-    copy(values, target[: shard.size] if shard.dim == 0 else target)
+    values = stored.read(item.name, item.source)
+    target = item.parameter
+    for dim, span in enumerate(item.source.target):
+        target = target.narrow(dim, span.start, span.size)
+    decoded = item.source.decode(values)
+    assert decoded.shape == target.shape, f"{item.name}: {tuple(decoded.shape)} for {tuple(target.shape)}"
+    copy(decoded, target)
     return values.nbytes
 
 
-def _check_tensors(source: Checkpoint | DummyWeights, layout: Layout) -> None:
+def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec) -> None:
     """Refuse a checkpoint that is not exactly the one that the configuration describes."""
-    found = source.names()
-    expected = {placement.name: placement.shape for placement in layout.placements}
-    shapes = {name: source.shape(name) for name in expected.keys() & found}
-    wrong = [
-        f"{name} is {shapes[name]} instead of {expected[name]}" for name in shapes if shapes[name] != expected[name]
-    ]
+    found = stored.names()
+    expected = {item.name: item.source.shape for item in items}
+    shapes = {name: stored.shape(name) for name in expected.keys() & found}
     problems = {
         "missing": expected.keys() - found,
-        "unexpected": {name for name in found - expected.keys() if not layout.is_harmless(name)},
-        "wrongly shaped": wrong,
+        "unexpected": {name for name in found - expected.keys() if not _may_be_skipped(name, spec)},
+        "wrongly shaped": [
+            f"{name} is {shapes[name]} instead of {expected[name]}" for name in shapes if shapes[name] != expected[name]
+        ],
+        "of the wrong type": {
+            f"{item.name} is stored as {stored.dtype(item.name)}, which can not become {item.parameter.dtype}"
+            for item in items
+            if item.name in found and not _converts(stored.dtype(item.name), item.parameter.dtype)
+        },
     }
     complaints = [f"{kind}: {_listed(names)}" for kind, names in problems.items() if names]
     if complaints:
         raise WeightError(f"the checkpoint does not fit its config.json; {'; '.join(complaints)}")
+
+
+def _may_be_skipped(name: str, spec: ModelSpec) -> bool:
+    """Whether a checkpoint may hold this tensor although the model does not read it."""
+    heads = tuple(f"{head}weight" for _, head in spec.names.spellings)
+    is_tied_head = spec.tie_word_embeddings and name in heads
+    return is_tied_head or name.startswith(spec.names.skipped) or bool(_NEVER_NEEDED.search(name))
+
+
+def _converts(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
+    return stored == wanted or (stored in FLOATS and wanted in FLOATS)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -105,10 +160,13 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:_MAX_NAMED]) + more
 
 
-def _check_cover(parameters: Mapping[str, torch.Tensor], placements: Iterable[Placement]) -> None:
-    """Assert that the placements fill every parameter exactly once: our own bookkeeping, not the user's."""
-    filled = dict.fromkeys(parameters, 0)
-    for placement in placements:
-        filled[placement.parameter] += placement.shard.room if placement.shard.dim == 0 else placement.shape[0]
-    wrong = {name: rows for name, rows in filled.items() if rows != parameters[name].shape[0]}
-    assert not wrong, f"rows filled, not equal to the parameters' rows: {wrong}"
+def _clear_uncovered(name: str, parameter: torch.Tensor) -> None:
+    """Zero a parameter that its sources do not fill; assert that they stay within it."""
+    num_filled = 0
+    for source in sources_of(parameter):
+        num_filled += math.prod(span.size for span in source.target)
+        ends = [span.start + span.size for span in source.target]
+        assert all(end <= size for end, size in zip(ends, parameter.shape, strict=True)), f"{name}: {source}"
+    assert num_filled <= parameter.numel(), f"{name} is filled more than once"
+    if num_filled < parameter.numel():
+        parameter.zero_()

@@ -1,65 +1,38 @@
-"""Which part of a checkpoint's tensor belongs to which rank.  Pure arithmetic on names and shapes, no torch.
+"""Which part of a dimension belongs to which rank.  Pure arithmetic.
 
 ::
 
-    COLUMN    rows [r * n, (r + 1) * n)           q_proj, gate_proj, up_proj, and their biases
-    KV_HEADS  rows of the rank's KV heads         k_proj, v_proj: fewer heads than ranks repeat (K=2, W=4: 0 0 1 1)
-    ROW       columns [r * n, (r + 1) * n)        o_proj, down_proj
-    VOCAB     rows [r * n, (r + 1) * n) of the    embed_tokens, lm_head: the last ranks may get fewer rows, or none
+    equal     [r * n, (r + 1) * n)                query heads, inner sizes
+    KV heads  those of the rank's KV heads        fewer heads than ranks repeat (K=2, W=4: 0 0 1 1)
+    vocab     [r * n, (r + 1) * n) of the         the last ranks may get fewer rows, or none
               padded vocabulary
-    WHOLE     everything                          norms, biases of row-parallel layers
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from tp_engine.weights.source import Span
 
 
-class Split(enum.Enum):
-    """How a tensor is divided among the ranks."""
-
-    WHOLE = enum.auto()
-    COLUMN = enum.auto()
-    ROW = enum.auto()
-    KV_HEADS = enum.auto()
-    VOCAB = enum.auto()
+def equal_share(size: int, rank: int, world_size: int) -> Span:
+    """One of ``world_size`` equal parts; the configuration checks have found that it divides."""
+    assert size % world_size == 0, f"{size} is not divisible by {world_size}"
+    share = size // world_size
+    return Span(rank * share, share)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """``size`` elements from ``start`` along ``dim`` of a tensor; ``room`` is what the destination has for them.
-
-    ``room`` exceeds ``size`` only for a padded vocabulary.
-    """
-
-    dim: int
-    start: int
-    size: int
-    room: int
+def kv_head_share(num_kv_heads: int, rank: int, world_size: int) -> Span:
+    """The KV heads of one rank.  Ranks that share a head count as one part."""
+    num_parts = min(num_kv_heads, world_size)
+    assert world_size % num_parts == 0, f"{num_kv_heads} KV heads on {world_size} ranks"
+    return equal_share(num_kv_heads, rank * num_parts // world_size, num_parts)
 
 
-def shard_of(
-    split: Split, shape: tuple[int, ...], *, rank: int, world_size: int, num_kv_heads: int = 0, vocab_rows: int = 0
-) -> Shard:
-    """This rank's part of a tensor of ``shape``.
-
-    ``num_kv_heads`` are those of the whole model; ``vocab_rows`` are this rank's rows of the padded vocabulary.
-    """
-    if split is Split.WHOLE:
-        return Shard(dim=0, start=0, size=shape[0], room=shape[0])
-    if split is Split.VOCAB:
-        start = min(rank * vocab_rows, shape[0])
-        return Shard(dim=0, start=start, size=min(vocab_rows, shape[0] - start), room=vocab_rows)
-    if split is Split.KV_HEADS:
-        # Ranks that share a head count as one part.
-        num_parts = min(num_kv_heads, world_size)
-        assert world_size % num_parts == 0 and num_kv_heads % num_parts == 0, (num_kv_heads, world_size)
-        return _equal_part(0, shape[0], rank * num_parts // world_size, num_parts)
-    return _equal_part(1 if split is Split.ROW else 0, shape[1 if split is Split.ROW else 0], rank, world_size)
+def vocab_share(vocab_size: int, rank: int, num_rows: int) -> Span:
+    """The token ids of one rank, which has room for ``num_rows``."""
+    start = min(rank * num_rows, vocab_size)
+    return Span(start, min(num_rows, vocab_size - start))
 
 
-def _equal_part(dim: int, size: int, part: int, num_parts: int) -> Shard:
-    assert size % num_parts == 0, (size, num_parts)
-    share = size // num_parts
-    return Shard(dim=dim, start=part * share, size=share, room=share)
+def times(heads: Span, head_dim: int) -> Span:
+    """The rows of ``heads``, each of ``head_dim``."""
+    return Span(heads.start * head_dim, heads.size * head_dim)

@@ -14,7 +14,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.layers.int8_linear import check_int8
-from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config, resolve_max_model_len
+from tp_engine.model_config import check_tensor_parallel, load_model_config, resolve_max_model_len
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.capture_sizes import capture_sizes
 from tp_engine.worker.profiling import parse_steps
@@ -31,7 +32,7 @@ class EffectiveConfig:
     """``config`` without any ``auto``, the parsed ``model`` and the local folder it came from."""
 
     config: EngineConfig
-    model: ModelConfig
+    model: ModelSpec
     model_path: Path
 
     @property
@@ -94,7 +95,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     return EffectiveConfig(config=effective, model=model, model_path=path)
 
 
-def _attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
+def _attention_needs(config: EngineConfig, model: ModelSpec) -> AttentionNeeds:
     has_gpu = config.device == "cuda" and torch.cuda.is_available()
     indices = set(parse_devices(config.devices, config.tensor_parallel_size).indices)
     return AttentionNeeds(

@@ -1,4 +1,4 @@
-"""How ``x @ weight.T + bias`` is computed.
+"""Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
 
 On a GPU by PyTorch's library; of a single row, which is a decode step of one request, by a Triton kernel.
 On a CPU:
@@ -13,8 +13,8 @@ bfloat16    with instructions for matrices of it      oneDNN, the weight packed
 bfloat16    any other                                 C, the weight in panels
 ==========  ========================================  ==============================
 
-Of gate and up, one weight, SwiGLU's product is wanted: C with panels makes it of its sums, which then need not be
-stored; with the others it is an operation of its own.
+Of gate and up, one weight, the activation's product is wanted: C with panels makes it of its sums, which then need not
+be stored; with the others it is an operation of its own.
 
 The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
 from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
@@ -27,53 +27,53 @@ trusted.  What is missing, C or oneDNN, the other one does, or ``F.linear``, whi
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from tp_engine.kernels.layer_ops import SiluAndMul
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
+from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.kernels.triton_support import has_triton
+from tp_engine.layers.context import LayerContext
+from tp_engine.layers.formats.base import LinearShape, Product
+from tp_engine.model_config.activation import Activation
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class LinearMethod(Protocol):
-    """A weight of shape (out, in), ready to be applied.  ``needs_weight``: whether it still reads the original.
+class Dense:
+    """One parameter, ``weight`` (out, in)."""
 
-    ``is_native``: whether C does it, so that a tape can hold it.
-    """
+    def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
+        """See ``LinearFormat``."""
+        return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources("weight"))}
 
-    needs_weight: bool
-    is_native: bool
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in) -> (N, out), in the type of ``x``."""
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
+        """See ``LinearFormat``."""
+        return choose_product(parameters["weight"], shape.activation)
 
 
 class PlainLinear:
     """``F.linear``."""
 
-    needs_weight = True
-    is_native = False
-
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
+        self.is_recordable = weight.device.type == "cuda"
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, self._weight, bias)
 
 
 class PanelLinear:
-    """C with the weight in panels, for any number of rows; SwiGLU's product of gate and up, if it ``is_gated``."""
+    """C with the weight in panels, for any number of rows; with an ``activation`` its product of gate and up."""
 
-    needs_weight = False
-    is_native = True
+    is_recordable = True
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        self.weight = PackedWeight(library, weight, is_gated=is_gated)
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, activation: Activation | None = None) -> None:
+        self.weight = PackedWeight(library, weight, activation)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.weight.product(x, bias)
@@ -82,8 +82,7 @@ class PanelLinear:
 class PackedLinear:
     """oneDNN with the weight in its own blocked order."""
 
-    needs_weight = False
-    is_native = False
+    is_recordable = False
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -94,68 +93,54 @@ class PackedLinear:
 
 
 class OneRowLinear:
-    """Triton for one row, ``F.linear`` for more."""
+    """Triton for one row, ``F.linear`` for more; with an ``activation`` its product of gate and up."""
 
-    needs_weight = True
-    is_native = False
+    is_recordable = True
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, activation: Activation | None = None) -> None:
         from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton
 
         self._weight, self._of_one_row = weight, one_row_linear_triton
+        self._activation, self._gate = activation, op("gate", weight.device.type)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if len(x) == 1:
-            return self._of_one_row(x, self._weight, bias)
-        return F.linear(x, self._weight, bias)
+            return self._of_one_row(x, self._weight, bias, activation=self._activation)
+        product = F.linear(x, self._weight, bias)
+        return product if self._activation is None else self._gate(product, self._activation)
 
 
-class OneRowSwiGLU(OneRowLinear):
-    """The same for gate and up, and SwiGLU's product of both."""
+class ThenGate:
+    """The activation's product of what another product makes of gate and up, on ``device_type``."""
 
-    def __init__(self, weight: torch.Tensor, silu_and_mul: SiluAndMul) -> None:
-        super().__init__(weight)
-        self._silu_and_mul = silu_and_mul
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) == 1:
-            return self._of_one_row(x, self._weight, bias, is_gated=True)
-        return self._silu_and_mul(F.linear(x, self._weight, bias))
-
-
-class ThenSwiGLU:
-    """SwiGLU's product of what another method makes of gate and up."""
-
-    def __init__(self, product: LinearMethod, silu_and_mul: SiluAndMul) -> None:
-        self.needs_weight, self.is_native = product.needs_weight, product.is_native
-        self._product, self._silu_and_mul = product, silu_and_mul
+    def __init__(self, product: Product, activation: Activation, device_type: str) -> None:
+        self.is_recordable = product.is_recordable and is_recordable("gate", device_type)
+        self._product, self._activation, self._gate = product, activation, op("gate", device_type)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._silu_and_mul(self._product(x, bias))
+        gated: torch.Tensor = self._gate(self._product(x, bias), self._activation)
+        return gated
 
 
 _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
-def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
-    """The fastest method that is known to work for this weight.  Called once its values are final."""
-    if takes_one_row(weight):
-        return OneRowLinear(weight)
-    library = _library_for(weight)
-    wants_packed = weight.device.type == "cpu" and (library is None or _has_matrices(library, weight))
-    if wants_packed and (packed := _packed(weight)) is not None:
-        return packed
-    return PlainLinear(weight) if library is None else PanelLinear(library, weight)
+def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
+    """The fastest product that is known to work for this weight (out, in).  Called once its values are final.
 
-
-def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> LinearMethod:
-    """The same for gate and up, one above the other (2 * size, in): SwiGLU's product of both, (N, in) -> (N, size)."""
-    if takes_one_row(weight, is_gated=True):
-        return OneRowSwiGLU(weight, silu_and_mul)
+    With an ``activation``, the weight is gate and up, one above the other, and the product is the activation's of both.
+    """
+    if takes_one_row(weight, is_gated=activation is not None):
+        return OneRowLinear(weight, activation)
     library = _library_for(weight)
     if library is not None and not _has_matrices(library, weight):
-        return PanelLinear(library, weight, is_gated=True)
-    return ThenSwiGLU(choose_linear_method(weight), silu_and_mul)
+        return PanelLinear(library, weight, activation)
+    if activation is not None:
+        return ThenGate(choose_product(weight), activation, weight.device.type)
+    packed = _packed(weight) if weight.device.type == "cpu" else None
+    if packed is not None:
+        return packed
+    return PlainLinear(weight) if library is None else PanelLinear(library, weight)
 
 
 def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:

@@ -21,19 +21,31 @@ private interface, so they are probed, and their results compared, before they a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import CODE_OFFSET, LARGEST_CODE
-from tp_engine.kernels.layer_ops import SiluAndMul, int8_rows
-from tp_engine.layers.linear_method import ThenSwiGLU
+from tp_engine.kernels.ops import int8_rows
+from tp_engine.layers.formats.base import LinearShape, Product
+from tp_engine.layers.formats.dense import Dense, ThenGate
 
 _REMEDY = "leave quantization out, or use a PyTorch for x86 with oneDNN on a CPU with VNNI"
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
 
 _trusted: dict[torch.Size, bool] = {}
+
+
+class Int8(Dense):
+    """Loaded as dense, then quantised."""
+
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
+        """See ``LinearFormat``."""
+        weight = parameters["weight"]
+        product = make_int8_linear(weight)
+        return product if shape.activation is None else ThenGate(product, shape.activation, weight.device.type)
 
 
 class Int8Linear:
@@ -42,8 +54,7 @@ class Int8Linear:
     Raises ``AttributeError`` or ``RuntimeError`` where oneDNN can not take it.
     """
 
-    needs_weight = False
-    is_native = False
+    is_recordable = False
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """``codes`` (out, in) int8, ``scales`` (out,) float32."""
@@ -75,7 +86,7 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
-    """The method for ``weight``, compared with plain arithmetic once per shape.  Raises ``ConfigError``."""
+    """The product of ``weight``, compared with plain arithmetic once per shape.  Raises ``ConfigError``."""
     codes, scales = quantise_weight(weight)
     try:
         method = Int8Linear(codes, scales)
@@ -86,11 +97,6 @@ def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
     if not _trusted[weight.shape]:
         raise _refusal(f"oneDNN's product with a weight of shape {tuple(weight.shape)} is wrong")
     return method
-
-
-def make_int8_gated(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> ThenSwiGLU:
-    """The method for gate and up, one above the other."""
-    return ThenSwiGLU(make_int8_linear(weight), silu_and_mul)
 
 
 def check_int8(device_type: str) -> None:

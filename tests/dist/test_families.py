@@ -1,0 +1,138 @@
+"""Every family of the parity table equals transformers in fp32: greedy tokens, and their log-probabilities to 1e-4.
+
+In five settings, on 1, 2 and 4 ranks, and on 3 where the model's heads allow it.  One torchrun job per number of ranks
+runs a part of the table, because starting ranks costs more than running tiny models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.dist.launch import torchrun
+from tests.families import FAMILIES
+from tp_engine.model_config import load_model_config
+
+VOCAB_SIZE, MAX_MODEL_LEN, CHUNK = 203, 224, 24
+# Longer than any window and what kernels read behind it, so that blocks are freed while a request runs.
+LENGTHS = (1, 9, 30, 42, 55, 180)
+MAX_TOKENS = (12, 9, 6, 11, 7, 12)
+NUM_SHARED = 25  # the first tokens of the last three prompts
+HEADS_OF_3_RANKS = {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 96, "head_dim": 16}
+TOLERANCE = 1e-4
+
+
+def make_prompts() -> list[list[int]]:
+    """Of ``LENGTHS``; the last three begin alike."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+    return prompts[:3] + [prompts[3][:NUM_SHARED] + prompt[NUM_SHARED:] for prompt in prompts[3:]]
+
+
+def settings_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name -> options.  The tight pool holds the longest request, and little more."""
+    spec, _ = load_model_config(str(folder))
+    tight = spec.kv_layout.blocks_for(MAX_MODEL_LEN, 4, CHUNK)
+    small = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK}
+    ample = {"num_gpu_blocks_override": 4 * tight}
+    uncached = {"enable_prefix_caching": False}
+    return {
+        "plain": {"async_scheduling": False, "num_gpu_blocks_override": 4 * tight, **uncached},
+        "preempted": {**small, "num_gpu_blocks_override": tight, **uncached},
+        "cached": {**small, **ample, "max_num_seqs": 2},
+        "chunked": {**small, **ample, **uncached, "enforce_eager": True},
+        "ahead": {**ample, **uncached},
+    }
+
+
+@lru_cache
+def oracle(folder: Path, name: str) -> torch.nn.Module:
+    """transformers' own model."""
+    import transformers
+
+    model: torch.nn.Module = getattr(transformers, FAMILIES[name].model).from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def problem_of(name: str, folder: Path, result: dict[str, Any]) -> str | None:
+    """How a result departs from transformers, each position given the tokens before it; None if it does not.
+
+    If each token is the best one given those before it, all are what greedy generation gives.
+    """
+    for prompt, tokens, logprobs in zip(make_prompts(), result["tokens"], result["logprobs"], strict=True):
+        with torch.inference_mode():
+            logits = oracle(folder, name)(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        if expected.argmax(-1).tolist() != tokens:
+            return f"prompt of {len(prompt)}: {tokens} instead of {expected.argmax(-1).tolist()}"
+        error = (expected.max(-1).values - torch.tensor(logprobs)).abs().max().item()
+        if error > TOLERANCE:
+            return f"prompt of {len(prompt)}: log-probabilities off by {error:.1e}"
+    return None
+
+
+def run_cases(world_size: int, folders: list[Path], tmp_path: Path) -> list[dict[str, dict[str, Any]]]:
+    """Each folder's results by setting."""
+    settings = [settings_of(folder) for folder in folders]
+    common = {"tensor_parallel_size": world_size, "device": "cpu", "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    cases = [
+        {
+            "options": {"model": str(folder), **common, **options},
+            "prompts": make_prompts(),
+            "max_tokens": MAX_TOKENS,
+            "params": {"temperature": 0.0, "ignore_eos": True, "logprobs": 1},
+            "is_batch_only": True,
+        }
+        for folder, found in zip(folders, settings, strict=True)
+        for options in found.values()
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    paths = [str(tmp_path / "cases.json"), str(tmp_path / "out.json")]
+    job = torchrun(world_size, ["-m", "tests.dist.parity_job", *paths], timeout_s=280)
+    assert job.returncode == 0, job.stdout[-6000:]
+    results = iter(json.loads((tmp_path / "out.json").read_text()))
+    return [dict(zip(found, results, strict=False)) for found in settings]
+
+
+PARTS = 2  # of the table, so that several jobs run at a time
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_families_equal_transformers(
+    world_size: int,
+    part: int,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Oracle: transformers' logits, given our tokens; preemptions and cached tokens where they are meant to be."""
+    names = list(FAMILIES)[part::PARTS]
+    shape = HEADS_OF_3_RANKS if world_size == 3 else {}
+    folders = [checkpoint(name, vocab_size=VOCAB_SIZE, **shape) for name in names]
+    problems = []
+    for name, folder, results in zip(names, folders, run_cases(world_size, folders, tmp_path), strict=True):
+        found = {setting: problem_of(name, folder, result) for setting, result in results.items()}
+        if results["preempted"]["num_preemptions"] == 0:
+            found["preempted"] = "nothing was preempted"
+        if results["cached"]["num_cached_tokens"] == 0:
+            found["cached"] = "nothing was cached"
+        for setting, problem in found.items():
+            record_property("parity", [name, world_size, setting, problem is None])
+        problems += [f"{name}, {setting}: {problem}" for setting, problem in found.items() if problem is not None]
+    assert not problems, "\n".join(problems)
+
+
+def test_every_architecture_is_in_the_table() -> None:
+    """Oracle: the readers' own list."""
+    from tp_engine.model_config.families import families
+
+    assert {family.model for family in FAMILIES.values()} == set(families())

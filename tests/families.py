@@ -1,0 +1,110 @@
+"""The parity table: every family that the engine runs, as a tiny model that has all the family's peculiarities.
+
+Each line is run against transformers at several world sizes and settings (``tests/dist/test_families.py``), and is an
+architecture of ``tests.tiny_models.make_checkpoint``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of transformers' configuration and model, and what departs from ``make_checkpoint``'s settings.
+
+    With ``vision``, the settings of the vision part, the others are those of the text part.
+    """
+
+    config: str
+    model: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] | None = None
+
+
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0]}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+_QUERY_SCALE = {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 0.5, "max_position_embeddings": 512}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SIGLIP = {**_VISION, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
+_PIXTRAL = {**_VISION, "image_size": 28, "patch_size": 14, "model_type": "pixtral", "head_dim": 16}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 32}
+_SLIDING_3_TO_1 = {"num_hidden_layers": 4, "sliding_window": 8}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": 20}),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {"rope_parameters": {**_YARN, "rope_theta": 1e4}}),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM"),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 20}),
+    "phi4-mini": Family(
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {"rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 512},
+    ),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 9.0},
+    ),
+    "gemma3-vision": Family(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 24},
+        vision=_SIGLIP,
+    ),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", {**_SLIDING_3_TO_1, "rope_scaling": _YARN}),
+    "granite": Family(
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM"),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
+    "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True}),
+    "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", _SLIDING_3_TO_1),
+    "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", {**_SLIDING_3_TO_1, "logit_scale": 0.5}),
+    "ministral3": Family(
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {"rope_parameters": {**_YARN, **_QUERY_SCALE, "rope_theta": 1e4}},
+    ),
+    "mistral3-vision": Family(
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "ministral3", "rope_parameters": {**_YARN, **_QUERY_SCALE, "rope_theta": 1e4}},
+        vision=_PIXTRAL,
+    ),
+    "qwen2-vl": Family(
+        "Qwen2VLConfig",
+        "Qwen2VLForConditionalGeneration",
+        {"rope_parameters": _MROPE},
+        vision={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
+    ),
+    "qwen2.5-vl": Family(
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {"rope_parameters": _MROPE},
+        vision=_QWEN_VISION,
+    ),
+    "qwen3-vl": Family(
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        vision={**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+}

@@ -1,0 +1,184 @@
+"""What nearly all config.json files say in the same words, and the parts of a ``ModelSpec`` that follow.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.activation import Activation, ActivationKind
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.rope import RopeRules, RopeSpec, read_rope
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Names of transformers -> ours.
+ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class DecoderReader:
+    """Takes the common keys of ``config``; a family's reader takes its own, then calls ``model``.
+
+    ``defaults`` are what the family means by absent sizes.
+    """
+
+    def __init__(
+        self,
+        config: ConfigJson,
+        *,
+        eps_key: str = "rms_norm_eps",
+        eps: float = 1e-6,
+        activation_key: str = "hidden_act",
+        activation: str = "silu",
+        defaults: Mapping[str, int] | None = None,
+    ) -> None:
+        self.config = config
+        self._defaults = defaults or {}
+        self.vocab_size = self._size("vocab_size")
+        self.hidden_size = self._size("hidden_size")
+        self.num_layers = self._size("num_hidden_layers")
+        self.num_heads = self._size("num_attention_heads")
+        self.num_kv_heads = config.take_positive(
+            "num_key_value_heads", self._defaults.get("num_key_value_heads", self.num_heads)
+        )
+        self.head_dim = self._read_head_dim()
+        self.inner_size = self._size("intermediate_size")
+        self.max_position = self._size("max_position_embeddings")
+        self.eps = config.take(eps_key, float, eps) or 0.0
+        self.activation = self._read_activation(activation_key, activation)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A key that is true or false."""
+        return bool(self.config.take(name, bool, default))
+
+    def number(self, name: str, default: float) -> float:
+        """A number with a default."""
+        value = self.config.take(name, float, default)
+        assert value is not None
+        return value
+
+    def norm(self, name: str, **changes: Any) -> NormSpec:
+        """A norm with the model's epsilon, called ``name`` in the checkpoint."""
+        return NormSpec(name=name, eps=self.eps, **changes)
+
+    def attention(self, **changes: Any) -> AttentionSpec:
+        """Attention with the model's sizes and the usual scale."""
+        usual = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "scale": self.head_dim**-0.5,
+        }
+        return AttentionSpec(**{**usual, **changes})
+
+    def mlp(self, **changes: Any) -> MlpSpec:
+        """A gated MLP with the model's sizes and activation."""
+        return MlpSpec(inner_size=self.inner_size, activation=self.activation, **changes)
+
+    def pre_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec, **changes: Any) -> LayerSpec:
+        """Llama's layer: a norm before each block."""
+        return LayerSpec(
+            attention=attention,
+            mlp=mlp,
+            input_norm=self.norm("input_layernorm"),
+            mlp_norm=self.norm("post_attention_layernorm"),
+            **changes,
+        )
+
+    def post_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
+        """OLMo 2's layer: a norm on each block's output."""
+        return LayerSpec(
+            attention=attention,
+            mlp=mlp,
+            attention_out_norm=self.norm("post_attention_layernorm"),
+            mlp_out_norm=self.norm("post_feedforward_layernorm"),
+        )
+
+    def rope(self, rules: RopeRules = RopeRules()) -> RopeSpec:
+        """The one rotation of the model."""
+        return read_rope(self.config, head_dim=self.head_dim, max_position=self.max_position, rules=rules)
+
+    def take_window(self, default: int | None = None) -> int | None:
+        """``sliding_window``: visible keys, self included; ``default`` where the key is absent, None where it is null."""
+        window = self.config.take("sliding_window", int, None if self.config.has("sliding_window") else default)
+        if window is not None and window <= 0:
+            raise ConfigError(f"config.json: sliding_window is {window}; it must be positive, or null for none")
+        return window
+
+    def windows(
+        self, window: int | None, is_windowed: Callable[[int], bool], *, is_free: bool = True
+    ) -> tuple[int | None, ...]:
+        """Each layer's window: of those for which ``is_windowed`` says so, or as ``layer_types`` has it.
+
+        Only ``is_free`` families may have a ``layer_types`` that departs from the rule.
+        """
+        implied = tuple(window if is_windowed(index) else None for index in range(self.num_layers))
+        types = self.config.take("layer_types", list)
+        if types is None:
+            return implied
+        if len(types) != self.num_layers or not all(name in _LAYER_TYPES for name in types):
+            raise ConfigError(
+                f"config.json: layer_types is {types!r}; it must name {' or '.join(_LAYER_TYPES)} for each of the "
+                f"{self.num_layers} layers"
+            )
+        if window is None and "sliding_attention" in types:
+            raise ConfigError("config.json: layer_types asks for sliding_attention, but no sliding window is enabled")
+        found = tuple(window if name == "sliding_attention" else None for name in types)
+        if not is_free and found != implied:
+            raise ConfigError(f"config.json: layer_types {types!r} is not supported for this architecture; remove it")
+        return found
+
+    def model(
+        self, layers: tuple[LayerSpec, ...], ropes: tuple[RopeSpec, ...], *, tied: bool = False, **changes: Any
+    ) -> ModelSpec:
+        """The whole; refuses what is left in the configuration.  ``tied`` where ``tie_word_embeddings`` is absent."""
+        config = self.config
+        usual = {
+            "architecture": config.architecture,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "final_norm": self.norm("norm"),
+            "tie_word_embeddings": self.flag("tie_word_embeddings", tied),
+            "max_position": self.max_position,
+            "dtype": self._read_dtype(),
+            "eos_token_ids": config.take_token_ids("eos_token_id"),
+        }
+        config.expect("pretraining_tp", int, 1)
+        config.finish()
+        self._check_heads()
+        return ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
+
+    def _size(self, name: str) -> int:
+        default = self._defaults.get(name)
+        return self.config.require_positive(name) if default is None else self.config.take_positive(name, default)
+
+    def _read_head_dim(self) -> int:
+        own = self.config.take("head_dim", int) or self._defaults.get("head_dim")
+        if own is None and self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"config.json: hidden_size is {self.hidden_size}; without a head_dim it must be a multiple of "
+                f"num_attention_heads, {self.num_heads}"
+            )
+        return self.config.take_positive("head_dim", own or self.hidden_size // self.num_heads)
+
+    def _read_activation(self, key: str, default: str) -> Activation:
+        name = self.config.take(key, str, default)
+        if name not in ACTIVATIONS:
+            raise ConfigError(f"config.json: {key} is {name!r}; this engine supports {', '.join(ACTIVATIONS)}")
+        return Activation(ACTIVATIONS[name])
+
+    def _read_dtype(self) -> str:
+        """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``; float32 where neither is given."""
+        classic = self.config.take("torch_dtype", str, "float32")
+        name = str(self.config.take("dtype", str, classic)).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ConfigError(f"config.json: dtype is {name!r}; this engine loads {', '.join(DTYPES)}")
+        return name
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"config.json: num_attention_heads is {self.num_heads}; it must be a multiple of num_key_value_heads, "
+                f"{self.num_kv_heads}"
+            )

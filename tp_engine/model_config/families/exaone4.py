@@ -1,0 +1,41 @@
+"""EXAONE 4: norms on the blocks' outputs, normalised heads; in the hybrid ones layers with all keys do not turn."""
+
+from __future__ import annotations
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.spec import ModelSpec, QkNormSpec
+
+ARCHITECTURES = ("Exaone4ForCausalLM",)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Without ``sliding_window`` all layers see all keys, and turn."""
+    reader = DecoderReader(config, eps=1e-5)
+    window, pattern = reader.take_window(4096), _read_pattern(config)
+    windows = reader.windows(window, lambda index: window is not None and (index + 1) % pattern != 0)
+    qk_norm = QkNormSpec(eps=reader.eps)
+    layers = tuple(
+        reader.post_norm_layer(
+            reader.attention(window=one, rope=None if window is not None and one is None else 0, qk_norm=qk_norm),
+            reader.mlp(),
+        )
+        for one in windows
+    )
+    return reader.model(layers, (reader.rope(),))
+
+
+def _read_pattern(config: ConfigJson) -> int:
+    """Every how many layers one has all keys: a number, or a string such as ``LLLG``."""
+    pattern = config.peek("sliding_window_pattern")
+    config.skip("sliding_window_pattern")
+    if pattern is None or pattern == 0:
+        return 4
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        return len(pattern)
+    if isinstance(pattern, int) and pattern > 0:
+        return pattern
+    raise ConfigError(
+        f"config.json: sliding_window_pattern is {pattern!r}; it must be a number of layers, or L's that end with a G"
+    )

@@ -1,0 +1,43 @@
+"""OLMo 2 and OLMo 3: norms on the blocks' outputs alone, queries and keys normalised over all heads together."""
+
+from __future__ import annotations
+
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
+from tp_engine.model_config.spec import ModelSpec, QkNormSpec
+
+ARCHITECTURES = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+_THETA = 500_000.0  # OLMo 3's
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """OLMo 3 has three layers with a window for each one with all keys, and scales the rotation of the latter alone."""
+    reader = DecoderReader(config, eps=1e-5)
+    has_windows = config.architecture == "Olmo3ForCausalLM"
+    window = reader.take_window(4096) if has_windows else None
+    windows = reader.windows(window, lambda index: (index + 1) % 4 != 0, is_free=has_windows)
+    ropes = _read_ropes(reader) if has_windows else (reader.rope(),)
+    bias, qk_norm = reader.flag("attention_bias"), QkNormSpec(eps=reader.eps, spans_heads=True)
+    layers = tuple(
+        reader.post_norm_layer(
+            reader.attention(
+                window=one, rope=0 if one is None else 1, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias
+            ),
+            reader.mlp(),
+        )
+        for one in windows
+    )
+    return reader.model(layers, ropes)
+
+
+def _read_ropes(reader: DecoderReader) -> tuple[RopeSpec, RopeSpec]:
+    """Of the layers with all keys, and of those with a window."""
+    sizes = {"head_dim": reader.head_dim, "max_position": reader.max_position}
+    rules = RopeRules(theta=reader.number("rope_theta", _THETA))
+    name, values = take_rope_values(reader.config)
+    by_type = values if name == "rope_parameters" else {"full_attention": values}
+    return (
+        parse_rope(name, by_type.get("full_attention") or {}, rules=rules, **sizes),
+        parse_rope(name, by_type.get("sliding_attention") or {}, rules=rules, **sizes),
+    )

@@ -1,0 +1,19 @@
+"""Seed-OSS: Llama whose output projection has a bias of its own option."""
+
+from __future__ import annotations
+
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.spec import ModelSpec
+
+ARCHITECTURES = ("SeedOssForCausalLM",)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """``attention_bias`` is about query, key and value, ``attention_out_bias`` about the output."""
+    reader = DecoderReader(config, defaults={"head_dim": 128})
+    attention = reader.attention(
+        qkv_bias=reader.flag("attention_bias", True), out_bias=reader.flag("attention_out_bias")
+    )
+    layer = reader.pre_norm_layer(attention, reader.mlp(bias=reader.flag("mlp_bias")))
+    return reader.model((layer,) * reader.num_layers, (reader.rope(),))

@@ -1,0 +1,149 @@
+"""A model as data: what each layer is made of, what all share, and how the checkpoint names it.  No torch.
+
+A family's reader (``families/``) writes a ``ModelSpec``; everything else reads it: the decoder, the weights, the KV
+layout, the attention backend, the memory profile, the advice and the rules of divisibility::
+
+    residual -> input_norm -> attention -> attention_out_norm -(+)-> mlp_norm -> mlp -> mlp_out_norm -(+)->
+
+A norm that is None is not there.  In a *parallel* layer attention and MLP read the same normalised input, and both are
+added at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tp_engine.kv_layout import KvKind, KvLayout, lay_out
+from tp_engine.model_config.activation import Activation
+from tp_engine.model_config.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)``; kind ``layer`` subtracts the mean first.
+
+    ``name`` is the module's in the checkpoint, below its layer.
+    """
+
+    name: str
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNormSpec:
+    """Queries and keys are normalised before they turn: each head by itself, or (``spans_heads``) all heads together."""
+
+    eps: float
+    offset: float = 0.0
+    spans_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention; sizes are the whole model's.
+
+    ``window`` counts the visible keys, self included; None: all.  ``softcap`` c bounds a score s to ``c tanh(s / c)``.
+    ``has_sinks``: one more score per head, a weight, takes part in the softmax and has no value.  ``rope`` is an index
+    into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
+    query, key and value rows.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    qk_norm: QkNormSpec | None = None
+    rope: int | None = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fused_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """``down(activation(gate(x), up(x)))``.  ``fused_name``: the one stored tensor that holds gate and up rows."""
+
+    inner_size: int
+    activation: Activation = field(default_factory=Activation)
+    bias: bool = False
+    fused_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    input_norm: NormSpec | None = None
+    attention_out_norm: NormSpec | None = None
+    mlp_norm: NormSpec | None = None
+    mlp_out_norm: NormSpec | None = None
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+
+    @property
+    def norms(self) -> Iterator[NormSpec]:
+        """Those that are there."""
+        for norm in (self.input_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm):
+            if norm is not None:
+                yield norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNames:
+    """How a checkpoint departs from the names ``model.*`` and ``lm_head.*``.
+
+    ``spellings`` are the replacements of those two prefixes in the order in which they are tried.  Tensors whose names
+    begin with one of ``skipped`` belong to parts that a text engine does not run.
+    """
+
+    spellings: tuple[tuple[str, str], ...] = (("model.", "lm_head."),)
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap`` as scores are."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    final_norm: NormSpec
+    tie_word_embeddings: bool
+    max_position: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    names: CheckpointNames = CheckpointNames()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def distinct_layers(self) -> dict[LayerSpec, int]:
+        """Each kind of layer and how many there are, in the order in which they first come."""
+        counts: dict[LayerSpec, int] = {}
+        for layer in self.layers:
+            counts[layer] = counts.get(layer, 0) + 1
+        return counts
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """Which layers share block tables."""
+        attentions = [layer.attention for layer in self.layers]
+        return lay_out(
+            [KvKind(window=one.window, num_kv_heads=one.num_kv_heads, head_dim=one.head_dim) for one in attentions]
+        )
