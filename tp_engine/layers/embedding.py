@@ -120,7 +120,7 @@ class ParallelLMHead(LocalLinear):
         num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
         shape = _vocab_shape(vocab_size, hidden_size, num_rows, context)
         super().__init__(shape, bias=False, context=context, format=Dense() if tied is None else _Tied(tied))
-        self._tied = tied
+        self._share_rows = None if tied is None else tied.read_from
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
         self._bounds = None if scale == 1.0 and softcap is None else (scale, softcap)
@@ -131,8 +131,8 @@ class ParallelLMHead(LocalLinear):
         """See ``LocalLinear``."""
         super().finish_loading()
         self.is_recordable = self.is_recordable and self._caps_recorded
-        if self._tied is not None and isinstance(self._product, PanelLinear):
-            self._tied.read_from(self._product.weight.rows)
+        if self._share_rows is not None and isinstance(self._product, PanelLinear):
+            self._share_rows(self._product.weight.rows)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.product(hidden, None)[:, : self.slice.width]

@@ -46,7 +46,7 @@ class LocalLinear(Layer):
     def finish_loading(self) -> None:
         """Make the product of the loaded weights; those that it does not keep are given up."""
         assert self._product is None, "finish_loading was called twice"
-        weights = {name: weight for name, weight in self.named_parameters() if name != "bias"}
+        weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
         self._product = self._format.finish(weights, self.shape)
         self.is_recordable = self._product.is_recordable
         for name in weights:

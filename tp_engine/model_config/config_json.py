@@ -117,6 +117,10 @@ class ConfigJson:
         """Whether the key is there at all, null or not."""
         return name in self._values
 
+    def is_taken(self, name: str) -> bool:
+        """Whether a reader has dealt with the key."""
+        return name in self._taken
+
     def skip(self, *names: str) -> None:
         """Take keys that are known not to matter here."""
         self._taken.update(names)

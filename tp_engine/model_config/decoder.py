@@ -144,7 +144,8 @@ class DecoderReader:
             "dtype": self._read_dtype(),
             "eos_token_ids": config.take_token_ids("eos_token_id"),
         }
-        config.expect("pretraining_tp", int, 1)
+        if not config.is_taken("pretraining_tp"):
+            config.expect("pretraining_tp", int, 1)
         config.finish()
         self._check_heads()
         return ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
