@@ -63,7 +63,8 @@ class EngineConfig:
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     attention_backend: str = option(
         "auto",
-        "attention implementation, or PREFILL:DECODE for two that share the work: " + ", ".join(ATTENTION_BACKENDS),
+        f"attention implementation, or PREFILL:DECODE for two that share the work: {', '.join(ATTENTION_BACKENDS)}; "
+        "auto takes triton on GPUs and native on CPUs, and others where these can not be used",
     )
     all_reduce: str = option(
         "auto",

@@ -60,7 +60,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CPU | {"dtype": torch.float16, "kv_cache_dtype": torch.bfloat16}, "native"),
         (ON_CPU | {"dtype": torch.float64}, "torch"),
         (ON_CPU | {"head_dim": 320}, "torch"),
-        (ON_CUDA, "flash_attn"),
+        (ON_CUDA, "triton"),
         (ON_CUDA | {"block_size": 16}, "triton"),
         (ON_CUDA | {"dtype": torch.float32}, "triton"),
         (ON_CUDA | {"kv_cache_dtype": torch.float16}, "triton"),
@@ -72,10 +72,33 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: flash_attn where its rules hold, then triton on CUDA; native on CPUs; then torch.  The log says why."""
+    """Oracle: triton where its rules hold on CUDA, native on CPUs, then torch.  The log says why."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         assert check_backend("auto", needs(facts)) == chosen
     assert f"attention backend: {chosen} (" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("packages", "order"),
+    [
+        (("flash_attn", "triton", "flashinfer", "torch"), ["triton", "flash_attn", "flashinfer", "torch_varlen"]),
+        (("flash_attn", "flashinfer", "torch"), ["flash_attn", "flashinfer", "torch_varlen"]),
+        (("flashinfer", "torch"), ["flashinfer", "torch_varlen"]),
+        (("triton",), ["triton"]),
+        ((), ["torch"]),
+    ],
+)
+def test_order_of_auto(
+    packages: tuple[str, ...], order: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the order in the documents; the log names the chosen one, and the others as those to be asked for."""
+    install(monkeypatch, *packages)
+    with caplog.at_level(logging.INFO, logger="tp_engine"):
+        assert check_backend("auto", needs(ON_CUDA)) == order[0]
+    others = ", ".join(order[1:])
+    assert f"attention backend: {order[0]} (" in caplog.text
+    assert (f"usable too, but only where attention_backend names it: {others})" in caplog.text) == bool(others)
+    assert ("attention_backend names it" in caplog.text) == bool(others)
 
 
 @pytest.mark.usefixtures("none_installed")

@@ -94,8 +94,9 @@ def test_a_block_size_or_gpu_that_the_package_can_not_take(
     ("capability", "packages", "options", "backend"),
     [
         (HOPPER, ("triton", "flash_attn"), {}, "triton"),
-        (HOPPER, ("triton", "flash_attn"), {"block_size": 256}, "flash_attn"),
-        (HOPPER, ("triton", "flash_attn_interface"), {}, "flash_attn"),
+        (HOPPER, ("triton", "flash_attn", "flashinfer"), {"block_size": 256}, "triton"),
+        (HOPPER, ("triton", "flash_attn_interface"), {}, "triton"),
+        (HOPPER, ("flash_attn", "flashinfer"), {"block_size": 256}, "flash_attn"),
         (TURING, ("triton", "flash_attn"), {"block_size": 256, "dtype": "float16"}, "torch"),
         (ADA, ("triton",), {"kv_cache_dtype": "fp8"}, "triton"),
         (AMPERE, ("triton",), {"kv_cache_dtype": "int8"}, "triton"),

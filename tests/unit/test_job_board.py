@@ -12,9 +12,12 @@ import pytest
 from tp_engine.errors import RankError
 from tp_engine.faults import Phase, PhaseNote
 from tp_engine.ipc.job_board import (
+    MEMORY_LINES,
     NUM_RECORDS,
+    OTHER,
     PHASE_WORD,
     RECORD_FIELDS,
+    STARTUP_PHASES,
     JobBoard,
     State,
     echo_word,
@@ -66,6 +69,29 @@ def test_the_slots_of_a_board_do_not_touch() -> None:
     assert not any(board.slots[0].words) and not any(board.slots[2].words)
     assert (middle.records == -1).all() and (board.echoes[1] == -1).all() and (board.inputs[1] == -1).all()
     assert middle.records.shape == (NUM_RECORDS, len(RECORD_FIELDS))
+
+
+def test_lines_and_phases_that_have_no_word_share_one() -> None:
+    """Oracle: every listed line and phase, an unlisted one of each as ``OTHER``, and all their neighbours unchanged."""
+    slot = JobBoard.create(1).slots[0]
+    for index in range(1000, 1016):
+        slot.note_received(index, 0xFFFFFFFF)
+        slot.note_inputs(index, 0xFFFFFFFF)
+    slot.fail("the text")
+    slot.records[:] = -1
+    echoes, inputs = slot.echoes.tolist(), slot.inputs.tolist()
+    lines = {name: number for number, name in enumerate(MEMORY_LINES, start=1)}
+    phases = {name: float(number) for number, name in enumerate(STARTUP_PHASES, start=1)}
+    slot.note_memory({"host tier": 500, **lines, "adapters": 1 << 40})
+    slot.note_startup({**phases, "reading adapters": 0.25, "pinning": 0.5})
+    assert slot.memory == {**lines, OTHER: 500 + (1 << 40)}
+    assert list(slot.startup_s) == [*STARTUP_PHASES, OTHER]
+    assert slot.startup_s == pytest.approx({**phases, OTHER: 0.75})
+    assert (slot.echoes.tolist(), slot.inputs.tolist(), slot.failure_text) == (echoes, inputs, "the text")
+    assert (slot.records == -1).all()
+    slot.note_memory(lines)
+    slot.note_startup({"pinning": 0.0})
+    assert (slot.memory, slot.startup_s) == (lines, {OTHER: pytest.approx(1e-6)})
 
 
 def test_a_board_without_its_owner_can_not_be_opened() -> None:

@@ -31,10 +31,11 @@ class _Kind:
     make: Callable[[AttentionNeeds], AttentionBackend]
 
 
-# In the order in which ``auto`` tries them; torch runs everywhere and is last.
+# In the order in which ``auto`` tries them: on GPUs our own kernels, which this project's tests run, come before those
+# of packages; torch runs everywhere and is last.
 _KINDS: dict[str, _Kind] = {
-    "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
     "triton": _Kind(triton_backend.why_not, lambda needs: TritonBackend()),
+    "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
     "flashinfer": _Kind(flashinfer.why_not, lambda needs: FlashInferBackend()),
     "torch_varlen": _Kind(torch_varlen.why_not, lambda needs: TorchVarlenBackend()),
     "native": _Kind(native_backend.why_not, lambda needs: NativeBackend()),
@@ -43,7 +44,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 def check_backend(name: str, needs: AttentionNeeds) -> str:
-    """The name of the backend to use: ``name``, or for ``auto`` the fastest usable one.
+    """The name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
     Raises ``ConfigError`` where a named backend, or one of a pair, can not be used.
     """
@@ -67,16 +68,16 @@ def obstacles(needs: AttentionNeeds) -> dict[str, str | None]:
 
 
 def _choose(needs: AttentionNeeds) -> str:
-    """The first usable backend; says why the faster ones are not."""
-    obstacles: list[str] = []
-    for name, kind in _KINDS.items():
-        obstacle = kind.why_not(needs)
-        if obstacle is None:
-            reason = "; ".join(obstacles) or "the fastest, and all its rules hold"
-            _logger.info("attention backend: %s (%s)", name, reason)
-            return name
-        obstacles.append(f"{name}: {obstacle}")
-    raise AssertionError("the torch backend is always usable")
+    """The first usable backend; the log says why those before it are not, and which later ones are usable if named."""
+    found = obstacles(needs)
+    chosen = next(name for name, obstacle in found.items() if obstacle is None)  # torch, if no other
+    before = list(found)[: list(found).index(chosen)]
+    reason = "; ".join(f"{name}: {found[name]}" for name in before) or "the first choice, and all its rules hold"
+    others = [name for name, obstacle in found.items() if obstacle is None and name not in (chosen, "torch")]
+    if others:
+        reason += f"; usable too, but only where attention_backend names it: {', '.join(others)}"
+    _logger.info("attention backend: %s (%s)", chosen, reason)
+    return chosen
 
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:

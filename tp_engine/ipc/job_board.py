@@ -15,9 +15,11 @@
      14 exit code + 1000                                                                    its parent, rank 0
      16..31 echo of step s at s mod 16: step id << 32 | low half of the plan's checksum     the rank itself
      32..47 the same with the digest of the step's inputs (only where that is asked for)    the rank itself
-     48..56 the memory ledger, bytes, see ``MEMORY_LINES``; all 0 before it is known          the rank itself
-     57..67 the phases of the start, us, see ``STARTUP_PHASES``; 0 for those it has not       the rank itself
-     68..   failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512           the rank itself
+     48..   the memory ledger, bytes: ``MEMORY_LINES``, then the sum of all other lines      the rank itself
+      then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
+      then  failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512            the rank itself
+
+The ledger is all 0 before it is known; a phase that a rank has not is 0.
 
 There is no lock.  Each word has one writing process and is an aligned 8-byte store and load (``memoryview`` and numpy
 copy an item of that size at once), which x86-64 and ARM never tear.  Nothing here orders two words, and nobody depends
@@ -59,6 +61,7 @@ STARTUP_PHASES = (
     "packing weights", "warming up", "measuring CUDA graphs", "profiling memory", "allocating the KV cache",
     "recording decode steps",
 )  # fmt: skip
+OTHER: Final = "other"  # the sum of the memory lines, or of the phases, that have no word of their own
 NUM_ECHOES: Final = 16
 PHASE_WORD: Final = 9
 COLLECTIVE_WORD: Final = 15
@@ -66,7 +69,11 @@ COLLECTIVE_WORD: Final = 15
 _MAGIC = 0x31647261_6F627074  # "tpboard1"
 _HEADER_WORDS = 8
 _TEXT_BYTES = 8192
-_ECHO, _INPUTS, _MEMORY, _STARTUP, _TEXT = 16, 32, 48, 57, 68
+_ECHO = 16
+_INPUTS = _ECHO + NUM_ECHOES
+_MEMORY = _INPUTS + NUM_ECHOES
+_STARTUP = _MEMORY + len(MEMORY_LINES) + 1
+_TEXT = _STARTUP + len(STARTUP_PHASES) + 1
 _RECORDS = _TEXT + _TEXT_BYTES // 8
 _SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
 _EXIT_BIAS = 1000
@@ -128,14 +135,19 @@ class RankSlot:
         self.words[_INPUTS + step_id % NUM_ECHOES] = echo_word(step_id, digest)
 
     def note_memory(self, lines: Mapping[str, int]) -> None:
-        """Show where this rank's memory goes: bytes of each of ``MEMORY_LINES``."""
-        for index, name in enumerate(MEMORY_LINES):
-            self.words[_MEMORY + index] = lines[name]
+        """Show where this rank's memory goes: bytes of each of ``MEMORY_LINES``, and of others in one sum."""
+        words = [lines[name] for name in MEMORY_LINES]
+        words.append(sum(size for name, size in lines.items() if name not in MEMORY_LINES))
+        for index, word in enumerate(words):
+            self.words[_MEMORY + index] = word
 
     def note_startup(self, seconds: Mapping[str, float]) -> None:
-        """Show how long this rank's start took: seconds of those of ``STARTUP_PHASES`` that it had."""
-        for name, taken_s in seconds.items():
-            self.words[_STARTUP + STARTUP_PHASES.index(name)] = max(1, round(taken_s * 1e6))
+        """Show how long this rank's start took: seconds of the ``STARTUP_PHASES`` that it had, of others in one sum."""
+        words = [max(1, round(seconds[name] * 1e6)) if name in seconds else 0 for name in STARTUP_PHASES]
+        others = [taken_s for name, taken_s in seconds.items() if name not in STARTUP_PHASES]
+        words.append(max(1, round(sum(others) * 1e6)) if others else 0)
+        for index, word in enumerate(words):
+            self.words[_STARTUP + index] = word
 
     def begin_step(self, step_id: int) -> None:
         """The step begins here."""
@@ -224,15 +236,17 @@ class RankSlot:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of each of ``MEMORY_LINES``; empty before they are known."""
-        words = self.words[_MEMORY : _MEMORY + len(MEMORY_LINES)].tolist()
-        return dict(zip(MEMORY_LINES, words, strict=True)) if any(words) else {}
+        """Bytes of each of ``MEMORY_LINES``, then of ``OTHER`` if there are any; empty before they are known."""
+        *words, other = self.words[_MEMORY:_STARTUP].tolist()
+        lines = dict(zip(MEMORY_LINES, words, strict=True)) if any(words) or other else {}
+        return lines | {OTHER: other} if other else lines
 
     @property
     def startup_s(self) -> dict[str, float]:
-        """Seconds of the phases of its start, in order; empty before it is ready."""
-        words = self.words[_STARTUP : _STARTUP + len(STARTUP_PHASES)].tolist()
-        return {name: taken_us * 1e-6 for name, taken_us in zip(STARTUP_PHASES, words, strict=True) if taken_us}
+        """Seconds of the phases of its start, in order, ``OTHER`` last; empty before it is ready."""
+        words = self.words[_STARTUP:_TEXT].tolist()
+        names = (*STARTUP_PHASES, OTHER)
+        return {name: taken_us * 1e-6 for name, taken_us in zip(names, words, strict=True) if taken_us}
 
     @property
     def collective_ns(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,17 @@ class LogprobTensors:
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     ranks: torch.Tensor
+
+    @staticmethod
+    def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:
+        """All rows of ``parts``, one or more of the same width, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        return LogprobTensors(
+            token_ids=torch.cat([part.token_ids for part in parts]),
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            ranks=torch.cat([part.ranks for part in parts]),
+        )
 
     def to_host(self) -> TokenLogprobs:
         """Wait for the device and copy."""
@@ -42,11 +54,7 @@ def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Logpro
     ]
     if not parts:
         parts = [_chunk_logprobs(logits.float(), token_ids, k)]
-    return LogprobTensors(
-        token_ids=torch.cat([part.token_ids for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        ranks=torch.cat([part.ranks for part in parts]),
-    )
+    return LogprobTensors.joined(parts)
 
 
 def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:

@@ -16,6 +16,7 @@ from tp_engine.sampling.choice import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_largest
 
 _PROFILED_LAYERS = 2  # the second has what the first has not: a part of the residual stream that waits to be added
 
@@ -29,6 +30,9 @@ def run_largest_step(
     communicator: Communicator,
 ) -> None:
     """``max_num_batched_tokens`` tokens of new prompts; ``max_num_seqs`` rows sampled, with log-probabilities.
+
+    Scoring prompts is measured too: the logits that it makes at once are gathered on rank 0, while the results of two
+    whole steps are held, one on its way to the host, the other in the making.
 
     Where the model's layers have a KV cache, ``backend`` attends to its first block, again and again; it may be of one
     block alone.  A collective: every rank calls it.
@@ -51,8 +55,12 @@ def run_largest_step(
         device=device,
         info=communicator.info,
     )
-    logits = model.compute_local_logits(hidden[: config.max_num_seqs])
-    _sample_all(logits, state, communicator, config.max_logprobs)
+    held = [empty_scores(num_tokens, state.vocab_size, config.max_logprobs, device) for _ in range(2)]
+    num_positions = positions_at_once(config.max_num_seqs)
+    logits = model.compute_local_logits(hidden[:num_positions])
+    _sample_all(logits[: config.max_num_seqs], state, communicator, config.max_logprobs)
+    score_largest(model, logits, input_ids[: len(logits)], config.max_logprobs)
+    del held
 
 
 def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device: torch.device) -> AttentionMetadata:

@@ -17,7 +17,7 @@ from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.sampling.choice import make_sampler, recorded_sampler
-from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
+from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch_layout import BatchLayout
 from tp_engine.worker.captured_decodes import CapturedDecodes
@@ -25,6 +25,7 @@ from tp_engine.worker.graph_recorder import Recorder
 from tp_engine.worker.input_batch import InputBatch, StepInputs
 from tp_engine.worker.input_digest import digest_inputs
 from tp_engine.worker.profiling import Named, unnamed
+from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
 from tp_engine.worker.readback import Readback
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
@@ -176,6 +177,7 @@ class ModelRunner:
         """
         rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
         wanted = np.flatnonzero(self._scores_prompt[rows] >= 0)
+        max_positions = positions_at_once(len(self._scores_prompt))
         scores: dict[int, LogprobTensors] = {}
         for request in wanted:
             row = int(rows[request])
@@ -184,8 +186,9 @@ class ModelRunner:
             if num_scored <= 0:
                 continue
             start = int(query_lens[:request].sum())
-            logits = self._model.compute_logits(hidden[start : start + num_scored])
-            if logits is not None:
-                following = self._batch.following_tokens(row, first + 1, num_scored)
-                scores[row] = logprobs_of(logits, following, int(self._scores_prompt[row]))
+            following = self._batch.following_tokens(row, first + 1, num_scored)
+            k = int(self._scores_prompt[row])
+            found = score_prompt(self._model, hidden[start : start + num_scored], following, k, max_positions)
+            if found is not None:
+                scores[row] = found
         return scores

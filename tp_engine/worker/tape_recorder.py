@@ -29,6 +29,7 @@ class TapeRecorder:
         self._library = library
         self._communicator = communicator
         self._memory = TapeMemory()
+        self._known_objections: set[str] = set()
 
     def record(self, step: Step) -> TapeRecording:
         """A recording of ``step`` that is made when it first runs."""
@@ -42,9 +43,10 @@ class TapeRecorder:
         return output, tape if self.agree(watch.objection) else None
 
     def agree(self, objection: str | None) -> bool:
-        """Whether no rank has an objection; this rank's goes to the log.  A collective."""
-        if objection is not None:
-            _logger.warning("a decode step is not recorded, so it is slower: %s", objection)
+        """Whether no rank has an objection; this rank's goes to the log, each once for all sizes.  A collective."""
+        if objection is not None and objection not in self._known_objections:
+            self._known_objections.add(objection)
+            _logger.warning("decode steps are not recorded, so they are slower: %s", objection)
         return self._communicator.all_reduce(torch.tensor([float(objection is not None)])).item() == 0.0
 
 

@@ -15,8 +15,8 @@ PROJECT = "tp-engine"
 # What each brings; none is needed.
 OPTIONAL = {
     "triton": "kernels on GPUs",
-    "flash-attn": "attention on GPUs",
-    "flashinfer-python": "attention on GPUs",
+    "flash-attn": "attention on GPUs, where attention_backend names it",
+    "flashinfer-python": "attention on GPUs, where attention_backend names it",
     "llguidance": "structured output (extra: structured)",
     "uvloop": "a faster event loop (extra: fast)",
     "httptools": "a faster HTTP parser (extra: fast)",
