@@ -216,10 +216,10 @@ def test_a_grammar_that_reaches_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the extra to install, by name."""
+    """Oracle: the package to install, by name."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     check_grammar.cache_clear()
-    with pytest.raises(RequestError, match=r"tp-engine\[structured\]"):
+    with pytest.raises(RequestError, match=r"pip install 'llguidance>=1\.9'"):
         check_constraint(StructuredOutputsParams(regex="a"), byte_level_tokenizer())
 
 
