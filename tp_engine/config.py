@@ -23,7 +23,7 @@ KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 QUANTIZATIONS = ("int8",)
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
+DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
