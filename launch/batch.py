@@ -1,4 +1,7 @@
-"""Run OpenAI batch requests: ``torchrun --nproc-per-node 8 launch/batch.py --model M -i in.jsonl -o out.jsonl``."""
+"""Run OpenAI batch requests: ``torchrun --nproc-per-node 8 launch/batch.py --model M -i in.jsonl -o out.jsonl``.
+
+In a checkout, installed or not; an installed package has the same as ``-m tp_engine.batch``.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tp_engine.cli.jobs import BATCH_TABLES, batch_job
-from tp_engine.options.launch import run_launched
+from tp_engine.batch import main
 
 if __name__ == "__main__":
-    sys.exit(run_launched("batch.py", __doc__, BATCH_TABLES, batch_job))
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """Train and evaluate the small demo model (Qwen3 architecture, byte-level tokenizer, five tasks).
 
 Usage:
-    python scripts/train_demo_model.py --out configs/demo_model --minutes 45 --seed 1
-    python scripts/train_demo_model.py --out configs/demo_model --evaluate
+    python scripts/train_demo_model.py --out tp_engine/demo_model --minutes 45 --seed 1
+    python scripts/train_demo_model.py --out tp_engine/demo_model --evaluate
 
 Positions need no random offset: rotary embeddings only see distances, and the rows of the training
 batches are conversations of many turns, so that tasks occur at every depth of the context.
@@ -355,7 +355,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line, then train and evaluate, or only evaluate."""
     parser = argparse.ArgumentParser(description="Train or evaluate the demo model.")
-    parser.add_argument("--out", type=Path, default=Path("configs/demo_model"), help="checkpoint folder")
+    parser.add_argument("--out", type=Path, default=Path("tp_engine/demo_model"), help="checkpoint folder")
     parser.add_argument("--steps", type=int, default=0, help="step budget of this stage (0: none)")
     parser.add_argument("--minutes", type=float, default=0.0, help="time budget of this stage (0: none)")
     parser.add_argument("--seed", type=int, default=1)

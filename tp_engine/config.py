@@ -14,6 +14,7 @@ from typing import Any
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.log import LOG_FORMATS
+from tp_engine.structured_defaults import StructuredOutputsDefaults
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -22,7 +23,7 @@ KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 QUANTIZATIONS = ("int8",)
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
+DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -103,6 +104,11 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         True, "share the KV blocks of equal prefixes", negative_flags=("--disable-radix-cache",)
     )
+    structured_outputs_config: str | None = option(
+        None,
+        "JSON object with what structured output takes where a request says nothing: disable_any_whitespace, "
+        "whitespace_pattern, disable_additional_properties",
+    )
     max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", flags=("--random-seed",))
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
@@ -129,6 +135,7 @@ class EngineConfig:
             check_type(spec.name, value, str(spec.type))
         if self.devices is not None:
             check_devices(self.devices)
+        StructuredOutputsDefaults.of(self.structured_outputs_config)
         parts = self.attention_backend.split(":")
         known = ATTENTION_BACKENDS[1:] if len(parts) == 2 else ATTENTION_BACKENDS
         if len(parts) > 2 or any(part not in known for part in parts):

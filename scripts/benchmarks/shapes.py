@@ -39,7 +39,7 @@ _QWEN3_SIZES = {
     "qwen3-32b": (5120, 25600, 64, 64, False),
 }
 DUMMY_SHAPES = tuple(_QWEN3_SIZES)
-_DEMO_MODEL = Path(__file__).resolve().parents[2] / "configs" / "demo_model"
+_DEMO_MODEL = Path(__file__).resolve().parents[2] / "tp_engine" / "demo_model"
 
 
 def qwen3_config(shape: str, dtype: str) -> dict[str, Any]:

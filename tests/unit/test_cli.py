@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import tp_engine
-from tp_engine.cli import bench, doctor
+from tp_engine.cli import bench
 from tp_engine.cli.diagnosis import host, packages
 from tp_engine.cli.diagnosis.finding import Status
 from tp_engine.cli.main import COMMANDS, main
@@ -140,15 +140,6 @@ def test_a_model_that_is_not_there_is_missing(capsys: pytest.CaptureFixture[str]
     """Oracle: exit code 1, with the reason of the engine's own check."""
     assert main(["doctor", "--model", "/no/such/folder"]) == 1
     assert "there is no such folder" in capsys.readouterr().out
-
-
-def test_an_installed_package_has_no_demo_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: nothing is missing where no model was named; the note says how to name one."""
-    monkeypatch.setattr(doctor, "DEMO_MODEL", tmp_path / "absent")
-    assert main(["doctor"]) == 0
-    assert "--model NAME tells what would be chosen" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("free_bytes", "status"), [(1 << 20, Status.MISSING), (1 << 30, Status.OK)])

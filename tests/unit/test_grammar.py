@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from typing import Any
@@ -92,19 +93,32 @@ def test_grammars_in_both_notations(grammar: str, judge: Judge, vocabulary: tupl
 
 
 def test_any_object_and_whitespace() -> None:
-    """Oracle: ``json``; no white space where none is wanted, never more than 64 of it in a row."""
+    """Oracle: counts; between two tokens 8 blanks, or one line end and 20 blanks, and none where none is wanted."""
     tokens = vocabulary_of("bytes")
-    space, brace = byte_level_tokenizer().encode(" {", add_special_tokens=False)
+    blank, brace, line_end = byte_level_tokenizer().encode(" {\n", add_special_tokens=False)
     fill = MaskFiller()
-    for tight, most in ((False, 64), (True, 0)):
+    for tight, before, most in ((False, [], 8), (False, [line_end], 20), (True, [], 0)):
         params = StructuredOutputsParams(json_object=True, disable_any_whitespace=tight)
         matcher = compile_grammar(params, tokens).start()
-        assert matcher.accept(brace)
+        assert all(map(matcher.accept, [brace, *before]))
         count = 0
-        while space in allowed(fill([matcher])[0]):
-            assert matcher.accept(space)
+        while blank in allowed(fill([matcher])[0]):
+            assert matcher.accept(blank)
             count += 1
         assert count == most
+        assert line_end not in allowed(fill([matcher])[0])
+
+
+def test_indented_json_fits() -> None:
+    """Oracle: what ``json.dumps`` writes, compact and indented by blanks or tabs, with either line end."""
+    tokens = vocabulary_of("bytes")
+    compiled = compile_grammar(StructuredOutputsParams(json_object=True), tokens)
+    value = {"a": {"b": [1, {"c": [True, None, "x"]}], "d": {}}}
+    for indent in (None, 2, 4, "\t"):
+        text = json.dumps(value, indent=indent)
+        for spelled in (text, text.replace("\n", "\r\n"), json.dumps(value, separators=(",", ":"))):
+            matcher = compiled.start()
+            assert all(map(matcher.accept, byte_level_tokenizer().encode(spelled, add_special_tokens=False)))
 
 
 def test_copies_are_independent_and_masks_are_the_same_in_parallel() -> None:
@@ -216,10 +230,10 @@ def test_a_grammar_that_reaches_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the extra to install, by name."""
+    """Oracle: the package to install, by name."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     check_grammar.cache_clear()
-    with pytest.raises(RequestError, match=r"tp-engine\[structured\]"):
+    with pytest.raises(RequestError, match=r"pip install 'llguidance>=1\.9'"):
         check_constraint(StructuredOutputsParams(regex="a"), byte_level_tokenizer())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "configs" / "demo_model"
+DEMO = ROOT / "tp_engine" / "demo_model"
 COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "torch.onnx")
 HTTP = ("fastapi", "pydantic", "uvicorn")
 MODELLING = ("transformers.modeling_utils", "transformers.activations", "transformers.generation.utils")
@@ -21,7 +21,7 @@ MODELLING = ("transformers.modeling_utils", "transformers.activations", "transfo
 STARTS = {
     "import tp_engine": ("torch", "transformers", "tokenizers", "numpy", "zmq", *HTTP),
     # rank 0 of a server, until its frontend has been started
-    "import tp_engine.cli.jobs": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
+    "import tp_engine.serve": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
     # a rank that rank 0 started, before and after it has shown that it lives
     "import tp_engine.engine.rank_main": ("torch", "transformers", *HTTP),
     "import tp_engine.engine.rank_group": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),

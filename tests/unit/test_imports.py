@@ -39,6 +39,9 @@ DIRECTIONS = {
     "foundation": set(),
 }
 
+# The two modules beside the foundation that start a job, as the files in launch/ do.
+LAUNCHERS = {"serve", "batch"}
+
 # Folders that belong to the foundation: a module of it that has grown parts of its own.
 FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
 
@@ -106,7 +109,7 @@ def all_uses() -> tuple[Use, ...]:
 def part_of_path(path: str) -> str:
     """The part of the house that a file belongs to."""
     pieces = path.split("/")
-    if pieces[0] == "launch":
+    if pieces[0] == "launch" or (len(pieces) == 2 and pieces[1].removesuffix(".py") in LAUNCHERS):
         return "launch"
     return pieces[1] if len(pieces) > 2 and pieces[1] not in FOUNDATION_FOLDERS else "foundation"
 
@@ -114,6 +117,8 @@ def part_of_path(path: str) -> str:
 def part_of_name(name: str) -> str:
     """The part of the house that ``tp_engine.x.y`` names."""
     pieces = name.split(".")
+    if len(pieces) > 1 and pieces[1] in LAUNCHERS:
+        return "launch"
     is_part = len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() and pieces[1] not in FOUNDATION_FOLDERS
     return pieces[1] if is_part else "foundation"
 

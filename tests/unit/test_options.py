@@ -210,6 +210,7 @@ def test_spellings_of_server_options(argv: list[str], field: str, value: object)
         (["--trust-remote-code"], "never run"),
         (["--enable-metrics=1"], "unknown option --enable-metrics"),
         (["--pipeline-parallel-size=2"], "tensor parallelism alone"),
+        (["--constrained-json-disable-any-whitespace"], "see --structured-outputs-config"),
         (["--max-model-len", "1.5K"], "is not a count"),
         (["--max-model-len", "many"], "is not a count"),
     ],

@@ -14,6 +14,7 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.check import check_constraint
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
+from tp_engine.structured_defaults import StructuredOutputsDefaults
 
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 
@@ -30,6 +31,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.chat = ChatFormat(tokenizer)
         self._model = model_info
+        self._structured = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
 
     @property
     def max_model_len(self) -> int:
@@ -55,6 +57,10 @@ class InputProcessor:
         keeps what leaves room for ``max_tokens``.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
+        if params.structured_outputs is not None:
+            params = dataclasses.replace(
+                params, structured_outputs=self._structured.complete(params.structured_outputs)
+            )
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {priority!r}; it must be a whole number of 32 bits", param="priority")

@@ -1,1 +1,1 @@
-"""The ``tp-engine`` command, and the jobs that launch/ starts under torchrun."""
+"""The ``tp-engine`` command, and the jobs that ``tp_engine.serve`` and ``tp_engine.batch`` start."""

@@ -20,7 +20,7 @@ SOMETHING_MISSING = 1
 class DoctorConfig:
     """For which model to look."""
 
-    model: str | None = option(None, "model to choose for (default: the demo model of a source checkout)")
+    model: str = option(str(DEMO_MODEL), "model to choose for (default: the demo model of this project)")
     tensor_parallel_size: int = option(1, "number of ranks to choose for", flags=("-tp", "--tp-size"))
     json: bool = option(False, "print JSON")
 
@@ -60,11 +60,4 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield from check_devices()
     yield from check_host(on_cpu=not has_gpu())
     yield from check_kernels(on_cpu=not has_gpu())
-    if config.model is None and not DEMO_MODEL.is_dir():
-        detail = "none was named, and the demo model is not part of the installed package"
-        yield Finding(
-            topic="model", status=Status.NOTE, detail=detail, remedy="--model NAME tells what would be chosen"
-        )
-        return
-    model = config.model or str(DEMO_MODEL)
-    yield from check_choice(EngineConfig(model=model, tensor_parallel_size=config.tensor_parallel_size))
+    yield from check_choice(EngineConfig(model=config.model, tensor_parallel_size=config.tensor_parallel_size))

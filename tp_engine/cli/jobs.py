@@ -1,4 +1,6 @@
-"""Jobs of all ranks: the same whether torchrun starts the ranks (launch/) or rank 0 does (``tp-engine``)."""
+"""Jobs of all ranks, the same for ``tp-engine``, where rank 0 starts the other ranks, and for torchrun, which runs
+``tp_engine.serve`` and ``tp_engine.batch``.
+"""
 
 from __future__ import annotations
 

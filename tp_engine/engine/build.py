@@ -91,6 +91,7 @@ def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
         device=config.device,
         max_num_seqs=config.max_num_seqs,
         max_logprobs=config.max_logprobs,
+        structured_outputs_config=config.structured_outputs_config,
     )
 
 

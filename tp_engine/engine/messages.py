@@ -45,6 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_logprobs: int
     revision: str | None = None
+    structured_outputs_config: str | None = None
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

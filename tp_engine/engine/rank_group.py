@@ -34,8 +34,10 @@ from tp_engine.engine.rank_spec import RankSpec
 from tp_engine.engine.worker_loop import run_worker
 from tp_engine.errors import ConfigError
 from tp_engine.faults import Phase, PhaseNote, configured_faults
+from tp_engine.grammar.check import check_defaults
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
+from tp_engine.structured_defaults import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
 logger = get_logger(__name__)
@@ -102,6 +104,7 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
     launched = env.launched_rank()
     if launched is not None and launched.world_size > 1:
         config = _sized_by_launcher(config, launched)
+    check_defaults(StructuredOutputsDefaults.of(config.structured_outputs_config))
     return resolve(config)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
+from tp_engine.errors import ConfigError, RequestError
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.library import llguidance, parser_limits
 from tp_engine.grammar.source import grammar_text, refusal
 from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary, check_tokenizer
+from tp_engine.structured_defaults import NAME, StructuredOutputsDefaults
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 
@@ -16,6 +18,16 @@ def check_constraint(params: StructuredOutputsParams, tokenizer: Any | None) -> 
     """Raise ``RequestError`` if ``params`` can not be compiled, or not with this tokenizer."""
     check_tokenizer(tokenizer)
     check_grammar(params)
+
+
+def check_defaults(defaults: StructuredOutputsDefaults) -> None:
+    """Raise ``ConfigError`` for an engine's own white space that the library refuses."""
+    if defaults.whitespace_pattern is None:
+        return
+    try:
+        check_grammar(defaults.probe())
+    except RequestError as error:
+        raise ConfigError(f"{NAME} can not be used: {error}") from error
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""The one door to llguidance, which is optional."""
+"""The one door to llguidance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PARAM = "structured_outputs"
 
 
 def llguidance() -> Any:
-    """The library.  ``RequestError`` where it is not installed: other requests need nothing of it."""
+    """The library.  ``RequestError`` where it can not be imported: requests for free text are served without it."""
     try:
         import llguidance as library
     except ImportError as error:
         raise RequestError(
-            "structured output needs the package llguidance, which this engine does not have: install "
-            "tp-engine[structured], or ask for free text",
+            f"structured output needs the package llguidance, which can not be imported here ({error}): install it "
+            "with pip install 'llguidance>=1.9', or ask for free text",
             param=PARAM,
         ) from error
     return library

@@ -10,8 +10,8 @@ from tp_engine.grammar.library import PARAM, llguidance
 from tp_engine.grammar.reasoning import after_reasoning
 from tp_engine.structured_outputs import StructuredOutputsParams
 
-# A model that has lost its way writes white space for ever; nobody needs more of it between two tokens of JSON.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# A model that has lost its way writes white space for ever: at most some blanks, or a line end and an indentation.
+_WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
 _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
 _ANY_OBJECT = '{"type":"object"}'
 

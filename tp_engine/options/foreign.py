@@ -33,6 +33,10 @@ REFUSED_FLAGS = {
     "--distributed-executor-backend": "ranks are processes, of torchrun or of rank 0; leave it out",
     "--cpu-offload-gb": "weights stay on the device; leave it out, or raise --tensor-parallel-size",
     "--task": "models generate text, and nothing else; leave it out",
+    "--grammar-backend": "structured output has one library; leave it out",
+    "--guided-decoding-backend": "structured output has one library; leave it out",
+    "--constrained-json-whitespace-pattern": "see --structured-outputs-config, whitespace_pattern",
+    "--constrained-json-disable-any-whitespace": "see --structured-outputs-config, disable_any_whitespace",
     "--runner": "models generate text, and nothing else; leave it out",
 }
 

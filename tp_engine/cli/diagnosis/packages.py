@@ -17,14 +17,13 @@ OPTIONAL = {
     "triton": "kernels on GPUs",
     "flash-attn": "attention on GPUs, where attention_backend names it",
     "flashinfer-python": "attention on GPUs, where attention_backend names it",
-    "llguidance": "structured output (extra: structured)",
     "uvloop": "a faster event loop (extra: fast)",
     "httptools": "a faster HTTP parser (extra: fast)",
     "opentelemetry-sdk": "traces (extra: otel)",
 }
 # For a package that is used without being installed, from its source.
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xxhash", "msgspec", "pyzmq", "fastapi",
-          "uvicorn", "pydantic", "prometheus-client", "jinja2", "tqdm")  # fmt: skip
+          "uvicorn", "pydantic", "prometheus-client", "jinja2", "tqdm", "llguidance")  # fmt: skip
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:>=([0-9.]+))?")
 
 

@@ -1,0 +1,63 @@
+"""What the engine's ``structured_outputs_config`` sets for constraints that leave it open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.fake_engine import MODEL_INFO
+from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.config import EngineConfig
+from tp_engine.engine.rank_group import check_config
+from tp_engine.errors import ConfigError
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.structured_outputs import StructuredOutputsParams
+
+CONFIG = '{"whitespace_pattern": " ?", "disable_additional_properties": true, "backend": "auto"}'
+REFUSED = [
+    ("{", "not JSON"),
+    ("[1]", "must be a JSON object"),
+    ('{"whitespace": " "}', "names 'whitespace'; it can set disable_any_whitespace, "),
+    ('{"disable_any_whitespace": "yes"}', "disable_any_whitespace is 'yes'; it must be true or false"),
+    ('{"whitespace_pattern": 3}', "whitespace_pattern is 3"),
+    ('{"whitespace_pattern": " ", "disable_any_whitespace": true}', "give one of them"),
+]
+
+
+def constraint_of(config: str | None, asked: dict[str, Any]) -> StructuredOutputsParams | None:
+    processor = InputProcessor(
+        msgspec.structs.replace(MODEL_INFO, structured_outputs_config=config), byte_level_tokenizer()
+    )
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True, **asked))
+    return processor.process([5], params, request_id="r").params.structured_outputs
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, {"whitespace_pattern": " ?"}),
+        ({"whitespace_pattern": "\n"}, {"whitespace_pattern": "\n"}),
+        ({"disable_any_whitespace": True}, {"disable_any_whitespace": True}),
+    ],
+)
+def test_requests_take_the_engines_defaults(asked: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Oracle: the constraint written out; a request's own white space goes before the engine's."""
+    given = StructuredOutputsParams(json_object=True, disable_additional_properties=True, **expected)
+    assert constraint_of(CONFIG, asked) == given
+    assert constraint_of(None, asked) == StructuredOutputsParams(json_object=True, **asked)
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_what_can_not_be_meant_is_refused(text: str, words: str) -> None:
+    """Oracle: the words that a user needs, before anything is loaded."""
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(structured_outputs_config=text)
+
+
+def test_white_space_that_the_library_refuses() -> None:
+    """Oracle: the library's words, when the configuration is checked."""
+    with pytest.raises(ConfigError, match=r"structured_outputs_config can not be used: .*unclosed group"):
+        check_config(EngineConfig(structured_outputs_config='{"whitespace_pattern": "("}'))
