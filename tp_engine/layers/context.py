@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tp_engine.dist.collectives import Communicator
-from tp_engine.kernels.layer_ops import LayerOps, SiluAndMul, layer_ops
 from tp_engine.layers.linear_method import LinearMethod, choose_gated_method, choose_linear_method
+from tp_engine.model_config.activation import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,19 +18,14 @@ class LayerContext:
     """The ranks that share a layer, and where and how its weights are kept.
 
     ``make_linear`` prepares the weights of the decoder's linear layers, once they have their values; ``make_gated``
-    those of gate and up, whose method also makes SwiGLU's product.
+    those of gate and up, whose method also applies the activation.
     """
 
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
     make_linear: Callable[[torch.Tensor], LinearMethod] = choose_linear_method
-    make_gated: Callable[[torch.Tensor, SiluAndMul], LinearMethod] = choose_gated_method
-
-    @property
-    def ops(self) -> LayerOps:
-        """The small operations of a layer, for this device."""
-        return layer_ops(self.device.type)
+    make_gated: Callable[[torch.Tensor, Activation], LinearMethod] = choose_gated_method
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A weight that the loader will fill; allocated on the device, in its final type, without initialisation."""

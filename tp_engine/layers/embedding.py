@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tp_engine.dist.rank import RankInfo
+from tp_engine.kernels.ops import op
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.linear_method import PanelLinear, choose_linear_method
@@ -76,7 +77,7 @@ class VocabParallelEmbedding(nn.Module):
         self._num_rows = padded_vocab_size(vocab_size, info.world_size) // info.world_size
         self._first_row = info.rank * self._num_rows
         self.weight: nn.Parameter | None = context.empty(self._num_rows, hidden_size)
-        self._embed = context.ops.embed
+        self._embed = op("embed", context.device.type)
         self._lookup: Lookup | None = None
 
     def read_from(self, lookup: Lookup) -> None:

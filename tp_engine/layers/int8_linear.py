@@ -27,8 +27,9 @@ import torch
 
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import CODE_OFFSET, LARGEST_CODE
-from tp_engine.kernels.layer_ops import SiluAndMul, int8_rows
-from tp_engine.layers.linear_method import ThenSwiGLU
+from tp_engine.kernels.ops import int8_rows
+from tp_engine.layers.linear_method import ThenGate
+from tp_engine.model_config.activation import Activation
 
 _REMEDY = "leave quantization out, or use a PyTorch for x86 with oneDNN on a CPU with VNNI"
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
@@ -88,9 +89,9 @@ def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
     return method
 
 
-def make_int8_gated(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> ThenSwiGLU:
+def make_int8_gated(weight: torch.Tensor, activation: Activation) -> ThenGate:
     """The method for gate and up, one above the other."""
-    return ThenSwiGLU(make_int8_linear(weight), silu_and_mul)
+    return ThenGate(make_int8_linear(weight), activation, weight.device.type)
 
 
 def check_int8(device_type: str) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.linear_method import LinearMethod, PlainLinear, ThenSwiGLU
+from tp_engine.layers.linear_method import LinearMethod, PlainLinear, ThenGate
+from tp_engine.model_config.activation import SILU, Activation
 
 
 class LocalLinear(nn.Module):
@@ -59,23 +60,25 @@ class LocalLinear(nn.Module):
 
 
 class GatedColumnParallelLinear(LocalLinear):
-    """``silu(gate(x)) * up(x)``, SwiGLU's product: (N, in) -> (N, size / world size); a rank holds its share of both.
+    """Gate and up of an MLP multiplied (kernels/activation.py): (N, in) -> (N, size / world size); a rank holds its
+    share of both.
 
     ::
 
         rank 0: [gate 0 | up 0]    rank 1: [gate 1 | up 1]
     """
 
-    def __init__(self, in_size: int, size: int, *, bias: bool, context: LayerContext) -> None:
-        silu_and_mul = context.ops.silu_and_mul
+    def __init__(
+        self, in_size: int, size: int, *, bias: bool, context: LayerContext, activation: Activation = SILU
+    ) -> None:
         super().__init__(
             in_size,
             2 * context.share(size),
             bias=bias,
             context=context,
-            make_method=lambda weight: context.make_gated(weight, silu_and_mul),
+            make_method=lambda weight: context.make_gated(weight, activation),
         )
-        self._method = ThenSwiGLU(self._method, silu_and_mul)
+        self._method = ThenGate(self._method, activation, context.device.type)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._method(x, self.bias)

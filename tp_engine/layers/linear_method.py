@@ -13,8 +13,8 @@ bfloat16    with instructions for matrices of it      oneDNN, the weight packed
 bfloat16    any other                                 C, the weight in panels
 ==========  ========================================  ==============================
 
-Of gate and up, one weight, SwiGLU's product is wanted: C with panels makes it of its sums, which then need not be
-stored; with the others it is an operation of its own.
+Of gate and up, one weight, the activation's product is wanted: C with panels makes it of its sums, which then need not
+be stored; with the others it is an operation of its own.
 
 The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
 from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
@@ -32,10 +32,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels.layer_ops import SiluAndMul
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
+from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.kernels.triton_support import has_triton
+from tp_engine.model_config.activation import Activation
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -67,13 +68,13 @@ class PlainLinear:
 
 
 class PanelLinear:
-    """C with the weight in panels, for any number of rows; SwiGLU's product of gate and up, if it ``is_gated``."""
+    """C with the weight in panels, for any number of rows; of gate and up, with the ``activation`` applied."""
 
     needs_weight = False
     is_native = True
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        self.weight = PackedWeight(library, weight, is_gated=is_gated)
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, activation: Activation | None = None) -> None:
+        self.weight = PackedWeight(library, weight, activation=activation)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.weight.product(x, bias)
@@ -110,28 +111,32 @@ class OneRowLinear:
         return F.linear(x, self._weight, bias)
 
 
-class OneRowSwiGLU(OneRowLinear):
-    """The same for gate and up, and SwiGLU's product of both."""
+class OneRowGate(OneRowLinear):
+    """The same for gate and up, with the activation applied."""
 
-    def __init__(self, weight: torch.Tensor, silu_and_mul: SiluAndMul) -> None:
+    def __init__(self, weight: torch.Tensor, activation: Activation) -> None:
         super().__init__(weight)
-        self._silu_and_mul = silu_and_mul
+        self._gate, self._activation = op("gate", weight.device.type), activation
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if len(x) == 1:
-            return self._of_one_row(x, self._weight, bias, is_gated=True)
-        return self._silu_and_mul(F.linear(x, self._weight, bias))
+            return self._of_one_row(x, self._weight, bias, activation=self._activation)
+        gated: torch.Tensor = self._gate(F.linear(x, self._weight, bias), self._activation)
+        return gated
 
 
-class ThenSwiGLU:
-    """SwiGLU's product of what another method makes of gate and up."""
+class ThenGate:
+    """The activation applied to what another method makes of gate and up, on a device of ``device_type``."""
 
-    def __init__(self, product: LinearMethod, silu_and_mul: SiluAndMul) -> None:
-        self.needs_weight, self.is_native = product.needs_weight, product.is_native
-        self._product, self._silu_and_mul = product, silu_and_mul
+    def __init__(self, product: LinearMethod, activation: Activation, device_type: str) -> None:
+        self.needs_weight = product.needs_weight
+        self.is_native = product.is_native and is_recordable("gate", device_type)
+        self._product, self._activation = product, activation
+        self._gate = op("gate", device_type)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._silu_and_mul(self._product(x, bias))
+        gated: torch.Tensor = self._gate(self._product(x, bias), self._activation)
+        return gated
 
 
 _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
@@ -148,14 +153,14 @@ def choose_linear_method(weight: torch.Tensor) -> LinearMethod:
     return PlainLinear(weight) if library is None else PanelLinear(library, weight)
 
 
-def choose_gated_method(weight: torch.Tensor, silu_and_mul: SiluAndMul) -> LinearMethod:
-    """The same for gate and up, one above the other (2 * size, in): SwiGLU's product of both, (N, in) -> (N, size)."""
+def choose_gated_method(weight: torch.Tensor, activation: Activation) -> LinearMethod:
+    """The same for gate and up, one above the other (2 * size, in), the activation applied: (N, in) -> (N, size)."""
     if takes_one_row(weight, is_gated=True):
-        return OneRowSwiGLU(weight, silu_and_mul)
+        return OneRowGate(weight, activation)
     library = _library_for(weight)
     if library is not None and not _has_matrices(library, weight):
-        return PanelLinear(library, weight, is_gated=True)
-    return ThenSwiGLU(choose_linear_method(weight), silu_and_mul)
+        return PanelLinear(library, weight, activation=activation)
+    return ThenGate(choose_linear_method(weight), activation, weight.device.type)
 
 
 def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.ops import op
 from tp_engine.kernels.rope import HeadNorm
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.reduce_norm import reduce_add_norm
@@ -16,20 +18,22 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, *, context: LayerContext) -> None:
         super().__init__()
         self.weight = context.empty(size)
-        self._eps = eps
-        self._rms_norm, self._add_rms_norm = context.ops.rms_norm, context.ops.add_rms_norm
-        self._reduce_add_norm = reduce_add_norm(context.communicator, context.ops)
+        self._rule = NormRule(self.weight, eps)
+        self._norm, self._add_norm = (op(name, context.device.type) for name in ("norm", "add_norm"))
+        self._reduce_add_norm = reduce_add_norm(context.communicator, self._add_norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._rms_norm(x, self.weight, self._eps)
+        normalised: torch.Tensor = self._norm(x, self._rule)
+        return normalised
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add ``x`` to ``residual``, in place, and return the normalised sum."""
-        return self._add_rms_norm(x, residual, self.weight, self._eps)
+        normalised: torch.Tensor = self._add_norm(x, residual, self._rule)
+        return normalised
 
     def reduce_add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """``add_and_norm`` with the ranks' sum of ``x``, this rank's part, which may be overwritten; a collective."""
-        return self._reduce_add_norm(x, residual, self.weight, self._eps)
+        return self._reduce_add_norm(x, residual, self._rule)
 
 
 class QKNorm(nn.Module):

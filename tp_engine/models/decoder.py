@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tp_engine.kernels.ops import op
 from tp_engine.kernels.rope import Rotation
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
@@ -45,7 +46,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(shape, backend)
         self.qk_norm: QKNorm | None = None
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
-        self._prepare_heads = context.ops.prepare_heads
+        self._prepare_heads = op("prepare_heads", context.device.type)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None) -> torch.Tensor:
         attention = self.attention
@@ -57,8 +58,7 @@ class SelfAttention(nn.Module):
                 shape.num_kv_heads,
                 None if self.qk_norm is None else self.qk_norm.head_norm,
                 rotation,
-                attention.kv_cache,
-                attention.kv_scales,
+                attention.kv,
                 current_metadata().slot_mapping,
             )
         )
