@@ -20,6 +20,7 @@ from benchmarks.machine import copy_bandwidth, processor_name, read_bandwidth
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import select_backend
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.slots import slots_for
 
 NUM_LAYERS = 4
@@ -94,16 +95,16 @@ def measure(
         2, NUM_LAYERS, num_blocks, args.block_size, num_kv_heads, head_dim, dtype=dtype, device=args.device
     ).normal_()
     query = torch.randn(len(seq_lens), num_heads, head_dim, dtype=dtype, device=args.device)
-    key, value = torch.randn(2, len(seq_lens), num_kv_heads, head_dim, dtype=dtype, device=args.device)
+    new = KeyValue(*torch.randn(2, len(seq_lens), num_kv_heads, head_dim, dtype=dtype, device=args.device))
     needs = AttentionNeeds(
-        device_type=args.device, dtype=dtype, kv_cache_dtype=dtype, block_size=args.block_size, head_dim=head_dim
+        device_type=args.device, dtype=dtype, kv_cache_dtype=dtype, block_size=args.block_size, head_dims=(head_dim,)
     )
     backend = select_backend(args.backend, needs)
 
     layers = itertools.cycle(range(NUM_LAYERS))
 
     def forward() -> None:
-        backend.forward(query, key, value, caches[:, next(layers)], metadata, shape)
+        backend.forward(query, new, LayerKv(caches[:, next(layers)]), metadata, shape)
 
     facts = {"shape": shape_name, "dtype": dtype_name, "rows": len(seq_lens), "tokens": int(seq_lens.sum())}
     times = timed(lambda: backend.prepare(metadata), forward, args)

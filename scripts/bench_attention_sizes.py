@@ -20,6 +20,7 @@ from benchmarks.kernels.cases import Shape, random_cache
 from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
 from tp_engine.kernels.kv_quant import is_quantised
+from tp_engine.kernels.layer_kv import LayerKv
 
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODE_TILES, DECODE_WARPS, DECODE_STAGES, SPLIT_FACTORS = (32, 64, 128), (2, 4, 8), (2, 3, 5), (0.5, 1, 4)
@@ -64,14 +65,14 @@ def decode_rows(
     for _ in range(number_of_sets(num_bytes, properties.L2_cache_size)):
         cache, scales = random_cache(shape, num_requests * columns, cache_dtype)
         table = torch.randperm(num_requests * columns, device="cuda").to(torch.int32).view(num_requests, columns)
-        sets.append((cache, scales, table))
+        sets.append((LayerKv(cache, scales), table))
     seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device="cuda")
     query = torch.randn(num_requests, shape.num_heads, shape.head_dim, device="cuda").to(shape.dtype)
     out, arrivals = torch.empty_like(query), torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=query.device)
     for sizes in [current, *(one for one in candidates if one != current)]:
         launches = [
             lambda one=one, sizes=sizes: paged_decode_triton(
-                query, one[0], one[2], seq_lens, out, scale=0.1, sizes=sizes, arrivals=arrivals, kv_scales=one[1]
+                query, one[0], one[1], seq_lens, out, scale=0.1, sizes=sizes, arrivals=arrivals
             )
             for one in sets
         ]
@@ -108,7 +109,7 @@ def prefill_rows(
         def launch(sizes: PrefillSizes = sizes) -> None:
             paged_prefill_triton(
                 query,
-                cache,
+                LayerKv(cache, scales),
                 table,
                 seq_lens,
                 query_start,
@@ -116,7 +117,6 @@ def prefill_rows(
                 scale=0.1,
                 sizes=sizes,
                 num_queries=len(query),
-                kv_scales=scales,
             )
 
         try:

@@ -91,7 +91,12 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     config, path = load_model_config(str(folder))
     dtype, device, rank = getattr(torch, args.dtype), torch.device("cpu"), SingleRank()
     needs = AttentionNeeds(
-        device_type="cpu", dtype=dtype, kv_cache_dtype=dtype, block_size=16, head_dim=config.head_dim, capability=None
+        device_type="cpu",
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        block_size=16,
+        head_dims=(config.head_dim,),
+        capability=None,
     )
     model = build_model(
         config,

@@ -23,13 +23,14 @@ def flash_attn_with_kvcache(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int],
+    softcap: float,
 ) -> torch.Tensor:
     """``q`` (B, query_len, heads, head_dim) against the first ``cache_seqlens[b]`` tokens of each request's blocks."""
     assert cache_seqlens.dtype == torch.int32 and cache_seqlens.shape == (len(q),)
     out = torch.zeros_like(q)
     for request, length in enumerate(cache_seqlens.tolist()):
         keys, values = (_paged(cache, block_table, request, length) for cache in (k_cache, v_cache))
-        out[request] = _attend(q[request], keys, values, softmax_scale, causal, window_size)
+        out[request] = _attend(q[request], keys, values, softmax_scale, causal, window_size, softcap)
     return out
 
 
@@ -45,6 +46,7 @@ def flash_attn_varlen_func(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int],
+    softcap: float,
     block_table: torch.Tensor,
 ) -> torch.Tensor:
     """``q`` (tokens, heads, head_dim) of requests between ``cu_seqlens_q``; ``k`` and ``v`` are the paged cache."""
@@ -57,7 +59,7 @@ def flash_attn_varlen_func(
     for request, length in enumerate(key_lens):
         keys, values = (_paged(cache, block_table, request, length) for cache in (k, v))
         mine = slice(int(cu_seqlens_q[request]), int(cu_seqlens_q[request + 1]))
-        out[mine] = _attend(q[mine], keys, values, softmax_scale, causal, window_size)
+        out[mine] = _attend(q[mine], keys, values, softmax_scale, causal, window_size, softcap)
     return out
 
 
@@ -73,15 +75,16 @@ def _with_kvcache_3(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int],
+    softcap: float,
 ) -> torch.Tensor:
     """Version 3: ``q`` as in version 2, or (tokens, heads, head_dim) of requests between ``cu_seqlens_q``."""
+    rule = (softmax_scale, window_size, softcap)
     if cu_seqlens_q is None:
         assert q.shape[1] == 1 and max_seqlen_q is None
-        cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32)
-        flat = _varlen(q[:, 0], k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size)
-        return flat.unsqueeze(1)
+        lengths = (torch.arange(len(q) + 1, dtype=torch.int32), cache_seqlens, page_table)
+        return _varlen(q[:, 0], k_cache, v_cache, *lengths, *rule).unsqueeze(1)
     assert causal and max_seqlen_q == int(cu_seqlens_q.diff().max())
-    return _varlen(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size)
+    return _varlen(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, *rule)
 
 
 version_3 = SimpleNamespace(flash_attn_with_kvcache=_with_kvcache_3)
@@ -144,8 +147,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         keys, values = paged_kv_cache
         assert (q.shape[1], keys.shape[2], q.shape[2]) == self.heads and keys.shape[1] == self.page_size
         assert q.is_contiguous() and q.dtype == self.rule["q_data_type"] and keys.dtype == self.rule["kv_data_type"]
-        window = (self.rule["window_left"], 0)
-        return _varlen(q, keys, values, self.qo_indptr, self.seq_lens, self.table, self.rule["sm_scale"], window)
+        rule = (self.rule["sm_scale"], (self.rule["window_left"], 0), self.rule["logits_soft_cap"] or 0.0)
+        return _varlen(q, keys, values, self.qo_indptr, self.seq_lens, self.table, *rule)
 
 
 def _varlen(
@@ -157,6 +160,7 @@ def _varlen(
     block_table: torch.Tensor,
     scale: float,
     window_size: tuple[int, int],
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of requests between ``cu_seqlens_q`` over blocks of any size."""
     assert cu_seqlens_q.dtype == seq_lens.dtype == torch.int32 and int(cu_seqlens_q[0]) == 0
@@ -165,7 +169,7 @@ def _varlen(
     for request, length in enumerate(seq_lens.tolist()):
         keys, values = (_paged(cache, block_table, request, length, 1) for cache in (key_cache, value_cache))
         mine = slice(int(cu_seqlens_q[request]), int(cu_seqlens_q[request + 1]))
-        out[mine] = _attend(query[mine], keys, values, scale, True, window_size)
+        out[mine] = _attend(query[mine], keys, values, scale, True, window_size, softcap)
     return out
 
 
@@ -187,6 +191,7 @@ def _attend(
     scale: float,
     causal: bool,
     window_size: tuple[int, int],
+    softcap: float,
 ) -> torch.Tensor:
     """Query i sees key j where ``j <= i + keys - queries``, and within the window around that diagonal."""
     if not len(keys):
@@ -195,6 +200,8 @@ def _attend(
     group = query.shape[1] // keys.shape[1]
     keys, values = (states.repeat_interleave(group, 1).float() for states in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if softcap > 0:
+        scores = softcap * (scores / softcap).tanh()
     diagonal = torch.arange(len(query))[:, None] + len(keys) - len(query)
     key = torch.arange(len(keys))[None]
     hidden = torch.zeros(len(query), len(keys), dtype=torch.bool)

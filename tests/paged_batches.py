@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import in_kernel_order
 from tp_engine.plan import PAD_SLOT
@@ -30,8 +31,12 @@ class PagedBatch:
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
         """``backend``'s output; the cache is left as it was."""
         backend.prepare(self.metadata)
-        cache = self.cache_for(backend)
-        return backend.forward(self.query, self.key, self.value, cache, self.metadata, self.shape)
+        return backend.forward(self.query, self.new, LayerKv(self.cache_for(backend)), self.metadata, self.shape)
+
+    @property
+    def new(self) -> KeyValue:
+        """This step's keys and values."""
+        return KeyValue(self.key, self.value)
 
     def cache_for(self, backend: AttentionBackend) -> torch.Tensor:
         """A copy of the cache, each block in the backend's own order."""
@@ -52,7 +57,13 @@ class PagedBatch:
                         keys = self.all_keys[request][first : position + 1, head // group].float().cpu()
                         values = self.all_values[request][first : position + 1, head // group].float().cpu()
                         scores = keys @ self.query[token, head].float().cpu() * shape.scale
-                        out[token, head] = scores.softmax(0) @ values
+                        if shape.softcap is not None:
+                            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+                        largest = scores.max()
+                        weights, sunk = (scores - largest).exp(), torch.zeros(())
+                        if shape.sinks is not None:
+                            sunk = (shape.sinks[head].cpu() - largest).exp()
+                        out[token, head] = weights / (weights.sum() + sunk) @ values
                 token += 1
         return out
 

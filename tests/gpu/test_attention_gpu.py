@@ -11,6 +11,7 @@ from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.kv_quant import LARGEST_VALUE
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.triton_support import has_triton
 
@@ -26,7 +27,7 @@ def usable_backend(name: str, dtype: torch.dtype, cache: torch.Tensor) -> Attent
         dtype=dtype,
         kv_cache_dtype=cache.dtype,
         block_size=cache.shape[2],
-        head_dim=cache.shape[4],
+        head_dims=(cache.shape[4],),
         capability=torch.cuda.get_device_capability(),
     )
     try:
@@ -40,7 +41,7 @@ def run(name: str, batch: PagedBatch) -> torch.Tensor:
     """Output (N, heads, head_dim), or skip where the backend can not be used here."""
     backend = usable_backend(name, batch.query.dtype, batch.kv_cache)
     backend.prepare(batch.metadata)
-    return backend.forward(batch.query, batch.key, batch.value, batch.kv_cache, batch.metadata, batch.shape)
+    return backend.forward(batch.query, batch.new, LayerKv(batch.kv_cache), batch.metadata, batch.shape)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -74,7 +75,7 @@ def test_quantised_cache(cache_dtype: torch.dtype) -> None:
         scales = torch.zeros(2, cache.shape[1], 2, 16, device="cuda")
         backend = usable_backend(name, batch.query.dtype, cache)
         backend.prepare(batch.metadata)
-        out = backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, shape, scales)
+        out = backend.forward(batch.query, batch.new, LayerKv(cache, scales), batch.metadata, shape)
         outputs.append(out.float())
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0.05)
 
@@ -96,7 +97,7 @@ def test_decodes_in_a_cuda_graph(name: str) -> None:
         pytest.skip(f"{name} can not be captured")
 
     def step() -> torch.Tensor:
-        return backend.forward(batch.query, batch.key, batch.value, cache, metadata, shape)
+        return backend.forward(batch.query, batch.new, LayerKv(cache), metadata, shape)
 
     backend.prepare(metadata)
     step()
@@ -127,18 +128,18 @@ def test_store_kernel_in_a_cuda_graph(dtype: torch.dtype) -> None:
     """Oracle: the PyTorch twin; the graph is replayed with other slots."""
     from tp_engine.kernels.store_kv_triton import store_kv_triton
 
-    key, value = torch.randn(2, 6, 3, 80, device="cuda").to(dtype)
+    new = KeyValue(*torch.randn(2, 6, 3, 80, device="cuda").to(dtype))
     slots = torch.full((6,), -1, device="cuda")
     actual = torch.zeros(2, 4, 16, 3, 80, dtype=dtype, device="cuda")
     expected = actual.clone()
-    store_kv_triton(key, value, actual, slots)  # compile before the capture
+    store_kv_triton(new, LayerKv(actual), slots)  # compile before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        store_kv_triton(key, value, actual, slots)
+        store_kv_triton(new, LayerKv(actual), slots)
     for replay in ([3, -1, 60, 17, -1, 0], [5, 6, 7, -1, 9, 63]):
         slots.copy_(torch.tensor(replay))
         graph.replay()
-        store_kv(key, value, expected, slots)
+        store_kv(new, LayerKv(expected), slots)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -153,6 +154,6 @@ def test_store_kernel_beyond_32_bits() -> None:
     cache = torch.zeros(2, num_blocks, 16, 8, 128, dtype=torch.uint8, device="cuda")
     key, value = torch.randint(1, 200, (2, 1, 8, 128), dtype=torch.uint8, device="cuda")
     slot = num_blocks * 16 - 1
-    store_kv_triton(key, value, cache, torch.tensor([slot], device="cuda"))
+    store_kv_triton(KeyValue(key, value), LayerKv(cache), torch.tensor([slot], device="cuda"))
     torch.testing.assert_close(cache[0].view(-1, 8, 128)[slot], key[0], rtol=0, atol=0)
     torch.testing.assert_close(cache[1].view(-1, 8, 128)[slot], value[0], rtol=0, atol=0)

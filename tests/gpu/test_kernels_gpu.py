@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.ops import implementation, op
+from tp_engine.model_config.activation import SILU
+
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -76,10 +81,9 @@ def test_decode_inputs_in_a_graph() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
     """Oracle: the same kernels launched one by one, bit by bit, for other inputs than the captured ones."""
-    from tp_engine.kernels.layer_ops import layer_ops
-
-    ops, make = layer_ops("cuda"), cases_of("kernel_cases_layer_ops")
-    assert ops.name == "triton"
+    make = cases_of("kernel_cases_layer_ops")
+    gate, add_norm, prepare_heads = (op(name, "cuda") for name in ("gate", "add_norm", "prepare_heads"))
+    assert add_norm is implementation("add_norm", "triton")
     weight, gate_up, merged = (make.random(shape, dtype, "cuda") for shape in ((96,), (3, 192), (3, 8, 32)))
     positions, slots = torch.tensor([4, 5, 6], device="cuda"), torch.tensor([1, -1, 7], device="cuda")
     rotation = make.make_rotation(32, positions, dtype)
@@ -88,9 +92,9 @@ def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
     results: dict[str, torch.Tensor] = {}
 
     def step() -> None:
-        x = ops.silu_and_mul(gate_up)
-        results["norm"] = ops.add_rms_norm(x, residual, weight, 1e-6)
-        results["query"] = ops.prepare_heads(merged, 2, None, rotation, cache, None, slots)[0]
+        x = gate(gate_up, SILU)
+        results["norm"] = add_norm(x, residual, NormRule(weight, 1e-6))
+        results["query"] = prepare_heads(merged, 2, None, rotation, LayerKv(cache), slots)[0]
 
     graph = captured(step)
     replayed = results["norm"], results["query"]

@@ -14,7 +14,8 @@ from tp_engine.dist.rank import RankInfo
 from tp_engine.dist.reduce_plan import why_not
 from tp_engine.dist.symmetric_memory import SymmetricCommunicator, probe_machine
 from tp_engine.faults import PhaseNote
-from tp_engine.kernels.layer_ops import layer_ops
+from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.ops import op
 from tp_engine.layers.reduce_norm import Composed, Fused
 
 LAUNCHED = env.launched_rank()
@@ -100,12 +101,12 @@ def test_the_fused_norm_is_the_composed_one(
     weight = part_of(100, size, dtype)
     total = torch.stack(parts).double().sum(0) + 1
     exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    ops = layer_ops("cuda")
+    add_norm = op("add_norm", "cuda")
     assert num_rows * size * dtype.itemsize <= symmetric.plan.one_shot_bytes
     errors = []
-    for one in (Fused(symmetric, ops), Fused(symmetric, ops), Composed(nccl, ops)):
+    for one in (Fused(symmetric, add_norm), Fused(symmetric, add_norm), Composed(nccl, add_norm)):
         residual = torch.ones(num_rows, size, dtype=dtype, device="cuda")
-        out = one(parts[LAUNCHED.rank].clone(), residual, weight, 1e-6)
+        out = one(parts[LAUNCHED.rank].clone(), residual, NormRule(weight, 1e-6))
         errors.append((out - exact).abs().max())
     rounding = torch.finfo(dtype).eps * exact.abs().max()
     assert errors[0] == errors[1] <= 2 * errors[2] + rounding

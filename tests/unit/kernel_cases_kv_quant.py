@@ -8,6 +8,7 @@ import torch
 
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.store_kv_triton import store_kv_triton
 
@@ -27,7 +28,7 @@ def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: tor
     for store in (store_kv, store_kv_triton):
         caches.append(torch.zeros(2, 5, block_size, num_kv_heads, head_dim, dtype=cache_dtype))
         scales.append(torch.zeros(2, 5, num_kv_heads, block_size, dtype=SCALE_DTYPE))
-        store(key, value, caches[-1], slots, scales[-1])
+        store(KeyValue(key, value), LayerKv(caches[-1], scales[-1]), slots)
     assert scales[0].count_nonzero() > 0
     torch.testing.assert_close(scales[1], scales[0], rtol=1e-6, atol=0)
     expected, actual = (cache.float() for cache in caches)
@@ -56,7 +57,8 @@ def launch_all(capability: int) -> None:
         cache = torch.empty(2, 100, 16, num_kv_heads, head_dim, dtype=cache_dtype, device="meta")
         scales = torch.empty(2, 100, num_kv_heads, 16, dtype=SCALE_DTYPE, device="meta")
         slots = torch.empty(7, dtype=torch.int64, device="meta")
-        store_kv_triton(row[:, 2 * num_kv_heads : 3 * num_kv_heads], row[:, 3 * num_kv_heads :], cache, slots, scales)
+        new = KeyValue(row[:, 2 * num_kv_heads : 3 * num_kv_heads], row[:, 3 * num_kv_heads :])
+        store_kv_triton(new, LayerKv(cache, scales), slots)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.kv_quant import LARGEST_VALUE, dequantise, is_quantised
-from tp_engine.kernels.layer_ops import TORCH_OPS, triton_ops
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.kernels.store_kv import store_kv
+from tp_engine.model_config.activation import SILU
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 MAX_LEN = 100
-KERNELS = triton_ops()
+KERNELS = SimpleNamespace(
+    **{name: implementation(name, "triton") for name, entry in OPS.items() if entry.triton is not None}
+)
+TWINS = SimpleNamespace(**{name: entry.twin for name, entry in OPS.items()})
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -41,16 +48,17 @@ def check_norm(device: str, size: int, dtype: torch.dtype) -> None:
     """Rows that are slices of wider ones, then with a residual that is added to in place."""
     x = random((5, size + 24), dtype, device)[:, 8 : 8 + size]
     weight, residual = random((size,), dtype, device, 1), random((5, size), dtype, device, 2)
+    rule = NormRule(weight, EPS)
 
     def exact(rows: torch.Tensor) -> torch.Tensor:
         wide = rows.double()
         return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
 
-    found, twin = KERNELS.rms_norm(x, weight, EPS), TORCH_OPS.rms_norm(x, weight, EPS)
+    found, twin = KERNELS.norm(x, rule), TWINS.norm(x, rule)
     assert_close_enough(found, twin, exact(x))
     sums = residual.clone(), residual.clone()
-    found = KERNELS.add_rms_norm(x, sums[0], weight, EPS)
-    twin = TORCH_OPS.add_rms_norm(x, sums[1], weight, EPS)
+    found = KERNELS.add_norm(x, sums[0], rule)
+    twin = TWINS.add_norm(x, sums[1], rule)
     torch.testing.assert_close(*sums, rtol=0, atol=0)
     assert_close_enough(found, twin, exact(sums[0]))
 
@@ -60,8 +68,8 @@ def check_silu(device: str, size: int, dtype: torch.dtype) -> None:
     gate_up = random((4, 2 * size + 16), dtype, device)[:, : 2 * size]
     gate_up[0, :size] *= 100
     gate, up = gate_up.double().chunk(2, -1)
-    found = KERNELS.silu_and_mul(gate_up)
-    assert_close_enough(found, TORCH_OPS.silu_and_mul(gate_up), gate * gate.sigmoid() * up)
+    found = KERNELS.gate(gate_up, SILU)
+    assert_close_enough(found, TWINS.gate(gate_up, SILU), gate * gate.sigmoid() * up)
 
 
 def check_heads(
@@ -74,11 +82,11 @@ def check_heads(
     rotation = make_rotation(head_dim, torch.tensor([0, 1, 7, 50, 98, 99], device=device), dtype)
     slots = torch.tensor([3, -1, 0, 19, 7, -1], device=device)
     exact = prepare_exactly(merged, num_kv_heads, norm, rotation)
-    twin = TORCH_OPS.prepare_heads(merged.clone(), num_kv_heads, norm, rotation, None, None, slots)
+    twin = TWINS.prepare_heads(merged.clone(), num_kv_heads, norm, rotation, None, slots)
     assert twin[1] is not None and twin[2] is not None
     cache, scales = empty_cache(num_kv_heads, head_dim, cache_dtype or dtype, device)
-    bound = (None, None) if cache_dtype is None else (cache, scales)
-    query, key, value = KERNELS.prepare_heads(merged.clone(), num_kv_heads, norm, rotation, *bound, slots)
+    bound = None if cache_dtype is None else LayerKv(cache, scales)
+    query, key, value = KERNELS.prepare_heads(merged.clone(), num_kv_heads, norm, rotation, bound, slots)
     assert_close_enough(query, twin[0], exact[:, :num_heads])
     if cache_dtype is None:
         assert key is not None and value is not None and not cache.any()
@@ -87,9 +95,9 @@ def check_heads(
         return
     assert key is None and value is None
     expected = empty_cache(num_kv_heads, head_dim, cache_dtype, device)
-    store_kv(twin[1], twin[2], expected[0], slots, expected[1])
+    store_kv(KeyValue(twin[1], twin[2]), LayerKv(*expected), slots)
     exact_cache = empty_cache(num_kv_heads, head_dim, torch.float64, device)[0]
-    store_kv(exact[:, num_heads:], merged[:, -num_kv_heads:], exact_cache, slots)
+    store_kv(KeyValue(exact[:, num_heads:], merged[:, -num_kv_heads:]), LayerKv(exact_cache), slots)
     for part in (0, 1):
         found, wanted = (read_part(*kept, part) for kept in ((cache, scales), expected))
         assert not found[exact_cache[part] == 0].any(), "something was stored where no slot points"
@@ -180,9 +188,10 @@ def launch_model(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x = empty(7, hidden)
-    KERNELS.rms_norm(x, empty(hidden), EPS)
-    KERNELS.add_rms_norm(x, empty(7, hidden), empty(hidden), EPS)
-    KERNELS.silu_and_mul(empty(7, 2 * inner))
+    rule = NormRule(empty(hidden), EPS)
+    KERNELS.norm(x, rule)
+    KERNELS.add_norm(x, empty(7, hidden), rule)
+    KERNELS.gate(empty(7, 2 * inner), SILU)
     merged = empty(7, num_heads + 2 * num_kv_heads, head_dim)
     rotation = Rotation(empty(4096, head_dim), empty(7, dtype=torch.int64))
     slots = empty(7, dtype=torch.int64)
@@ -192,10 +201,10 @@ def launch_model(
     scales = empty(2, 64, num_kv_heads, 16, dtype=torch.float32)
     for cache_dtype in (dtype, *quantised):
         cache = empty(2, 64, 16, num_kv_heads, head_dim, dtype=cache_dtype)
-        kept = scales if is_quantised(cache_dtype) else None
-        KERNELS.prepare_heads(merged, num_kv_heads, norm, rotation, cache, kept, slots)
-        KERNELS.prepare_heads(merged, num_kv_heads, None, rotation, cache, kept, slots)
-    KERNELS.prepare_heads(merged, num_kv_heads, norm, rotation, None, None, slots)
+        kv = LayerKv(cache, scales if is_quantised(cache_dtype) else None)
+        KERNELS.prepare_heads(merged, num_kv_heads, norm, rotation, kv, slots)
+        KERNELS.prepare_heads(merged, num_kv_heads, None, rotation, kv, slots)
+    KERNELS.prepare_heads(merged, num_kv_heads, norm, rotation, None, slots)
 
 
 def main() -> None:

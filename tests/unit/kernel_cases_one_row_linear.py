@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from tests.unit.kernel_cases_layer_ops import DTYPES, assert_close_enough, random
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.activation import silu_and_mul
+from tp_engine.kernels.activation import gate
 from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
+from tp_engine.model_config.activation import SILU
 
 # (in, out): a block that is all of a row, several blocks of 1024 and of 128, the largest block.
 SIZES = ((256, 32), (3072, 8), (384, 64), (4096, 4))
@@ -36,11 +37,13 @@ def check(device: str, sizes: tuple[int, int], dtype: torch.dtype, is_gated: boo
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     twin = F.linear(x, weight, bias)
     if is_gated:
-        gate, up = exact.chunk(2, -1)
-        exact, twin = gate * gate.sigmoid() * up, silu_and_mul(twin)
+        first, up = exact.chunk(2, -1)
+        exact, twin = first * first.sigmoid() * up, gate(twin, SILU)
     assert takes_weight(weight, is_gated=is_gated)
     granted = 4 * exact.abs().max().item() if dtype == torch.float32 else 1e-2
-    assert_close_enough(one_row_linear_triton(x, weight, bias, is_gated=is_gated), twin, exact, granted)
+    assert_close_enough(
+        one_row_linear_triton(x, weight, bias, activation=SILU if is_gated else None), twin, exact, granted
+    )
 
 
 CASES: dict[str, Callable[[str], None]] = {
@@ -66,7 +69,7 @@ def launch_all() -> None:
         weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
         assert takes_weight(weight, is_gated=is_gated)
         for bias in (None, weight[:, 0].contiguous())[: 2 if number == 0 else 1]:
-            one_row_linear_triton(weight[:1], weight, bias, is_gated=is_gated)
+            one_row_linear_triton(weight[:1], weight, bias, activation=SILU if is_gated else None)
 
 
 if __name__ == "__main__":

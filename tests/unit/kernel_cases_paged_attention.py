@@ -13,6 +13,7 @@ from tests.paged_batches import PagedBatch, make_batch
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.paged_attention import paged_attention
 from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
 from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
@@ -90,10 +91,10 @@ def stored_batch(case: Case, requests: list[tuple[int, int]], device: str = "cpu
     if is_quantised(cache_dtype):
         scales = torch.full((2, num_blocks, num_kv_heads, block_size), float("nan"), dtype=SCALE_DTYPE, device=device)
     slots = torch.arange(num_blocks * block_size, device=device)
-    store_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+    store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
     states = batch.kv_cache.view(2, -1, num_kv_heads, head_dim)
     owned = ~states[0].isnan().flatten(1).any(1)
-    store_kv(states[0][owned], states[1][owned], stored, slots[owned], scales)
+    store_kv(KeyValue(states[0][owned], states[1][owned]), LayerKv(stored, scales), slots[owned])
     if not is_quantised(cache_dtype):
         stored.view(states.shape)[:, ~owned] = float("nan")
     batch.kv_cache = stored
@@ -108,8 +109,8 @@ def expected_of(batch: PagedBatch, scales: torch.Tensor | None) -> tuple[torch.T
     if scales is not None:
         exact_cache = dequantise(batch.kv_cache, scales.transpose(2, 3))
     rule: dict[str, Any] = {"scale": shape.scale, "window": shape.sliding_window}
-    exact = paged_attention(batch.query.float(), exact_cache, *tables, **rule)
-    plain = paged_attention(batch.query, batch.kv_cache, *tables, **rule, kv_scales=scales)
+    exact = paged_attention(batch.query.float(), LayerKv(exact_cache), *tables, **rule)
+    plain = paged_attention(batch.query, LayerKv(batch.kv_cache, scales), *tables, **rule)
     return exact, float((plain.float() - exact).abs().max())
 
 
@@ -126,7 +127,7 @@ def run_decode(case: Case, device: str = "cpu") -> None:
     out = torch.full_like(batch.query, float("nan"))
     paged_decode_triton(
         batch.query,
-        batch.kv_cache,
+        LayerKv(batch.kv_cache, scales),
         batch.metadata.block_table,
         batch.metadata.seq_lens,
         out,
@@ -135,7 +136,6 @@ def run_decode(case: Case, device: str = "cpu") -> None:
         arrivals=(arrivals := torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)),
         query_len=case.query_len,
         window=case.window,
-        kv_scales=scales,
     )
     compare(case, out, *expected_of(batch, scales))
     assert not arrivals.any(), "a later launch would join too early"
@@ -148,7 +148,7 @@ def run_prefill(case: Case, device: str = "cpu") -> None:
     first, out = 2, torch.full_like(batch.query, 7.0)
     paged_prefill_triton(
         batch.query,
-        batch.kv_cache,
+        LayerKv(batch.kv_cache, scales),
         batch.metadata.block_table,
         batch.metadata.seq_lens,
         batch.metadata.query_start,
@@ -158,7 +158,6 @@ def run_prefill(case: Case, device: str = "cpu") -> None:
         num_queries=len(batch.query) - first,
         first_request=first,
         window=case.window,
-        kv_scales=scales,
     )
     assert bool((out[:first] == 7.0).all())
     exact, error = expected_of(batch, scales)
@@ -236,23 +235,22 @@ def launches(capability: int) -> Iterator[dict[str, Any]]:
             scales = torch.empty(2, 5, 100, kv_heads, block_size, dtype=SCALE_DTYPE, device="meta")[:, 1]
         yield {
             "query": merged[:, :heads],
-            "kv_cache": caches[:, 1],
+            "kv": LayerKv(caches[:, 1], scales),
             "block_table": torch.empty(64, 100, dtype=torch.int32, device="meta"),
             "out": torch.empty(64, heads, head_dim, dtype=model.dtype, device="meta"),
             "scale": head_dim**-0.5,
             "window": model.window,
-            "kv_scales": scales,
         }
 
 
 def launch_all(capability: int) -> None:
     """Decodes split and not; chunks."""
     for number, call in enumerate(launches(capability)):
-        num_kv_heads, head_dim = call["kv_cache"].shape[3:]
+        num_kv_heads, head_dim = call["kv"].cache.shape[3:]
         itemsize = call["query"].dtype.itemsize
         seq_lens = torch.empty(64, dtype=torch.int32, device="meta")
         for num_requests in (64, 100_000) if number % 2 == 0 else (64,):
-            quantised = call["kv_scales"] is not None
+            quantised = call["kv"].scales is not None
             sizes = decode_sizes(num_requests, num_kv_heads, head_dim, itemsize, 132, is_quantised=quantised)
             arrivals = torch.empty(MAX_ARRIVALS, dtype=torch.int32, device="meta")
             paged_decode_triton(**call, seq_lens=seq_lens, sizes=sizes, arrivals=arrivals)

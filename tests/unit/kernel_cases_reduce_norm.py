@@ -15,8 +15,8 @@ import torch
 
 from tests.unit.kernel_cases_layer_ops import assert_close_enough
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.norm import add_rms_norm
-from tp_engine.kernels.reduce_norm_triton import MAX_PROGRAMS, all_reduce_add_rms_norm_triton
+from tp_engine.kernels.norm import NormRule, add_norm
+from tp_engine.kernels.reduce_norm_triton import MAX_PROGRAMS, all_reduce_add_norm_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
@@ -36,15 +36,20 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
     residual = torch.randn(num_rows, size, generator=generator).to(device, dtype)
     weight = torch.randn(size, generator=generator).to(device, dtype)
     plain_residual, exact_residual = residual.clone(), residual.double()
-    plain = add_rms_norm(torch.stack(parts).float().sum(0).to(dtype), plain_residual, weight, EPS)
-    exact = add_rms_norm(torch.stack(parts).double().sum(0), exact_residual, weight.double(), EPS)
+    plain = add_norm(torch.stack(parts).float().sum(0).to(dtype), plain_residual, NormRule(weight, EPS))
+    exact = add_norm(torch.stack(parts).double().sum(0), exact_residual, NormRule(weight.double(), EPS))
     buffers = [torch.zeros_like(part) if peer == rank else part.clone() for peer, part in enumerate(parts)]
     num_places = 2 * min(num_rows, MAX_PROGRAMS)
     signals = [torch.zeros(num_places, world_size, dtype=torch.int32, device=device) for _ in range(world_size)]
     signals[rank][:] = 1
     signals[rank][:, rank] = 0
-    out = all_reduce_add_rms_norm_triton(
-        wide[:, :size], residual, weight, EPS, buffers=addresses(buffers), signals=addresses(signals), rank=rank
+    out = all_reduce_add_norm_triton(
+        wide[:, :size],
+        residual,
+        NormRule(weight, EPS),
+        buffers=addresses(buffers),
+        signals=addresses(signals),
+        rank=rank,
     )
     assert_close_enough(residual, plain_residual, exact_residual)
     assert_close_enough(out, plain, exact)
@@ -82,7 +87,7 @@ def launch_all() -> None:
         x, residual = (torch.empty(64, size, dtype=dtype, device="meta") for _ in range(2))
         weight = torch.empty(size, dtype=dtype, device="meta")
         pointers = torch.empty(world_size, dtype=torch.int64, device="meta")
-        all_reduce_add_rms_norm_triton(x, residual, weight, EPS, buffers=pointers, signals=pointers, rank=1)
+        all_reduce_add_norm_triton(x, residual, NormRule(weight, EPS), buffers=pointers, signals=pointers, rank=1)
 
 
 if __name__ == "__main__":

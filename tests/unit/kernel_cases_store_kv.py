@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.store_kv_triton import store_kv_triton
 
@@ -27,8 +28,8 @@ def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: tor
     slots[[1, 5]] = -1
     expected = torch.zeros(2, 5, 4, num_kv_heads, head_dim, dtype=cache_dtype)
     actual = expected.clone()
-    store_kv(key, value, expected, slots)
-    store_kv_triton(key, value, actual, slots)
+    store_kv(KeyValue(key, value), LayerKv(expected), slots)
+    store_kv_triton(KeyValue(key, value), LayerKv(actual), slots)
     assert expected.count_nonzero() > 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
@@ -47,7 +48,8 @@ def launch_all() -> None:
         row = torch.empty(7, 4 * num_kv_heads, head_dim, dtype=dtype, device="meta")
         cache = torch.empty(2, 100, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
         slots = torch.empty(7, dtype=torch.int64, device="meta")
-        store_kv_triton(row[:, 2 * num_kv_heads : 3 * num_kv_heads], row[:, 3 * num_kv_heads :], cache, slots)
+        new = KeyValue(row[:, 2 * num_kv_heads : 3 * num_kv_heads], row[:, 3 * num_kv_heads :])
+        store_kv_triton(new, LayerKv(cache), slots)
 
 
 if __name__ == "__main__":

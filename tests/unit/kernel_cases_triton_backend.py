@@ -10,6 +10,7 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.kv_quant import LARGEST_VALUE
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 
 MIXED = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
 DECODES = [(1, 40), (1, 300), (1, 0)]
@@ -27,8 +28,8 @@ def check_against_loops() -> None:
         shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window)
         batch = make_batch(requests, shape, block_size=block_size, padding_tokens=2)
         backend.prepare(batch.metadata)
-        for key, value in ((batch.key, batch.value), (None, None)):  # the second time they are stored already
-            out = backend.forward(batch.query, key, value, batch.kv_cache, batch.metadata, shape)
+        for new in (batch.new, None):  # the second time they are stored already
+            out = backend.forward(batch.query, new, LayerKv(batch.kv_cache), batch.metadata, shape)
             torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
 
 
@@ -42,8 +43,8 @@ def check_quantised(cache_dtype: torch.dtype) -> None:
         cache = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype)
         scales = torch.zeros(2, num_blocks, num_kv_heads, block_size)
         backend.prepare(batch.metadata)
-        key, value = batch.key * 1e-3, batch.value
-        outputs.append(backend.forward(batch.query, key, value, cache, batch.metadata, shape, scales))
+        new = KeyValue(batch.key * 1e-3, batch.value)
+        outputs.append(backend.forward(batch.query, new, LayerKv(cache, scales), batch.metadata, shape))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
 

@@ -19,11 +19,10 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.tiny_models import make_checkpoint
-from tests.unit.kernel_harness import AGREEMENT
+from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
-from tp_engine.kernels.layer_ops import triton_ops
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.input_batch import InputBatch
 
@@ -44,7 +43,6 @@ def gpu_path() -> Iterator[None]:
     """An engine on CPU tensors takes the way of one on a GPU, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
-            ("layers.context.layer_ops", lambda device_type: triton_ops()),
             ("worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
             ("worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
@@ -53,6 +51,7 @@ def gpu_path() -> Iterator[None]:
             ("sampling.filters.draws_by_kernel", lambda device_type: True),
         ):
             stack.enter_context(patch(f"tp_engine.{name}", stand_in))
+        stack.enter_context(triton_ops_on_cpus())
         yield
 
 

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import pytest
 
 from tp_engine import env
+from tp_engine.kernels import ops
 from tp_engine.kernels.triton_support import has_triton
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,24 @@ def interpreted(module: str, *arguments: str, timeout_s: float = 170.0) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert AGREEMENT in result.stdout
+
+
+@contextmanager
+def triton_ops_on_cpus() -> Iterator[set[str]]:
+    """Within, the layers take Triton's operations, where there are any, for CPU tensors too; those that they took."""
+    taken: set[str] = set()
+
+    def kind_of(name: str, device_type: str) -> ops.Kind:
+        taken.add(name)
+        return "twin" if ops.OPS[name].triton is None else "triton"
+
+    chosen = (ops.op, ops.is_recordable)
+    with patch.object(ops, "kind_of", kind_of):
+        for function in chosen:
+            function.cache_clear()
+        yield taken
+    for function in chosen:
+        function.cache_clear()
 
 
 def _version(package: str) -> tuple[int, int]:

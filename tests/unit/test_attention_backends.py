@@ -18,6 +18,7 @@ from tp_engine.attention.flashinfer import FlashInferBackend
 from tp_engine.attention.pair_backend import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.torch_varlen import TorchVarlenBackend, paged_varlen_attn
+from tp_engine.kernels.layer_kv import LayerKv
 
 DECODES = [(1, 40), (1, 300), (1, 1), (1, 256), (1, 257)]
 PREFILLS = [(5, 5), (7, 300), (1, 9), (40, 290)]
@@ -39,8 +40,8 @@ MAKERS: dict[str, Callable[[], AttentionBackend]] = {
 
 def run(backend: AttentionBackend, batch: PagedBatch, *, is_stored: bool = False) -> torch.Tensor:
     backend.prepare(batch.metadata)
-    key, value = (None, None) if is_stored else (batch.key, batch.value)
-    return backend.forward(batch.query, key, value, batch.kv_cache, batch.metadata, batch.shape)
+    new = None if is_stored else batch.new
+    return backend.forward(batch.query, new, LayerKv(batch.kv_cache), batch.metadata, batch.shape)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])

@@ -17,9 +17,9 @@ from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.config import ATTENTION_BACKENDS, EngineConfig
 from tp_engine.errors import ConfigError
 
-ON_CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32, "block_size": 16, "head_dim": 64}
+ON_CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32, "block_size": 16, "head_dims": (64,)}
 FP8 = torch.float8_e4m3fn
-ON_CUDA: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "block_size": 256, "head_dim": 128}
+ON_CUDA: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "block_size": 256, "head_dims": (128,)}
 
 
 def needs(facts: dict[str, Any]) -> AttentionNeeds:
@@ -59,7 +59,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CPU, "native"),
         (ON_CPU | {"dtype": torch.float16, "kv_cache_dtype": torch.bfloat16}, "native"),
         (ON_CPU | {"dtype": torch.float64}, "torch"),
-        (ON_CPU | {"head_dim": 320}, "torch"),
+        (ON_CPU | {"head_dims": (320,)}, "torch"),
         (ON_CUDA, "triton"),
         (ON_CUDA | {"block_size": 16}, "triton"),
         (ON_CUDA | {"dtype": torch.float32}, "triton"),
@@ -68,7 +68,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CUDA | {"kv_cache_dtype": torch.float8_e4m3fn, "capability": (8, 0)}, "torch"),
         (ON_CUDA | {"kv_cache_dtype": torch.float8_e4m3fn, "capability": (8, 9)}, "triton"),
         (ON_CPU | {"kv_cache_dtype": torch.int8}, "torch"),
-        (ON_CUDA | {"head_dim": 512}, "torch"),
+        (ON_CUDA | {"head_dims": (512,)}, "torch"),
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,12 +131,12 @@ def test_native_backend_without_a_compiler() -> None:
     [
         ("native", ON_CUDA, "runs on CPUs, not cuda"),
         ("native", ON_CPU | {"dtype": torch.float64}, "dtype is torch.float64"),
-        ("native", ON_CPU | {"head_dim": 320}, "head_dim is 320"),
+        ("native", ON_CPU | {"head_dims": (320,)}, "head_dim is 320"),
         ("flash_attn", ON_CPU, "needs a CUDA device"),
         ("triton", ON_CPU, "needs a CUDA device"),
         ("flash_attn", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),
         ("flash_attn", ON_CUDA | {"dtype": torch.float32}, "not torch.float32; set dtype"),
-        ("flash_attn", ON_CUDA | {"head_dim": 100}, "head_dim is 100"),
+        ("flash_attn", ON_CUDA | {"head_dims": (100,)}, "head_dim is 100"),
         ("flash_attn", ON_CUDA | {"kv_cache_dtype": torch.float16}, "both equal"),
         ("flash_attn", ON_CUDA | {"kv_cache_dtype": torch.int8}, "set kv_cache_dtype=auto, or use"),
         (
@@ -145,8 +145,8 @@ def test_native_backend_without_a_compiler() -> None:
             "kv_cache_dtype is torch.int8; .*use attention_backend=torch",
         ),
         ("triton", ON_CUDA | {"kv_cache_dtype": FP8, "capability": (8, 0)}, "before compute capability 8.9 .*int8"),
-        ("triton", ON_CUDA | {"head_dim": 512}, "head_dim is 512; it takes at most 256"),
-        ("flashinfer", ON_CUDA | {"head_dim": 96}, "head_dim is 96; it takes 64, 128, 256"),
+        ("triton", ON_CUDA | {"head_dims": (512,)}, "head_dim is 512; it takes at most 256"),
+        ("flashinfer", ON_CUDA | {"head_dims": (96,)}, "head_dim is 96; it takes 64, 128, 256"),
         ("torch_varlen", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),
         ("xformers", ON_CUDA, "choose auto or one of"),
         ("triton:xformers", ON_CUDA, "'triton:xformers'; choose auto or one of .*PREFILL:DECODE"),

@@ -14,6 +14,7 @@ from tp_engine.attention.batch_plan import MAX_BATCHED_QUERY, plan_groups
 from tp_engine.attention.calls import TILE
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.native.library import native_library
 
 BACKENDS = {"torch": TorchBackend, "native": NativeBackend}
@@ -105,10 +106,10 @@ def test_layers_with_and_without_window_and_many_steps(backend: AttentionBackend
         batch = make_batch(requests, shape_of(4, 2, 16), seed=seed)
         with torch.inference_mode(seed < 3):
             backend.prepare(batch.metadata)
-            cache = batch.cache_for(backend)
+            kv = LayerKv(batch.cache_for(backend))
             for window in (None, 8, None):
                 batch.shape = shape_of(4, 2, 16, window)
-                out = backend.forward(batch.query, batch.key, batch.value, cache, batch.metadata, batch.shape)
+                out = backend.forward(batch.query, batch.new, kv, batch.metadata, batch.shape)
                 torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
 
 

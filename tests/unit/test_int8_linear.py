@@ -15,7 +15,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.dist.collectives import Communicator
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import TorchInt8Rows
-from tp_engine.kernels.layer_ops import int8_rows
+from tp_engine.kernels.ops import int8_rows
 from tp_engine.layers import int8_linear
 from tp_engine.layers.int8_linear import Int8Linear, check_int8, make_int8_linear, quantise_weight
 from tp_engine.layers.linear_method import LinearMethod

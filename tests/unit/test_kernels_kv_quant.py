@@ -7,6 +7,7 @@ import torch
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised, quantise, scales_at
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import store_kv
 
 QUANTISED = list(LARGEST_VALUE)
@@ -42,7 +43,7 @@ def test_twin_stores_values_and_scales_by_slot(dtype: torch.dtype) -> None:
     key, value = torch.randn(2, 4, 2, 8, generator=torch.Generator().manual_seed(1))
     slots = [9, -1, 0, 4]
     cache, scales = torch.zeros(2, 3, 4, 2, 8, dtype=dtype), torch.zeros(2, 3, 2, 4)
-    store_kv(key, value, cache, torch.tensor(slots), scales)
+    store_kv(KeyValue(key, value), LayerKv(cache, scales), torch.tensor(slots))
     for part, states in enumerate((key, value)):
         read = dequantise(cache[part].flatten(0, 1), scales_at(scales[part], torch.arange(12)))
         for slot in range(12):

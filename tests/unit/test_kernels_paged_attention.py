@@ -8,6 +8,7 @@ import torch
 from tests.paged_batches import make_batch
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.attention.base import AttentionShape
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_attention import paged_attention
 from tp_engine.kernels.store_kv import store_kv
 
@@ -18,10 +19,11 @@ def test_twin(window: int | None) -> None:
     shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.3, sliding_window=window)
     batch = make_batch([(1, 40), (1, 0), (5, 5), (7, 30), (30, 45)], shape, block_size=8)
     metadata = batch.metadata
-    store_kv(batch.key, batch.value, batch.kv_cache, metadata.slot_mapping)
+    kv = LayerKv(batch.kv_cache)
+    store_kv(batch.new, kv, metadata.slot_mapping)
     out = paged_attention(
         batch.query,
-        batch.kv_cache,
+        kv,
         metadata.block_table,
         metadata.seq_lens,
         metadata.query_start,

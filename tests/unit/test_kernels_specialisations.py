@@ -8,8 +8,12 @@ import torch
 
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.model_config.activation import SILU
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 128, 151_936, 16, 64
 
@@ -21,17 +25,19 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_layer(num_tokens: int, cache: torch.Tensor) -> torch.Tensor:
     """What a layer does beside products and attention; its queries, which are a view of the merged heads."""
-    from tp_engine.kernels.layer_ops import triton_ops
-
-    ops, weight, slots = triton_ops(), empty(HIDDEN), empty(num_tokens, dtype=torch.int64)
-    ops.rms_norm(empty(num_tokens, HIDDEN), weight, 1e-6)
-    ops.add_rms_norm(empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN), weight, 1e-6)
-    ops.silu_and_mul(empty(num_tokens, 6144))
+    norm, add_norm, gate, prepare_heads = (
+        implementation(name, "triton") for name in ("norm", "add_norm", "gate", "prepare_heads")
+    )
+    rule, slots = NormRule(empty(HIDDEN), 1e-6), empty(num_tokens, dtype=torch.int64)
+    norm(empty(num_tokens, HIDDEN), rule)
+    add_norm(empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN), rule)
+    gate(empty(num_tokens, 6144), SILU)
     gains = empty(HEADS + KV_HEADS, HEAD_DIM)
-    norm = HeadNorm(q_weight=empty(HEAD_DIM), k_weight=empty(HEAD_DIM), weights=gains, eps=1e-6)
+    head_norm = HeadNorm(q_weight=empty(HEAD_DIM), k_weight=empty(HEAD_DIM), weights=gains, eps=1e-6)
     rotation = Rotation(empty(4096, HEAD_DIM), empty(num_tokens, dtype=torch.int64))
     merged = empty(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    return ops.prepare_heads(merged, KV_HEADS, norm, rotation, cache, None, slots)[0]
+    query: torch.Tensor = prepare_heads(merged, KV_HEADS, head_norm, rotation, LayerKv(cache), slots)[0]
+    return query
 
 
 def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int, num_chunks: int, width: int) -> None:
@@ -44,12 +50,14 @@ def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int,
     out: Any = empty(len(query), HEADS, HEAD_DIM)
     if num_decodes:
         sizes = decode_sizes(num_decodes, KV_HEADS, HEAD_DIM, 2, 132)
-        part = (query[:num_decodes], cache, table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes])
+        part = (query[:num_decodes], LayerKv(cache), table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes])
         paged_decode_triton(*part, sizes=sizes, scale=0.1, arrivals=empty(MAX_ARRIVALS, dtype=torch.int32))
     if num_chunks:
         starts, sizes_of_chunks = empty(num_requests + 1, dtype=torch.int32), prefill_sizes(HEAD_DIM, 2)
         place: dict[str, Any] = {"num_queries": len(query) - num_decodes, "first_request": num_decodes}
-        paged_prefill_triton(query, cache, table, seq_lens, starts, out, sizes=sizes_of_chunks, scale=0.1, **place)
+        paged_prefill_triton(
+            query, LayerKv(cache), table, seq_lens, starts, out, sizes=sizes_of_chunks, scale=0.1, **place
+        )
 
 
 def launch_decode_inputs_and_sampling(num_rows: int) -> None:

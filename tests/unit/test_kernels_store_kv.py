@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import store_kv
 
 
@@ -20,14 +21,14 @@ def test_twin_stores_by_slot_and_skips_padding(cache_dtype: torch.dtype) -> None
         if slot >= 0:
             expected[0, slot // 4, slot % 4] = key[token]
             expected[1, slot // 4, slot % 4] = value[token]
-    store_kv(key, value, cache, torch.tensor(slots))
+    store_kv(KeyValue(key, value), LayerKv(cache), torch.tensor(slots))
     torch.testing.assert_close(cache, expected, rtol=0, atol=0)
 
 
 def test_twin_with_padding_only() -> None:
     """Oracle: nothing is stored."""
     cache = torch.zeros(2, 3, 4, 1, 8)
-    store_kv(torch.randn(2, 1, 8), torch.randn(2, 1, 8), cache, torch.tensor([-1, -1]))
+    store_kv(KeyValue(*torch.randn(2, 2, 1, 8)), LayerKv(cache), torch.tensor([-1, -1]))
     assert cache.count_nonzero() == 0
 
 

@@ -12,7 +12,8 @@ from tests.simulated_ranks import run_ranks
 from tests.unit.test_models import CPU, LLAMA3, prefill_metadata
 from tp_engine.attention.base import AttentionShape
 from tp_engine.dist.collectives import Communicator, SingleRank
-from tp_engine.kernels.activation import silu_and_mul
+from tp_engine.kernels.activation import gate
+from tp_engine.kernels.layer_kv import KeyValue
 from tp_engine.kernels.rope import apply_rotary, norm_heads
 from tp_engine.layers.attention import attend_fresh
 from tp_engine.layers.context import LayerContext
@@ -21,6 +22,7 @@ from tp_engine.layers.forward_context import current_metadata, forward_context
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import QKNorm, RMSNorm
 from tp_engine.layers.rotary import RotaryEmbedding
+from tp_engine.model_config.activation import SILU
 from tp_engine.model_config.rope import RopeConfig
 
 ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU)
@@ -78,10 +80,10 @@ def test_qk_norm_on_a_view() -> None:
     torch.testing.assert_close(norm_heads(heads, norm.head_norm), expected)
 
 
-def test_silu_and_mul() -> None:
+def test_gate() -> None:
     """Oracle: the formula."""
     x = torch.randn(5, 14)
-    torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :7]) * x[:, 7:])
+    torch.testing.assert_close(gate(x, SILU), F.silu(x[:, :7]) * x[:, 7:])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -137,7 +139,7 @@ def test_fresh_attention(window: int | None) -> None:
         AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=window),
     )
     query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
-    found = attend_fresh(query, key, value, prefill_metadata(lengths), shape)
+    found = attend_fresh(query, KeyValue(key, value), prefill_metadata(lengths), shape)
     start = 0
     for length in lengths:
         for token in range(length):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.dist.collectives import SingleRank
-from tp_engine.kernels.activation import silu_and_mul
+from tp_engine.kernels.activation import gate
 from tp_engine.kernels.embedding import embed
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
@@ -21,10 +21,11 @@ from tp_engine.layers.linear_method import (
     PackedLinear,
     PanelLinear,
     PlainLinear,
-    ThenSwiGLU,
+    ThenGate,
     choose_gated_method,
     choose_linear_method,
 )
+from tp_engine.model_config.activation import SILU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (3, 6), (37, 83), (37, 84), (16, 32), (33, 31), (70, 1100), (70, 2500)]  # (out, in)
@@ -167,8 +168,8 @@ def test_the_choice_by_type_and_processor(
     assert isinstance(choose_linear_method(weight.double()), PlainLinear)
     assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)
     for dtype, gated in ((torch.float32, PanelLinear), (torch.bfloat16, expected), (torch.float16, PanelLinear)):
-        method = choose_gated_method(weight.to(dtype), silu_and_mul)
-        assert isinstance(method, PanelLinear if gated is PanelLinear else ThenSwiGLU)
+        method = choose_gated_method(weight.to(dtype), SILU)
+        assert isinstance(method, PanelLinear if gated is PanelLinear else ThenGate)
 
 
 @pytest.mark.usefixtures("any_library")
@@ -199,11 +200,11 @@ def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: i
     """Oracle: SwiGLU's kernel after the product in panels, bit by bit, NaN too; sizes that fill no panel."""
     x, weight, bias = operands((2 * size, 76), 200, dtype)
     weight[0, 3], weight[size, 70] = float("inf"), float("nan")
-    separate, gated = PackedWeight(library, weight), PackedWeight(library, weight, is_gated=True)
-    swiglu = NativeOps(library).silu_and_mul
+    separate, gated = PackedWeight(library, weight), PackedWeight(library, weight, activation=SILU)
+    ops = NativeOps(library)
     for rows in (0, 1, 5, 6, 7, 97, 200):
         offset = bias if has_bias else None
-        expected = swiglu(separate.product(x[:rows], offset))
+        expected = ops.gate(separate.product(x[:rows], offset), SILU)
         torch.testing.assert_close(gated.product(x[:rows], offset), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -212,8 +213,8 @@ def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: i
 def test_gate_and_up_by_the_chosen_method(dtype: torch.dtype) -> None:
     """Oracle: SwiGLU in float64, to within the type's rounding of each half and of the result."""
     x, weight, bias = torch.randn(9, 64, dtype=dtype), torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
-    method = choose_gated_method(weight / 8, silu_and_mul)
-    expected = silu_and_mul(F.linear(x.double(), weight.double() / 8, bias.double()))
+    method = choose_gated_method(weight / 8, SILU)
+    expected = gate(F.linear(x.double(), weight.double() / 8, bias.double()), SILU)
     found = method(x, bias)
     assert found.dtype == dtype and found.shape == (9, 48)
     eps = torch.finfo(dtype).eps

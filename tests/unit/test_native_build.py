@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tp_engine import env
-from tp_engine.kernels.layer_ops import TORCH_OPS, layer_ops
 from tp_engine.kernels.native import build, library
 from tp_engine.kernels.native.build import BuildError, built_library, is_intact
 from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.ops import OPS, is_recordable, op
 
 ROOT = Path(__file__).parents[2]
 # Writes its arguments to the file after -o, and a line per call to a log beside itself.
@@ -42,10 +42,10 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fresh_choice() -> Iterator[None]:
     """Choices are made anew, in this test and after it."""
-    for chosen in (native_library, layer_ops):
+    for chosen in (native_library, op, is_recordable):
         chosen.cache_clear()
     yield
-    for chosen in (native_library, layer_ops):
+    for chosen in (native_library, op, is_recordable):
         chosen.cache_clear()
 
 
@@ -126,7 +126,7 @@ def test_pytorch_computes_where_there_are_no_kernels(
         "no compiler": "there is no C compiler; install gcc",
         "fails": "bad luck",
         "no library": "no native CPU kernels",  # what the stand-in writes can not be loaded
-        "wrong results": "rms_norm in torch.float32 differs",
+        "wrong results": "norm in torch.float32 differs",
         "switched off": "switched off by TP_ENGINE_NATIVE",
     }[reason]
     if reason == "no compiler":
@@ -142,5 +142,6 @@ def test_pytorch_computes_where_there_are_no_kernels(
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         assert native_library() is None
         assert native_library() is None
-        assert layer_ops("cpu") is TORCH_OPS
+        assert all(op(name, "cpu") is entry.twin for name, entry in OPS.items())
+        assert not any(is_recordable(name, "cpu") for name in OPS)
     assert len(caplog.messages) == 1 and said in caplog.messages[0]

@@ -12,11 +12,14 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels import activation, norm, rope
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.native import self_check
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.ops import NativeOps
+from tp_engine.kernels.norm import NormRule
 from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.kernels.store_kv import store_kv
+from tp_engine.model_config.activation import SILU
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 
@@ -44,36 +47,37 @@ def test_norms(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], thread
     torch.set_num_threads(threads)
     x, residual = torch.randn(2, *size).to(dtype)
     weight = torch.randn(size[1]).to(dtype)
+    rule = NormRule(weight, 1e-5)
 
     def formula(values: torch.Tensor) -> torch.Tensor:
         wide = values.double()
         return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
 
-    plain = error(norm.rms_norm(x, weight, 1e-5), formula(x))
-    assert error(ops.rms_norm(x, weight, 1e-5), formula(x)) <= 2 * plain + 1e-6
+    plain = error(norm.norm(x, rule), formula(x))
+    assert error(ops.norm(x, rule), formula(x)) <= 2 * plain + 1e-6
     ours, theirs = residual.clone(), residual.clone()
-    plain = error(norm.add_rms_norm(x, theirs, weight, 1e-5), formula(theirs))
-    assert error(ops.add_rms_norm(x, ours, weight, 1e-5), formula(theirs)) <= 2 * plain + 1e-6
+    plain = error(norm.add_norm(x, theirs, rule), formula(theirs))
+    assert error(ops.add_norm(x, ours, rule), formula(theirs)) <= 2 * plain + 1e-6
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_silu_and_mul(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
+def test_silu(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
     """Oracle: the formula in float64; the error is at most twice PyTorch's."""
     torch.set_num_threads(threads)
     x = torch.randn(size[0], 2 * size[1]).to(dtype) * 5
     gate, up = x.double().chunk(2, -1)
     exact = gate * gate.sigmoid() * up
-    assert error(ops.silu_and_mul(x), exact) <= 2 * error(activation.silu_and_mul(x), exact) + 1e-5
+    assert error(ops.gate(x, SILU), exact) <= 2 * error(activation.gate(x, SILU), exact) + 1e-5
 
 
 def test_silu_of_extremes(ops: NativeOps) -> None:
     """Oracle: PyTorch, at values where the exponential leaves float32's range; NaN stays."""
     gate = torch.tensor([[-1e30, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 200.0, 1e30, float("nan")]])
     x = torch.cat((gate, torch.ones_like(gate)), 1)
-    torch.testing.assert_close(ops.silu_and_mul(x), activation.silu_and_mul(x), equal_nan=True)
+    torch.testing.assert_close(ops.gate(x, SILU), activation.gate(x, SILU), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -91,7 +95,7 @@ def test_heads(ops: NativeOps, dtype: torch.dtype, head_dim: int, has_norm: bool
         repeated = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
         head_norm = HeadNorm(q_weight=q_weight, k_weight=k_weight, weights=repeated, eps=1e-6) if has_norm else None
         rotation = Rotation(table.to(kind), positions)
-        parts = turn(heads.to(kind, copy=True), num_kv_heads, head_norm, rotation, None, None, torch.arange(40))
+        parts = turn(heads.to(kind, copy=True), num_kv_heads, head_norm, rotation, None, torch.arange(40))
         return torch.cat([part for part in parts if part is not None], 1)
 
     exact = turned(rope.prepare_heads, torch.float64)
@@ -101,11 +105,11 @@ def test_heads(ops: NativeOps, dtype: torch.dtype, head_dim: int, has_norm: bool
 
 def test_what_the_kernels_do_not_take_is_their_twins(ops: NativeOps) -> None:
     """Oracle: the twins: other types, and rows that are not contiguous."""
-    wide, weight = torch.randn(5, 16).double(), torch.randn(8).double()
-    assert torch.equal(ops.silu_and_mul(wide), activation.silu_and_mul(wide))
-    assert torch.equal(ops.rms_norm(wide[:, :8], weight, 1e-5), norm.rms_norm(wide[:, :8], weight, 1e-5))
+    wide, rule = torch.randn(5, 16).double(), NormRule(torch.randn(8).double(), 1e-5)
+    assert torch.equal(ops.gate(wide, SILU), activation.gate(wide, SILU))
+    assert torch.equal(ops.norm(wide[:, :8], rule), norm.norm(wide[:, :8], rule))
     strided = torch.randn(5, 16)[:, ::2]
-    torch.testing.assert_close(ops.silu_and_mul(strided), activation.silu_and_mul(strided))
+    torch.testing.assert_close(ops.gate(strided, SILU), activation.gate(strided, SILU))
 
 
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
@@ -145,12 +149,12 @@ def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype
     batch = make_batch(MIXED, shape_of(4, 2, 20), dtype=dtype, cache_dtype=cache_dtype, padding_tokens=3)
     backend = NativeBackend()
     found = batch.cache_for(backend)
-    store_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+    store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
     expected = batch.cache_for(backend)
     backend.prepare(batch.metadata)
-    first = backend.forward(batch.query, batch.key, batch.value, found, batch.metadata, batch.shape)
+    first = backend.forward(batch.query, batch.new, LayerKv(found), batch.metadata, batch.shape)
     assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
-    second = backend.forward(batch.query, None, None, found, batch.metadata, batch.shape)
+    second = backend.forward(batch.query, None, LayerKv(found), batch.metadata, batch.shape)
     assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
     assert torch.equal(first, second)
 
@@ -164,14 +168,14 @@ def test_a_request_s_result_depends_on_nothing_else() -> None:
         torch.set_num_threads(threads)
         assert torch.equal(batch.attend(NativeBackend()), whole)
     backend = NativeBackend()
-    store_kv(batch.key, batch.value, batch.kv_cache, batch.metadata.slot_mapping)
+    store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
     cache = batch.cache_for(backend)
     for position in (0, 17, 39):
         one = make_batch([(1, 660 + position + 1)] * 9, shape, dtype=torch.bfloat16)
         one.metadata.block_table = batch.metadata.block_table.expand(9, -1)
         backend.prepare(one.metadata)
         query = batch.query[position].expand(9, -1, -1)
-        out = backend.forward(query, None, None, cache, one.metadata, shape)
+        out = backend.forward(query, None, LayerKv(cache), one.metadata, shape)
         assert torch.equal(out, whole[position].expand(9, -1, -1))
 
 
@@ -218,6 +222,6 @@ def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> N
     """Oracle: kernels as they are agree; one that forgets a factor is named."""
     library = native_library()
     assert library is not None and self_check.disagreement(library) is None
-    right = NativeOps.rms_norm
-    monkeypatch.setattr(NativeOps, "rms_norm", lambda self, x, weight, eps: right(self, x, weight, eps) * 1.01)
-    assert self_check.disagreement(library) == "rms_norm in torch.float32 differs from PyTorch"
+    right = NativeOps.norm
+    monkeypatch.setattr(NativeOps, "norm", lambda self, x, rule: right(self, x, rule) * 1.01)
+    assert self_check.disagreement(library) == "norm in torch.float32 differs from PyTorch"

@@ -16,8 +16,7 @@ from tp_engine.dist.symmetric_memory import SymmetricCommunicator
 from tp_engine.dist.symmetric_setup import with_symmetric_memory
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.faults import PhaseNote
-from tp_engine.kernels.layer_ops import TORCH_OPS
-from tp_engine.kernels.norm import add_rms_norm
+from tp_engine.kernels.norm import NormRule, add_norm
 from tp_engine.layers.reduce_norm import Composed, Fused, reduce_add_norm
 from tp_engine.units import KIB, MIB
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
@@ -255,20 +254,21 @@ def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> N
         symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, PhaseNote(), fuses_norm=True)
         number, launches = library.info.rank + 1, []
 
-        def kernel(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, **where: Any) -> Any:
+        def kernel(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float, **where: Any) -> Any:
             assert where["rank"] == library.info.rank and where["buffers"] is where["signals"]
             launches.append(len(x))
-            return add_rms_norm(library.all_reduce(x), residual, weight, eps)
+            return add_norm(library.all_reduce(x), residual, rule, scale)
 
-        fused, composed = reduce_add_norm(symmetric, TORCH_OPS), reduce_add_norm(library, TORCH_OPS)
+        fused, composed = reduce_add_norm(symmetric, add_norm), reduce_add_norm(library, add_norm)
         assert isinstance(fused, Fused) and isinstance(composed, Composed)
         fused._kernel = kernel  # type: ignore[assignment]
         x, weight = torch.arange(num_rows * 16.0).view(num_rows, 16), torch.linspace(0, 1, 16)
         expected_residual = torch.ones(num_rows, 16)
-        expected = add_rms_norm(x * 3, expected_residual, weight, 1e-6)
+        rule = NormRule(weight, 1e-6)
+        expected = add_norm(x * 3, expected_residual, rule)
         for one in (fused, composed):
             residual = torch.ones(num_rows, 16)
-            assert torch.equal(one(x * number, residual, weight, 1e-6), expected)
+            assert torch.equal(one(x * number, residual, rule), expected)
             assert torch.equal(residual, expected_residual)
         assert launches == ([1] if num_rows == 1 else [])
 
@@ -277,10 +277,10 @@ def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> N
 
 def test_what_is_not_told_to_fuse_does_not() -> None:
     """One rank has nothing to add up; others add up first unless they are told to fuse."""
-    assert reduce_add_norm(SingleRank(), TORCH_OPS) is TORCH_OPS.add_rms_norm
+    assert reduce_add_norm(SingleRank(), add_norm) is add_norm
 
     def body(library: Communicator) -> None:
         symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, PhaseNote())
-        assert isinstance(reduce_add_norm(symmetric, TORCH_OPS), Composed)
+        assert isinstance(reduce_add_norm(symmetric, add_norm), Composed)
 
     run_ranks(2, body)

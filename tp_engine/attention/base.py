@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import IntArray
 
 
@@ -38,22 +39,26 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The constants of one attention layer on this rank.  ``sliding_window`` counts the visible keys, self included."""
+    """The constants of one attention layer on this rank.  ``sliding_window`` counts the visible keys, self included.
+
+    ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
+    (kernels/attention_scores.py has the formulas).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache.
 
-    One layer's cache is (2, blocks, block_size, local KV heads, head_dim): keys at 0, values at 1.  A quantised one has
-    scales beside it (kernels/kv_quant.py).  ``can_capture_decodes`` says that a step of decodes can be recorded,
-    in a CUDA graph or on a tape: ``forward`` then launches the same kernels whatever the lengths, which they read
-    themselves.
+    ``can_capture_decodes`` says that a step of decodes can be recorded, in a CUDA graph or on a tape: ``forward`` then
+    launches the same kernels whatever the lengths, which they read themselves.
     """
 
     name: str
@@ -65,15 +70,13 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store all of this step's keys and values, then attend: requests of one step may share a prefix it computes.
 
-        ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim), both None where they are already
-        stored; ``kv_scales`` (2, blocks, KV heads, block_size) of a quantised cache; returns (N, heads, head_dim).
+        ``query`` (N, heads, head_dim); ``new`` is None where its keys and values are stored already; returns
+        (N, heads, head_dim).
         """

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.masks import StaircaseMasks
 from tp_engine.attention.paged_kv import SlotReader, SlotSelection
+from tp_engine.attention.sdpa import attend, sinks_by_kv_head
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 
 # Queries per call of a long chunk: keys after the tile's end are not read, and a mask stays small.
 TILE = 256
@@ -24,22 +25,17 @@ TokenSelection: TypeAlias = slice | torch.Tensor
 
 @dataclass(slots=True)
 class LayerInput:
-    """One layer's ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim) and its cache.
-
-    ``key`` and ``value`` are None where only the cache has them.
-    """
+    """One layer's ``query`` (N, heads, head_dim), the step's own keys and values, if at hand, and its cache."""
 
     query: torch.Tensor
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-    kv_cache: torch.Tensor
+    new: KeyValue | None
+    kv: LayerKv
     shape: AttentionShape
     reader: SlotReader
-    kv_scales: torch.Tensor | None = None
 
     def cached(self, part: int, selection: SlotSelection) -> torch.Tensor:
         """Keys (part 0) or values (part 1) of the cache: (keys, KV heads, head_dim)."""
-        return self.reader.read(self.kv_cache, part, selection, self.kv_scales)
+        return self.reader.read(self.kv, part, selection)
 
 
 class AttentionCall(Protocol):
@@ -78,8 +74,14 @@ class GroupCall:
             layer.cached(part, self.selection).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
             for part in (0, 1)
         )
-        out = F.scaled_dot_product_attention(
-            query.reshape(batch, kv_heads, length * group, head_dim), keys, values, self.mask, scale=shape.scale
+        sinks = sinks_by_kv_head(shape)
+        out = attend(
+            query.reshape(batch, kv_heads, length * group, head_dim),
+            keys,
+            values,
+            self.mask,
+            shape=shape,
+            sinks=None if sinks is None else sinks.repeat(1, length).unsqueeze(-1),
         )
         out = out.view(batch, kv_heads, length, group, head_dim).transpose(1, 2)
         return out.reshape(batch * length, shape.num_heads, head_dim)
@@ -114,8 +116,8 @@ class ChunkCall:
     def _read(self, layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (keys, KV heads, head_dim) from ``first_key`` on."""
         if self.selection is None:
-            assert layer.key is not None and layer.value is not None
-            return layer.key[self.tokens], layer.value[self.tokens]
+            assert layer.new is not None
+            return layer.new.key[self.tokens], layer.new.value[self.tokens]
         return layer.cached(0, self.selection), layer.cached(1, self.selection)
 
     def _tile(
@@ -126,11 +128,21 @@ class ChunkCall:
         group = shape.num_heads // shape.num_kv_heads
         grouped = query.view(num_queries, shape.num_kv_heads, group, shape.head_dim).permute(2, 1, 0, 3)
         keys, values = (states.transpose(0, 1).expand(group, -1, -1, -1) for states in (keys, values))
-        is_causal = num_queries == num_keys and (window is None or num_queries <= window)
+        is_plain = shape.softcap is None and shape.sinks is None
+        is_causal = is_plain and num_queries == num_keys and (window is None or num_queries <= window)
         mask = None
         if not is_causal:
             mask = self.masks.corner(num_queries, num_keys, window, query.dtype, query.device)
             if query.device.type != "cpu":
                 mask = mask.contiguous()  # device kernels want aligned rows
-        out = F.scaled_dot_product_attention(grouped, keys, values, mask, is_causal=is_causal, scale=shape.scale)
+        sinks = sinks_by_kv_head(shape)
+        out = attend(
+            grouped,
+            keys,
+            values,
+            mask,
+            is_causal=is_causal,
+            shape=shape,
+            sinks=None if sinks is None else sinks.T[..., None, None],
+        )
         return out.permute(2, 1, 0, 3).reshape(query.shape)

@@ -16,6 +16,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.kv_store import fastest_store
 from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 
 BLOCK_SIZE_MULTIPLE = 256
 MAX_HEAD_DIM = 256
@@ -146,24 +147,22 @@ class FlashAttnBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        assert kv_scales is None, "why_not refuses a quantised cache"
-        if key is not None and value is not None:
-            self._store_kv(key, value, kv_cache, metadata.slot_mapping, None)
+        assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
+        if new is not None:
+            self._store_kv(new, kv, metadata.slot_mapping)
         parts, start, rule = [], metadata.num_decodes, _rule_of(shape)
         if start:
             decodes = Decodes(metadata.seq_lens[:start], metadata.block_table[:start])
-            parts.append(self._calls.decode(query[:start].unsqueeze(1), kv_cache, decodes, rule).squeeze(1))
+            parts.append(self._calls.decode(query[:start].unsqueeze(1), kv.cache, decodes, rule).squeeze(1))
         if self._prefills is not None:
             end = start + self._prefills.num_tokens
-            parts.append(self._calls.prefill(query[start:end], kv_cache, self._prefills, rule))
+            parts.append(self._calls.prefill(query[start:end], kv.cache, self._prefills, rule))
             start = end
         if start < len(query):
             parts.append(torch.zeros_like(query[start:]))
@@ -171,9 +170,9 @@ class FlashAttnBackend:
 
 
 def _rule_of(shape: AttentionShape) -> Rule:
-    """The window counts keys to the left and right of the own one; -1 is no limit."""
+    """The window counts keys to the left and right of the own one, -1 is no limit; a softcap of 0 is none."""
     window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
-    return {"softmax_scale": shape.scale, "causal": True, "window_size": window}
+    return {"softmax_scale": shape.scale, "causal": True, "window_size": window, "softcap": shape.softcap or 0.0}
 
 
 def best_version(needs: AttentionNeeds) -> int | None:
@@ -198,7 +197,7 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return "the flash-attn package is not installed; `pip install flash-attn`, or use another attention_backend"
     if version == 2 and needs.block_size % BLOCK_SIZE_MULTIPLE:
         return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
-    return needs.why_too_old(MIN_CAPABILITY) or why_not_these_types(needs)
+    return needs.why_too_old(MIN_CAPABILITY) or needs.why_no_sinks() or why_not_these_types(needs)
 
 
 def why_not_these_types(needs: AttentionNeeds) -> str | None:
@@ -210,9 +209,10 @@ def why_not_these_types(needs: AttentionNeeds) -> str | None:
             f"kv_cache_dtype is {needs.kv_cache_dtype} but dtype is {needs.dtype}; it needs both equal: set "
             f"kv_cache_dtype=auto, or use attention_backend=triton"
         )
-    if needs.head_dim > MAX_HEAD_DIM or needs.head_dim % HEAD_DIM_MULTIPLE:
+    odd = [size for size in needs.head_dims if size > MAX_HEAD_DIM or size % HEAD_DIM_MULTIPLE]
+    if odd:
         return (
-            f"head_dim is {needs.head_dim}; it needs a multiple of {HEAD_DIM_MULTIPLE}, at most {MAX_HEAD_DIM}: use "
+            f"head_dim is {odd[0]}; it needs a multiple of {HEAD_DIM_MULTIPLE}, at most {MAX_HEAD_DIM}: use "
             f"another attention_backend"
         )
     return None

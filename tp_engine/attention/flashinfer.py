@@ -13,6 +13,7 @@ from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.flash_attn import why_not_these_types
 from tp_engine.attention.kv_store import fastest_store
 from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import IntArray
 
 HEAD_DIMS = (64, 128, 256)
@@ -52,23 +53,21 @@ class FlashInferBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        assert kv_scales is None, "why_not refuses a quantised cache"
-        if key is not None and value is not None:
-            self._store_kv(key, value, kv_cache, metadata.slot_mapping, None)
-        kind = _LayerKind(shape, kv_cache.shape[2], query.dtype)
+        assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
+        if new is not None:
+            self._store_kv(new, kv, metadata.slot_mapping)
+        kind = _LayerKind(shape, kv.cache.shape[2], query.dtype)
         wrapper = self._wrapper(kind, query.device)
         if kind not in self._planned:
             self._plan(wrapper, kind, metadata)
             self._planned.add(kind)
-        out: torch.Tensor = wrapper.run(query[: self._num_tokens].contiguous(), (kv_cache[0], kv_cache[1]))
+        out: torch.Tensor = wrapper.run(query[: self._num_tokens].contiguous(), (kv.cache[0], kv.cache[1]))
         num_padding = len(query) - self._num_tokens
         return torch.cat((out, torch.zeros_like(query[-num_padding:]))) if num_padding else out
 
@@ -95,6 +94,7 @@ class FlashInferBackend:
             page_size=block_size,
             causal=True,
             sm_scale=shape.scale,
+            logits_soft_cap=shape.softcap,
             window_left=-1 if shape.sliding_window is None else shape.sliding_window - 1,
             q_data_type=kind.dtype,
             kv_data_type=kind.dtype,
@@ -127,7 +127,7 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return (
             "the flashinfer package is not installed; `pip install flashinfer-python`, or use another attention_backend"
         )
-    if needs.head_dim not in HEAD_DIMS:
+    if odd := [size for size in needs.head_dims if size not in HEAD_DIMS]:
         sizes = ", ".join(map(str, HEAD_DIMS))
-        return f"head_dim is {needs.head_dim}; it takes {sizes}: use another attention_backend"
-    return why_not_these_types(needs)
+        return f"head_dim is {odd[0]}; it takes {sizes}: use another attention_backend"
+    return needs.why_no_sinks() or why_not_these_types(needs)

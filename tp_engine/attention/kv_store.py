@@ -7,11 +7,12 @@ from typing import TypeAlias
 
 import torch
 
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import store_kv
 from tp_engine.kernels.triton_support import has_triton
 
-# Key, value, cache, slots and, of a quantised cache, its scales; see ``store_kv``.
-StoreKv: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+# New keys and values, cache, slots; see ``store_kv``.
+StoreKv: TypeAlias = Callable[[KeyValue, LayerKv, torch.Tensor], None]
 
 
 def fastest_store() -> StoreKv:

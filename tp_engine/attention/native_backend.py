@@ -6,6 +6,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import PagedAttention
@@ -39,20 +40,27 @@ class NativeBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        assert kv_scales is None, "why_not refuses a quantised cache"
+        assert kv.scales is None, "why_not refuses a quantised cache"
         query = _with_dense_tokens(query)
-        if key is not None and value is not None:
-            key, value = _with_dense_tokens(key), _with_dense_tokens(value)
+        if new is not None:
+            new = KeyValue(*map(_with_dense_tokens, new))
         out = (torch.zeros if self._has_padding else torch.empty)(query.shape, dtype=query.dtype)
-        self._kernel(query, key, value, kv_cache, out, shape.scale, shape.sliding_window)
+        self._kernel(
+            query,
+            new,
+            kv.cache,
+            out,
+            scale=shape.scale,
+            window=shape.sliding_window,
+            softcap=shape.softcap,
+            sinks=shape.sinks,
+        )
         return out
 
 
@@ -69,8 +77,8 @@ def why_not(needs: AttentionNeeds) -> str | None:
     for name, dtype in (("dtype", needs.dtype), ("kv_cache_dtype", needs.kv_cache_dtype)):
         if dtype not in DTYPE_CODES:
             return f"{name} is {dtype}; it knows float32, bfloat16 and float16: use attention_backend=torch"
-    if needs.head_dim > MAX_HEAD_DIM or needs.head_dim % 2:
-        return f"head_dim is {needs.head_dim}; it takes even ones up to {MAX_HEAD_DIM}: use attention_backend=torch"
+    if odd := [size for size in needs.head_dims if size > MAX_HEAD_DIM or size % 2]:
+        return f"head_dim is {odd[0]}; it takes even ones up to {MAX_HEAD_DIM}: use attention_backend=torch"
     if native_library() is None:
         return "its kernels are not available here (the log says why); use attention_backend=torch"
     return None

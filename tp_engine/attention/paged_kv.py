@@ -11,6 +11,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.attention.batch_plan import Group
 from tp_engine.kernels.kv_quant import dequantise, scales_at
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.plan import IntArray
 
 # Which slots to read: a range where they are consecutive (a view, no copy), else their ids (B * keys,) int32.
@@ -86,21 +87,15 @@ class SlotReader:
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def read(
-        self,
-        kv_cache: torch.Tensor,
-        part: int,
-        selection: SlotSelection,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def read(self, kv: LayerKv, part: int, selection: SlotSelection) -> torch.Tensor:
         """Keys (part 0) or values (part 1) at ``selection``: (keys, KV heads, head_dim), perhaps a view.
 
         A quantised cache is read as float32.
         """
-        if kv_scales is not None:
-            return self._read_quantised(kv_cache, part, selection, kv_scales[part])
-        _, _, _, num_kv_heads, head_dim = kv_cache.shape
-        slots = kv_cache[part].view(-1, num_kv_heads * head_dim)
+        if kv.scales is not None:
+            return self._read_quantised(kv.cache, part, selection, kv.scales[part])
+        _, _, _, num_kv_heads, head_dim = kv.cache.shape
+        slots = kv.cache[part].view(-1, num_kv_heads * head_dim)
         if isinstance(selection, slice):
             return slots[selection].view(-1, num_kv_heads, head_dim)
         rows = self._buffer(part, len(selection) * slots.shape[1], slots).view(len(selection), -1)
@@ -111,7 +106,7 @@ class SlotReader:
         self, kv_cache: torch.Tensor, part: int, selection: SlotSelection, scales: torch.Tensor
     ) -> torch.Tensor:
         """``read`` with the part's ``scales`` (blocks, KV heads, block_size)."""
-        values = self.read(kv_cache.view(torch.uint8), part, selection).view(kv_cache.dtype)
+        values = self.read(LayerKv(kv_cache.view(torch.uint8)), part, selection).view(kv_cache.dtype)
         if isinstance(selection, slice):
             selection = torch.arange(selection.start, selection.stop, device=scales.device)
         return dequantise(values, scales_at(scales, selection))

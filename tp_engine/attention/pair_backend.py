@@ -6,6 +6,7 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.kv_store import fastest_store
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 
 
 class PairBackend:
@@ -31,24 +32,22 @@ class PairBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         if self._parts is None:
-            return self._only(metadata).forward(query, key, value, kv_cache, metadata, shape, kv_scales)
-        if key is not None and value is not None:
-            self._store_kv(key, value, kv_cache, metadata.slot_mapping, kv_scales)
+            return self._only(metadata).forward(query, new, kv, metadata, shape)
+        if new is not None:
+            self._store_kv(new, kv, metadata.slot_mapping)
         first = metadata.num_decodes
         decodes, prefills = self._parts
         return torch.cat(
             (
-                self._decode.forward(query[:first], None, None, kv_cache, decodes, shape, kv_scales),
-                self._prefill.forward(query[first:], None, None, kv_cache, prefills, shape, kv_scales),
+                self._decode.forward(query[:first], None, kv, decodes, shape),
+                self._prefill.forward(query[first:], None, kv, prefills, shape),
             )
         )
 

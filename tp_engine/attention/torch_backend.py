@@ -12,6 +12,7 @@ from tp_engine.attention.batch_plan import MAX_CALL_TOKENS, Group, plan_groups
 from tp_engine.attention.calls import TILE, AttentionCall, ChunkCall, GroupCall, LayerInput, TokenSelection
 from tp_engine.attention.masks import StaircaseMasks, batched_mask
 from tp_engine.attention.paged_kv import SlotReader, visible_keys
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.store_kv import scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
@@ -55,17 +56,15 @@ class TorchBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        if key is not None and value is not None:
-            self._store(key, value, kv_cache, metadata, kv_scales)
-        layer = LayerInput(query, key, value, kv_cache, shape, self._reader, kv_scales)
+        if new is not None:
+            self._store(new, kv, metadata)
+        layer = LayerInput(query, new, kv, shape, self._reader)
         kind, calls = self._planned_calls(layer, metadata)
         if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
@@ -85,19 +84,12 @@ class TorchBackend:
     def _prepare_store(self, metadata: AttentionMetadata) -> None:
         self._kept = tokens_to_store(metadata.slot_mapping) if metadata.is_padded else None
 
-    def _store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_scales: torch.Tensor | None,
-    ) -> None:
+    def _store(self, new: KeyValue, kv: LayerKv, metadata: AttentionMetadata) -> None:
         slots, kept = metadata.slot_mapping, self._kept
         if kept is None:
-            scatter_kv(key, value, kv_cache, slots, kv_scales)
+            scatter_kv(new, kv, slots)
         else:
-            scatter_kv(key[kept], value[kept], kv_cache, slots[kept], kv_scales)
+            scatter_kv(KeyValue(new.key[kept], new.value[kept]), kv, slots[kept])
 
     def _plan_call(self, group: Group, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
         """Slots and masks of one group for one kind of layer."""
@@ -121,15 +113,15 @@ class TorchBackend:
 
 
 def _kind_of(layer: LayerInput) -> _LayerKind:
-    query, kv_cache, shape = layer.query, layer.kv_cache, layer.shape
+    query, cache, shape = layer.query, layer.kv.cache, layer.shape
     # Half precision is emulated on CPUs, many times slower than float32.
     is_slow = query.dtype == torch.float16 and query.device.type == "cpu"
     return _LayerKind(
         window=shape.sliding_window,
         queries_per_kv_head=shape.num_heads // shape.num_kv_heads,
-        block_size=kv_cache.shape[2],
+        block_size=cache.shape[2],
         dtype=torch.float32 if is_slow else query.dtype,
-        reads_fresh_keys=layer.key is not None and kv_cache.dtype == query.dtype,
+        reads_fresh_keys=layer.new is not None and cache.dtype == query.dtype,
     )
 
 

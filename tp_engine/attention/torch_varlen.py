@@ -13,6 +13,7 @@ from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.flash_attn import BLOCK_SIZE_MULTIPLE, MIN_CAPABILITY, why_not_these_types
 from tp_engine.attention.kv_store import fastest_store
 from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 
 _NEEDED = ("window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
 
@@ -47,21 +48,20 @@ class TorchVarlenBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        assert kv_scales is None, "why_not refuses a quantised cache"
-        if key is not None and value is not None:
-            self._store_kv(key, value, kv_cache, metadata.slot_mapping, None)
+        assert kv.scales is None, "why_not refuses a quantised cache"
+        assert shape.softcap is None and shape.sinks is None, "why_not refuses both"
+        if new is not None:
+            self._store_kv(new, kv, metadata.slot_mapping)
         out: torch.Tensor = self._varlen_attn(
             query[: self._num_tokens],
-            kv_cache[0],
-            kv_cache[1],
+            kv.cache[0],
+            kv.cache[1],
             metadata.query_start,
             self._cu_seqlens_k,
             self._max_seqlen_q,
@@ -105,4 +105,6 @@ def why_not(needs: AttentionNeeds) -> str | None:
         )
     if needs.block_size % BLOCK_SIZE_MULTIPLE and not _has_version_3():
         return f"block_size is {needs.block_size}; it needs a multiple of {BLOCK_SIZE_MULTIPLE}: set block_size=256"
-    return needs.why_too_old(MIN_CAPABILITY) or why_not_these_types(needs)
+    if needs.has_softcap:
+        return "the model caps its attention scores, which varlen_attn does not; use another attention_backend"
+    return needs.why_too_old(MIN_CAPABILITY) or needs.why_no_sinks() or why_not_these_types(needs)

@@ -8,6 +8,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.triton_support import has_triton
 
 MIN_CAPABILITY = (8, 0)
@@ -46,23 +47,21 @@ class TritonBackend:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
         metadata: AttentionMetadata,
         shape: AttentionShape,
-        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
-        if key is not None and value is not None:
-            self._store_kv(key, value, kv_cache, metadata.slot_mapping, kv_scales)
+        if new is not None:
+            self._store_kv(new, kv, metadata.slot_mapping)
         num_decodes, out = metadata.num_decodes, torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if num_decodes:
-            self._attend_decodes(query[:num_decodes], kv_cache, out[:num_decodes], shape, kv_scales)
+            self._attend_decodes(query[:num_decodes], kv, out[:num_decodes], shape)
         if self._num_prefill_tokens:
             self._prefill(
                 query,
-                kv_cache,
+                kv,
                 metadata.block_table,
                 metadata.seq_lens,
                 metadata.query_start,
@@ -72,20 +71,14 @@ class TritonBackend:
                 num_queries=self._num_prefill_tokens,
                 first_request=num_decodes,
                 window=shape.sliding_window,
-                kv_scales=kv_scales,
+                softcap=shape.softcap,
+                sinks=shape.sinks,
             )
         if num_decodes + self._num_prefill_tokens < len(query):
             out[num_decodes + self._num_prefill_tokens :] = 0.0
         return out
 
-    def _attend_decodes(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        shape: AttentionShape,
-        kv_scales: torch.Tensor | None,
-    ) -> None:
+    def _attend_decodes(self, query: torch.Tensor, kv: LayerKv, out: torch.Tensor, shape: AttentionShape) -> None:
         """``query`` and ``out`` (D, heads, head_dim), one token of each of the first D requests."""
         sizes = self._decode_sizes(
             len(query),
@@ -93,20 +86,21 @@ class TritonBackend:
             shape.head_dim,
             query.dtype.itemsize,
             _num_multiprocessors(query.device),
-            is_quantised=kv_scales is not None,
+            is_quantised=kv.scales is not None,
         )
         if self._arrivals is None:
             self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=query.device)
         self._decode(
             query,
-            kv_cache,
+            kv,
             *self._decode_tables,
             out,
             scale=shape.scale,
             sizes=sizes,
             arrivals=self._arrivals,
             window=shape.sliding_window,
-            kv_scales=kv_scales,
+            softcap=shape.softcap,
+            sinks=shape.sinks,
         )
 
 
@@ -133,8 +127,8 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if not has_triton():
         return "the triton package is not installed; `pip install triton`, or use attention_backend=torch"
-    if needs.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {needs.head_dim}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
+    if (largest := max(needs.head_dims)) > MAX_HEAD_DIM:
+        return f"head_dim is {largest}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
     is_too_old = needs.capability is not None and needs.capability < MIN_FP8_CAPABILITY
     if needs.kv_cache_dtype == torch.float8_e4m3fn and is_too_old:
         return "kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have; set kv_cache_dtype=int8"

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.model_config.activation import Activation
 
 _BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
+def gate_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     out,
     stride,
@@ -38,15 +39,16 @@ def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * SIZE + column, product.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
-    """``activation.silu_and_mul``; the rows may be slices of wider ones."""
+def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``activation.gate``; the rows may be slices of wider ones."""
+    assert activation.kind == "silu", activation
     num_tokens, double = gate_up.shape
     assert double % 2 == 0 and gate_up.stride(1) == 1, (gate_up.shape, gate_up.stride())
     size = double // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         block = min(int(triton.next_power_of_2(size)), _BLOCK)
-        silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+        gate_kernel[(num_tokens, triton.cdiv(size, block))](
             gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, **dependent_launch(gate_up.device)
         )
     return out

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.kv_quant import LARGEST_VALUE
+from tp_engine.kernels.layer_kv import KeyValue
 
 # Adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even.
 _ROUNDER = tl.constexpr(1.5 * 2**23)
@@ -105,13 +106,10 @@ def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
 
 
 def store_quantised_kv_triton(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_scales: torch.Tensor,
+    new: KeyValue, kv_cache: torch.Tensor, kv_scales: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """``store_kv`` of a quantised cache as one kernel launch, which a CUDA graph can hold."""
+    key, value = new
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return

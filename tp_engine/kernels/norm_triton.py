@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.norm import NormRule
 
 MAX_SIZE = 1 << 16
 _ELEMENTS_PER_THREAD = 8
@@ -18,7 +19,7 @@ _MAX_WARPS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rms_norm_kernel(  # type: ignore[no-untyped-def]
+def norm_kernel(  # type: ignore[no-untyped-def]
     x,
     residual,
     weight,
@@ -49,33 +50,36 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * SIZE + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``norm.rms_norm``; the rows of ``x`` may be slices of wider ones."""
-    return _launch(x, None, weight, eps)
+def norm_triton(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
+    """``norm.norm``; the rows of ``x`` may be slices of wider ones."""
+    return _launch(x, None, rule)
 
 
-def add_rms_norm_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``norm.add_rms_norm``, which reads and writes every element once."""
+def add_norm_triton(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0) -> torch.Tensor:
+    """``norm.add_norm``, which reads and writes every element once."""
     assert residual.shape == x.shape and residual.stride(1) == 1, (residual.shape, residual.stride())
-    return _launch(x, residual, weight, eps)
+    assert scale == 1.0, f"the kernel does not scale x, by {scale}"
+    return _launch(x, residual, rule)
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule) -> torch.Tensor:
     num_tokens, size = x.shape
+    weight = rule.weight
+    assert not (rule.offset or rule.is_centred), rule
     assert x.stride(1) == 1 and weight.shape == (size,), (x.shape, x.stride(), weight.shape)
     assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
     block, num_warps = row_launch(size)
-    rms_norm_kernel[(num_tokens,)](
+    norm_kernel[(num_tokens,)](
         x,
         residual,
         weight,
         out,
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        eps,
+        rule.eps,
         SIZE=size,
         BLOCK=block,
         ADDS=residual is not None,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.model_config.activation import Activation
 
 _MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
 _BLOCK_ELEMENTS = 4096
@@ -79,12 +80,14 @@ def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
 
 
 def one_row_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: Activation | None = None
 ) -> torch.Tensor:
     """``x`` (1, in) @ ``weight`` (out, in).T + ``bias`` (out,), summed up in float32: (1, out).
 
-    ``is_gated``: SwiGLU's product of the first half of that and the second, rounded once: (1, out / 2).
+    With an ``activation``: of the first half of that and the second, rounded once: (1, out / 2).
     """
+    assert activation is None or activation.kind == "silu", activation
+    is_gated = activation is not None
     num_rows, size = weight.shape
     assert x.shape == (1, size) and x.stride(1) == 1 and takes_weight(weight, is_gated=is_gated), (x.shape, size)
     num_out = num_rows // 2 if is_gated else num_rows

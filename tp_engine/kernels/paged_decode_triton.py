@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
 
 MAX_SPLITS = 64
@@ -212,7 +213,7 @@ def split_of(  # type: ignore[no-untyped-def]
 
 def paged_decode_triton(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv: LayerKv,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
@@ -222,7 +223,8 @@ def paged_decode_triton(
     arrivals: torch.Tensor,
     query_len: int = 1,
     window: int | None = None,
-    kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """``paged_attention`` of B requests with ``query_len`` queries each, N = B x query_len, into ``out``.
 
@@ -237,15 +239,16 @@ def paged_decode_triton(
         return
     num_splits = sizes.num_splits
     assert out.is_contiguous() and block_table.stride(1) == 1 and num_tokens == query_len * len(seq_lens)
-    assert num_splits == 1 or len(seq_lens) * kv_cache.shape[3] <= len(arrivals), (num_splits, len(arrivals))
-    constants = layer_constants(query, kv_cache, kv_scales, window)
+    assert num_splits == 1 or len(seq_lens) * kv.cache.shape[3] <= len(arrivals), (num_splits, len(arrivals))
+    assert softcap is None and sinks is None, (softcap, sinks)
+    constants = layer_constants(query, kv, window)
     partial, lse = out, out
     if num_splits > 1:
         partial = torch.empty((*query.shape[:2], num_splits, head_dim), dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], num_splits), dtype=torch.float32, device=query.device)
     paged_decode_kernel[(constants["NUM_KV_HEADS"], num_splits, len(seq_lens))](
         query,
-        *cache_arguments(kv_cache, kv_scales),
+        *cache_arguments(kv),
         block_table,
         seq_lens,
         out,

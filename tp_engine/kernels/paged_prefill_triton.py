@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
 
 # Of the GPUs that are for servers (sm_80, sm_90, sm_100); others, such as sm_86 and sm_89, have 99 KiB.
@@ -136,7 +137,7 @@ def request_of(  # type: ignore[no-untyped-def]
 
 def paged_prefill_triton(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv: LayerKv,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start: torch.Tensor,
@@ -147,7 +148,8 @@ def paged_prefill_triton(
     num_queries: int,
     first_request: int = 0,
     window: int | None = None,
-    kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """``paged_attention`` of the requests from ``first_request`` on, ``num_queries`` tokens in all, into ``out``.
 
@@ -158,13 +160,14 @@ def paged_prefill_triton(
     if num_queries == 0 or first_request == num_requests:
         return
     assert out.is_contiguous() and block_table.stride(1) == 1
-    constants = layer_constants(query, kv_cache, kv_scales, window)
+    assert softcap is None and sinks is None, (softcap, sinks)
+    constants = layer_constants(query, kv, window)
     group = constants["GROUP"]
     rows = max(sizes.rows, triton.next_power_of_2(group))
     num_blocks = num_queries // (rows // group) + num_requests - first_request
     paged_prefill_kernel[(constants["NUM_KV_HEADS"], num_blocks)](
         query,
-        *cache_arguments(kv_cache, kv_scales),
+        *cache_arguments(kv),
         block_table,
         seq_lens,
         query_start,

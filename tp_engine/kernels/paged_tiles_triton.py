@@ -15,22 +15,22 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.layer_kv import LayerKv
+
 LOG2_E = 1.4426950408889634
 
 
-def cache_arguments(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
     """Keys, values and their scales; those of a cache without scales are not read, and are some tensors."""
-    assert kv_cache[0].is_contiguous(), "one layer's keys must be contiguous"
-    scales = kv_cache if kv_scales is None else kv_scales
-    return kv_cache[0], kv_cache[1], scales[0], scales[1]
+    assert kv.cache[0].is_contiguous(), "one layer's keys must be contiguous"
+    scales = kv.cache if kv.scales is None else kv.scales
+    return kv.cache[0], kv.cache[1], scales[0], scales[1]
 
 
-def layer_constants(
-    query: torch.Tensor, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, window: int | None
-) -> dict[str, Any]:
+def layer_constants(query: torch.Tensor, kv: LayerKv, window: int | None) -> dict[str, Any]:
     """What both kernels are compiled for: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
     _, num_heads, head_dim = query.shape
-    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    _, _, block_size, num_kv_heads, _ = kv.cache.shape
     assert query.stride(2) == 1 and query.stride(1) == head_dim, "a token's heads must be contiguous"
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -39,7 +39,7 @@ def layer_constants(
         "HEAD_PAD": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
         "WINDOW": window or 0,
-        "QUANTISED": kv_scales is not None,
+        "QUANTISED": kv.scales is not None,
     }
 
 

@@ -9,7 +9,7 @@ the buffers may be overwritten.
     signals of rank r    [place 0: from rank 0, 1, .. W-1 | place 1: ... ]      int32, 0 between kernels
     places               program * 2: rows are copied      program * 2 + 1: rows are read
 
-The sum is taken in float32 and rounded to the tensors' type, then added to the residual as ``norm.add_rms_norm`` does.
+The sum is taken in float32 and rounded to the tensors' type, then added to the residual as ``norm.add_norm`` does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.norm import NormRule
 from tp_engine.kernels.norm_triton import MAX_SIZE, row_launch
 
 MAX_PROGRAMS = 32
@@ -82,22 +83,24 @@ def reduce_norm_kernel(  # type: ignore[no-untyped-def]
     _meet(signals, rank, program * 2 + 1, WORLD_SIZE)
 
 
-def all_reduce_add_rms_norm_triton(
+def all_reduce_add_norm_triton(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    rule: NormRule,
+    scale: float = 1.0,
     *,
     buffers: torch.Tensor,
     signals: torch.Tensor,
     rank: int,
 ) -> torch.Tensor:
-    """``norm.add_rms_norm`` of the sum over ranks of ``x`` (N, size); a collective.
+    """``norm.add_norm`` of the sum over ranks of ``x`` (N, size); a collective.
 
     ``buffers`` and ``signals`` (world size,) int64 hold the addresses of the ranks' buffers, aligned to 16 elements
     with room for ``x``, and of their signals, all 0.
     """
     num_rows, size = x.shape
+    weight = rule.weight
+    assert scale == 1.0 and not (rule.offset or rule.is_centred), (scale, rule)
     assert x.stride(1) == residual.stride(1) == 1 and residual.shape == x.shape and weight.shape == (size,)
     assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
     out = torch.empty_like(x)
@@ -115,7 +118,7 @@ def all_reduce_add_rms_norm_triton(
         residual.stride(0),
         num_rows,
         rank,
-        eps,
+        rule.eps,
         SIZE=size,
         BLOCK=block,
         WORLD_SIZE=len(buffers),

@@ -5,6 +5,8 @@ The heads of a token come as the merged projection leaves them, and are normalis
 
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]
                                       norm, rotate           kept
+
+Where the rotation is partial, the first ``rotary_dim`` elements of a head turn, half-split among themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.widening import widened
+
 # Query, and key and value unless they are in the cache already.
 Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -22,28 +27,36 @@ Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadNorm:
     """RMS normalisation of single heads: ``q_weight`` and ``k_weight`` (head_dim,); ``weights`` (H + KV, head_dim)
-    repeats them for every head."""
+    repeats them for every head; ``offset`` is added to them."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     weights: torch.Tensor
     eps: float
+    offset: float = 0.0
 
 
 class Rotation:
-    """How far the tokens of one step turn; all layers share it.
+    """How far the tokens of one step turn; all layers of a kind share it.
 
-    ``table`` (max_model_len, head_dim): cosines of a position's pairs, then their sines; ``positions`` (N,) int64.
+    ``table`` (max_model_len, rotary_dim): cosines of a position's pairs, then their sines; ``rotary_dim`` is even and
+    at most head_dim, 0 where only queries are scaled.  ``positions`` (N,) int64.  Queries are multiplied by
+    ``query_scale`` (max_model_len,) float32 at their position, if it is given.
     """
 
-    __slots__ = ("_cos_sin", "positions", "table")
+    __slots__ = ("_cos_sin", "positions", "query_scale", "table")
 
-    def __init__(self, table: torch.Tensor, positions: torch.Tensor) -> None:
-        self.table, self.positions = table, positions
+    def __init__(self, table: torch.Tensor, positions: torch.Tensor, query_scale: torch.Tensor | None = None) -> None:
+        self.table, self.positions, self.query_scale = table, positions, query_scale
         self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that turn."""
+        return self.table.shape[1]
+
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each (N, 1, head_dim), as ``apply_rotary`` takes them; looked up once."""
+        """Cosines and signed sines, each (N, 1, rotary_dim), as ``apply_rotary`` takes them; looked up once."""
         if self._cos_sin is None:
             cos, sin = self.table.index_select(0, self.positions).unsqueeze(1).chunk(2, -1)
             self._cos_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -62,26 +75,47 @@ def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 def norm_heads(heads: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
     """``heads`` (N, H + KV, head_dim), queries then keys: normalise all at once, then multiply by a weight per head."""
-    return F.rms_norm(heads, heads.shape[-1:], None, norm.eps).mul_(norm.weights)
+    if norm.offset == 0.0:
+        return F.rms_norm(heads, heads.shape[-1:], None, norm.eps).mul_(norm.weights)
+    scaled = F.rms_norm(widened(heads), heads.shape[-1:], None, norm.eps)
+    return scaled.mul_(widened(norm.weights) + norm.offset).to(heads.dtype)
+
+
+def rotate_heads(heads: torch.Tensor, num_heads: int, rotation: Rotation) -> torch.Tensor:
+    """``heads`` (N, H + KV, head_dim), queries then keys: rotate both, and scale the first ``num_heads``."""
+    size = rotation.rotary_dim
+    if size == heads.shape[-1]:
+        turned = apply_rotary(heads, *rotation.cos_sin())
+    elif size:
+        turned = torch.cat((apply_rotary(heads[..., :size], *rotation.cos_sin()), heads[..., size:]), -1)
+    else:
+        turned = heads
+    if rotation.query_scale is None:
+        return turned
+    scale = rotation.query_scale.index_select(0, rotation.positions).view(-1, 1, 1)
+    queries = (turned[:, :num_heads] * scale).to(heads.dtype)
+    return torch.cat((queries, turned[:, num_heads:]), 1)
 
 
 def prepare_heads(
     heads: torch.Tensor,
     num_kv_heads: int,
     norm: HeadNorm | None,
-    rotation: Rotation,
-    kv_cache: torch.Tensor | None,
-    kv_scales: torch.Tensor | None,
+    rotation: Rotation | None,
+    kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
     """``heads`` (N, H + 2 KV, head_dim) -> query (N, H, head_dim), key and value (N, KV, head_dim).
 
-    Nothing is stored here: the attention backend does that.  An implementation that stores K/V at the slots
-    ``slot_mapping`` (N,) int64 of ``kv_cache`` (2, blocks, block_size, KV, head_dim), where there is one, returns None
-    for both; ``kv_scales`` belongs to a quantised cache (kv_quant.py).  It may overwrite ``heads``.
+    Without a ``rotation`` nothing turns.  Nothing is stored here: the attention backend does that.  An implementation
+    that stores K/V at the slots ``slot_mapping`` (N,) int64 of ``kv``, where there is one, returns None for both.  It
+    may overwrite ``heads``.
     """
     num_rotated = heads.shape[1] - num_kv_heads
     num_heads = num_rotated - num_kv_heads
-    rotated = heads[:, :num_rotated]
-    rotated = apply_rotary(rotated if norm is None else norm_heads(rotated, norm), *rotation.cos_sin())
-    return rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_rotated:]
+    own = heads[:, :num_rotated]
+    if norm is not None:
+        own = norm_heads(own, norm)
+    if rotation is not None:
+        own = rotate_heads(own, num_heads, rotation)
+    return own[:, :num_heads], own[:, num_heads:], heads[:, num_rotated:]

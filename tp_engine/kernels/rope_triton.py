@@ -19,6 +19,7 @@ import triton.language as tl
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.kv_quant import LARGEST_VALUE
 from tp_engine.kernels.kv_quant_triton import scaled_to_range
+from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
 
 _PAIRS_PER_PROGRAM = 512
@@ -124,9 +125,8 @@ def prepare_heads_triton(
     heads: torch.Tensor,
     num_kv_heads: int,
     norm: HeadNorm | None,
-    rotation: Rotation,
-    kv_cache: torch.Tensor | None,
-    kv_scales: torch.Tensor | None,
+    rotation: Rotation | None,
+    kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
     """``rope.prepare_heads`` in one launch, which stores K/V where there is a cache; a slot of -1 is not stored.
@@ -135,11 +135,13 @@ def prepare_heads_triton(
     """
     num_tokens, num_all, head_dim = heads.shape
     num_heads = num_all - 2 * num_kv_heads
+    assert norm is None or norm.offset == 0.0, norm
+    assert rotation is not None and rotation.rotary_dim == head_dim and rotation.query_scale is None, rotation
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim and head_dim % 2 == 0, (heads.shape, heads.stride())
     # Pointers that are not read are some other tensor's.
-    keys, values = (heads, heads) if kv_cache is None else kv_cache.unbind(0)
-    key_scales, value_scales = (heads, heads) if kv_scales is None else kv_scales.unbind(0)
-    assert kv_cache is None or (keys.is_contiguous() and values.is_contiguous()), "a layer's keys must be contiguous"
+    keys, values = (heads, heads) if kv is None else kv.cache.unbind(0)
+    key_scales, value_scales = (heads, heads) if kv is None or kv.scales is None else kv.scales.unbind(0)
+    assert kv is None or (keys.is_contiguous() and values.is_contiguous()), "a layer's keys must be contiguous"
     pairs = int(triton.next_power_of_2(head_dim // 2))
     tile = min(max(_PAIRS_PER_PROGRAM // pairs, 1), int(triton.next_power_of_2(max(num_heads, num_kv_heads))))
     if num_tokens:
@@ -161,14 +163,14 @@ def prepare_heads_triton(
             TILE=tile,
             PAIRS=pairs,
             NORMALISES=norm is not None,
-            STORES=kv_cache is not None,
-            BLOCK_SIZE=1 if kv_cache is None else kv_cache.shape[2],
-            LARGEST=0.0 if kv_scales is None else LARGEST_VALUE[keys.dtype],
+            STORES=kv is not None,
+            BLOCK_SIZE=1 if kv is None else kv.cache.shape[2],
+            LARGEST=0.0 if kv is None or kv.scales is None else LARGEST_VALUE[keys.dtype],
             IS_INTEGER=keys.dtype == torch.int8,
             num_warps=max(1, tile * pairs // (32 * _PAIRS_PER_THREAD)),
             **dependent_launch(heads.device),
         )
     query = heads[:, :num_heads]
-    if kv_cache is not None:
+    if kv is not None:
         return query, None, None
     return query, heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.kv_quant_triton import store_quantised_kv_triton
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 
 _MAX_BLOCK = 1024
 
@@ -49,27 +50,22 @@ def store_kv_kernel(  # type: ignore[no-untyped-def]
         tl.store(value_cache + slot * WIDTH + column, new_value.to(value_cache.dtype.element_ty), mask=inside)
 
 
-def store_kv_triton(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-) -> None:
+def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
     """``store_kv`` as one kernel launch: no synchronisation and fixed shapes, so a CUDA graph can hold it."""
-    if kv_scales is not None:
-        store_quantised_kv_triton(key, value, kv_cache, slot_mapping, kv_scales)
+    if kv.scales is not None:
+        store_quantised_kv_triton(new, kv.cache, kv.scales, slot_mapping)
         return
+    (key, value), cache = new, kv.cache
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
     for states in (key, value):
         assert states.stride(2) == 1 and states.stride(1) == head_dim, "the heads of a token must be contiguous"
-    assert kv_cache[0].is_contiguous(), "one layer's keys must be contiguous"
+    assert cache[0].is_contiguous(), "one layer's keys must be contiguous"
     width = num_kv_heads * head_dim
     block = block_for(width)
     store_kv_kernel[(num_tokens, triton.cdiv(width, block))](
-        key, value, kv_cache[0], kv_cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width, BLOCK=block,
+        key, value, cache[0], cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width, BLOCK=block,
         **dependent_launch(key.device),
     )  # fmt: skip
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, KeyValue
-from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_attention import attend
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.calls import TILE
+from tp_engine.attention.sdpa import attend, sinks_by_kv_head
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 from tp_engine.layers.forward_context import current_metadata
 
@@ -48,3 +50,57 @@ class Attention(Layer):
             assert new is not None, "there is no cache yet that could hold them"
             return attend_fresh(query, new, metadata, self.shape)
         return self._backend.forward(query, new, self.kv, metadata, self.shape)
+
+
+def attend_fresh(
+    query: torch.Tensor, new: KeyValue, metadata: AttentionMetadata, shape: AttentionShape
+) -> torch.Tensor:
+    """Causal attention of each request over this step's keys alone, request by request; for profiling and tests."""
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    is_plain = shape.softcap is None and shape.sinks is None
+    start = 0
+    for length in metadata.host_query_lens.tolist():
+        rows = slice(start, start + length)
+        attend_one = _attend_plainly if is_plain else _attend_by_tiles
+        output[rows] = attend_one(query[rows], new.key[rows], new.value[rows], shape)
+        start += length
+    return output
+
+
+def _attend_plainly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """One request, by PyTorch's function."""
+    q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+    length, window = len(query), shape.sliding_window
+    mask = None if window is None or length <= window else _visible(0, length, window, query.device)
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
+    )
+    return attended.squeeze(0).transpose(0, 1)
+
+
+def _attend_by_tiles(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: AttentionShape
+) -> torch.Tensor:
+    """One request with a softcap or sinks, some queries at a time: the formula's scores take memory."""
+    grouped = query.reshape(len(query), shape.num_kv_heads, -1, shape.head_dim).permute(2, 1, 0, 3)
+    keys, values = key.transpose(0, 1), value.transpose(0, 1)
+    sinks, out = sinks_by_kv_head(shape), torch.empty_like(query)
+    for start in range(0, len(query), TILE):
+        end = min(start + TILE, len(query))
+        mask = torch.where(_visible(start, end, shape.sliding_window, query.device), 0.0, float("-inf"))
+        attended = attend(
+            grouped[:, :, start:end],
+            keys[:, :end],
+            values[:, :end],
+            mask,
+            shape=shape,
+            sinks=None if sinks is None else sinks.T[..., None, None],
+        )
+        out[start:end] = attended.permute(2, 1, 0, 3).flatten(1, 2)
+    return out
+
+
+def _visible(start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(end - start, end), True where the query at a position from ``start`` on sees a key."""
+    distance = torch.arange(start, end, device=device).unsqueeze(1) - torch.arange(end, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

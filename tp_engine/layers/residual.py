@@ -20,7 +20,7 @@ class Join:
         self._out_norm, self._next_norm, self._scale = out_norm, next_norm, scale
         self._communicator = context.communicator
         self._add, self._add_norm = context.op("add"), context.op("add_norm")
-        self._reduce_add_norm = reduce_add_norm(context.communicator, context.device.type)
+        self._reduce_add_norm = reduce_add_norm(context.communicator, self._add_norm)
         self.is_recordable = context.can_record("add", "add_norm")
 
     def __call__(self, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The product of gate and up in an MLP.  No torch."""
+"""Which function the gate of an MLP goes through before it meets the other half of the projection."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How gate and up become one.
+    """What an MLP makes of its gate and up (kernels/activation.py has the formulas).
 
-    ==================  =====================================================================================
-    ``silu``            ``silu(gate) * up``, SwiGLU (https://arxiv.org/abs/2002.05202)
-    ``gelu_tanh``       ``gelu(gate) * up``, gelu by its tanh form (https://arxiv.org/abs/1606.08415)
-    ``swiglu_clamped``  ``(u + 1) * g * sigmoid(alpha * g)``, g: gate up to ``limit``, u: up within +-``limit`` (gpt-oss)
-    ``relu2``           ``relu(gate)^2 * up``
-    ==================  =====================================================================================
+    ``alpha`` and ``limit`` are those of ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
     """
 
-    kind: ActivationKind = "silu"
+    kind: ActivationKind
     alpha: float = 1.702
     limit: float = 7.0
 
     @property
     def code(self) -> int:
-        """The kind as a number, for kernels."""
+        """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
         return get_args(ActivationKind).index(self.kind)
+
+
+SILU = Activation("silu")
+"""The activation of SwiGLU (https://arxiv.org/abs/2002.05202)."""

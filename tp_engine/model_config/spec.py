@@ -12,11 +12,11 @@ added at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, lay_out
-from tp_engine.model_config.activation import Activation
+from tp_engine.model_config.activation import SILU, Activation
 from tp_engine.model_config.rope import RopeSpec
 
 
@@ -71,7 +71,7 @@ class MlpSpec:
     """``down(activation(gate(x), up(x)))``.  ``fused_name``: the one stored tensor that holds gate and up rows."""
 
     inner_size: int
-    activation: Activation = field(default_factory=Activation)
+    activation: Activation = SILU
     bias: bool = False
     fused_name: str | None = None
 

@@ -103,7 +103,7 @@ def _attention_needs(config: EngineConfig, model: ModelSpec) -> AttentionNeeds:
         dtype=_TORCH_DTYPES[config.dtype],
         kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
-        head_dim=model.head_dim,
+        head_dims=(model.head_dim,),
         capability=min(map(torch.cuda.get_device_capability, indices)) if has_gpu else None,
     )
 

@@ -10,6 +10,7 @@ import torch
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_cache, short_name
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.kernels.layer_kv import LayerKv
 
 
 def decode_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> int:
@@ -74,4 +75,4 @@ def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch
     )
     backend = TritonBackend()
     backend.prepare(metadata)
-    return lambda: backend.forward(query, None, None, cache, metadata, attention, scales)
+    return lambda: backend.forward(query, None, LayerKv(cache, scales), metadata, attention)

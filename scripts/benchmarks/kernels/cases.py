@@ -74,24 +74,28 @@ def decode_inputs_bytes(shape: Shape, num_requests: int, length: int) -> int:
 
 def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
     """The layers' small operations on ``num_tokens`` tokens."""
-    from tp_engine.kernels.layer_ops import layer_ops
+    from tp_engine.kernels.norm import NormRule
+    from tp_engine.kernels.ops import op
+    from tp_engine.model_config.activation import SILU
 
-    ops, size = layer_ops("cuda"), f"{num_tokens} tokens"
+    norm, add_norm, gate = (op(name, "cuda") for name in ("norm", "add_norm", "gate"))
+    size = f"{num_tokens} tokens"
 
     def randn(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device=shape.device).to(shape.dtype)
 
     def rms_norm() -> Launch:
-        x, weight = randn(num_tokens, shape.hidden), randn(shape.hidden)
-        return lambda: ops.rms_norm(x, weight, 1e-6)
+        x, rule = randn(num_tokens, shape.hidden), NormRule(randn(shape.hidden), 1e-6)
+        return lambda: norm(x, rule)
 
     def add_rms_norm() -> Launch:
-        x, residual, weight = randn(num_tokens, shape.hidden), randn(num_tokens, shape.hidden), randn(shape.hidden)
-        return lambda: ops.add_rms_norm(x, residual, weight, 1e-6)
+        x, residual = randn(num_tokens, shape.hidden), randn(num_tokens, shape.hidden)
+        rule = NormRule(randn(shape.hidden), 1e-6)
+        return lambda: add_norm(x, residual, rule)
 
     def silu_and_mul() -> Launch:
         gate_up = randn(num_tokens, 2 * shape.inner)
-        return lambda: ops.silu_and_mul(gate_up)
+        return lambda: gate(gate_up, SILU)
 
     yield KernelCase(kernel="rms_norm", size=size, num_bytes=norm_bytes(shape, num_tokens, adds=False), make=rms_norm)
     yield KernelCase(
@@ -110,7 +114,8 @@ def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
 
 
 def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> Launch:
-    from tp_engine.kernels.layer_ops import layer_ops
+    from tp_engine.kernels.layer_kv import LayerKv
+    from tp_engine.kernels.ops import op
     from tp_engine.kernels.rope import HeadNorm, Rotation
 
     num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
@@ -123,8 +128,8 @@ def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> La
     num_blocks = -(-num_tokens // shape.block_size)
     cache, scales = random_cache(shape, num_blocks, cache_dtype)
     slots = torch.randperm(num_blocks * shape.block_size, device=shape.device)[:num_tokens]
-    prepare = layer_ops("cuda").prepare_heads
-    return lambda: prepare(heads, num_kv_heads, norm, rotation, cache, scales, slots)
+    prepare, kv = op("prepare_heads", "cuda"), LayerKv(cache, scales)
+    return lambda: prepare(heads, num_kv_heads, norm, rotation, kv, slots)
 
 
 def decode_input_cases(shape: Shape, num_requests: int, length: int) -> Iterator[KernelCase]:

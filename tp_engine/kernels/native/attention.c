@@ -81,7 +81,7 @@ static void run_merge(const Call *call, const Merge *merge, float *partial)
                 for (int64_t i = 0; i < width; i += VW)
                     store_vector(out + i, load_vector(out + i) + load_vector(from + i) * factor);
             }
-            write_row(call, task, head, row, out, sum);
+            write_row(call, task, head, row, out, max, sum);
         }
 }
 

@@ -117,6 +117,13 @@ typedef struct {
     int64_t start;
 } Running;
 
+/* Scores of some rows, times `factor`, become their tanh, in place. */
+static void cap_scores(int64_t rows, float *scores, float factor)
+{
+    for (int64_t i = 0; i < rows * TILE; i += VW)
+        store_vector(scores + i, tanh_vector(load_vector(scores + i) * factor));
+}
+
 /* Scores of one row, times `factor`, and the largest of each lane; unless it `sees_all`, hidden ones are -inf. */
 INLINE vf scale_row(vf *score, const float *scores, float factor, const Running *to, int64_t row, const int sees_all)
 {

@@ -117,7 +117,7 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
     const int64_t num_rows = task->end_row - task->first_row, base = (head - task->first_head) * num_rows;
     const int64_t start = tile->start, end = start + tile->num_keys;
     const int64_t width = call->padded_dim, vectors = width / VW;
-    const float factor = call->layer->scale * LOG2_E;
+    const float factor = (call->layer->softcap > 0 ? call->layer->softcap : call->layer->scale) * LOG2_E;
     int64_t first = 0, last = num_rows;
     while (first < last && rows->end_key[first] <= start)
         first++;
@@ -133,6 +133,8 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         .max = rows->max + base + first, .sum = rows->sum + base + first, .kept = kept,
         .first = rows->first_key + first, .end = rows->end_key + first, .start = start,
     };
+    if (call->layer->softcap > 0)
+        cap_scores(last - first, scores, call->layer->scale / call->layer->softcap);
     weigh_rows(last - first, scores, factor, &running);
     const int in_place = width == call->layer->head_dim && (dtype == FLOAT32 || last - first <= ROW_BLOCK);
     const Values values = find_values(call, tile, head, in_place, rows);
@@ -142,12 +144,23 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         add_values(FLOAT32, last - first, vectors, scores, kept, &values, out, ahead);
 }
 
-INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t row, float *out, float sum)
+/* What a row's weighted values are multiplied by at its end.  A sink joins its keys then, as one more score; `max` and it
+   are in units of log 2. */
+INLINE float last_factor(const Layer *layer, int64_t head, float max, float sum)
+{
+    if (!layer->sinks)
+        return 1.0f / sum;
+    const float sink = layer->sinks[head] * LOG2_E, top = max > sink ? max : sink;
+    const float kept = exp2_vector(splat(max - top))[0];
+    return kept / (sum * kept + exp2_vector(splat(sink - top))[0]);
+}
+
+INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t row, float *out, float max, float sum)
 {
     const Layer *layer = call->layer;
-    const int64_t head_row = token_of(call, task, row) * layer->num_heads + head * call->group + within_group(call, row);
-    const int64_t place = head_row * layer->head_dim;
-    const float factor = 1.0f / sum;
+    const int64_t query_head = head * call->group + within_group(call, row);
+    const int64_t place = (token_of(call, task, row) * layer->num_heads + query_head) * layer->head_dim;
+    const float factor = last_factor(layer, query_head, max, sum);
     for (int64_t i = 0; i < call->padded_dim; i += VW)
         store_vector(out + i, load_vector(out + i) * factor);
     narrow_row(call->out + place * item_bytes(layer->dtype), out, layer->head_dim, (int)layer->dtype);
@@ -178,7 +191,7 @@ INLINE void attend(const Call *call, const Task *task, const Task *following, fl
     for (int64_t head = task->first_head; head < task->end_head; head++)
         for (int64_t row = task->first_row; row < task->end_row; row++, r++) {
             if (task->part < 0) {
-                write_row(call, task, head, row, rows.out + r * width, rows.sum[r]);
+                write_row(call, task, head, row, rows.out + r * width, rows.max[r], rows.sum[r]);
                 continue;
             }
             float *to = partial + part_of(call, task, task->part, head, row) * (width + 2);

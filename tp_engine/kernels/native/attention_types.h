@@ -64,7 +64,8 @@ typedef struct {
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t window; /* visible keys, the own one included; 0: all */
     int64_t cache_dtype, dtype;
-    float scale;
+    const float *sinks; /* (num_heads,): a score without a value; NULL: none */
+    float scale, softcap; /* softcap: scores become softcap * tanh(score / softcap); 0: they do not */
 } Layer;
 
 typedef struct {

@@ -10,8 +10,6 @@ enum { MIN_PARALLEL_ITEMS = 1 << 14 };
 
 typedef uint8_t vb __attribute__((vector_size(VW)));
 
-INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
-
 /* Returns the scale; NaN where an item is not finite. */
 INLINE float quantise_row(const char *x, uint8_t *codes, int64_t width, const int dtype)
 {

@@ -28,7 +28,10 @@ class Step(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """What is constant for a layer: its cache and its shape.  ``window`` 0 is none; dtypes as in ``DTYPE_CODES``."""
+    """What is constant for a layer: its cache and its shape.  ``window`` 0 is none, and so is ``softcap``; dtypes as in
+    ``DTYPE_CODES``; ``sinks_tensor`` is what ``sinks`` is the address of."""
+
+    sinks_tensor: torch.Tensor | None
 
     _fields_ = (
         ("key_cache", ctypes.c_void_p),
@@ -40,5 +43,7 @@ class Layer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("cache_dtype", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )

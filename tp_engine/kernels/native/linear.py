@@ -8,6 +8,7 @@ import torch
 
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.native.layout import DTYPE_CODES
+from tp_engine.model_config.activation import Activation
 from tp_engine.units import round_up
 
 _WIDENED_ALIGNMENT = 16  # numbers of the longest vector
@@ -21,15 +22,16 @@ def fits_panels(weight: torch.Tensor) -> bool:
 class PackedWeight:
     """A weight (out, in) in the order of ``panels.h``.
 
-    One that ``is_gated`` is gate and up, one above the other (out = 2 * size).
+    One with an ``activation`` is gate and up, one above the other (out = 2 * size).
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, is_gated: bool = False) -> None:
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, activation: Activation | None = None) -> None:
+        assert activation is None or activation.kind == "silu", activation
         assert weight.is_contiguous() and fits_panels(weight)
         out_size, in_size = weight.shape
         width = library.panel_width()
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
-        self._num_parts = 2 if is_gated else 1
+        self._num_parts = 1 if activation is None else 2
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
         self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[weight.dtype]) else 0
@@ -48,7 +50,7 @@ class PackedWeight:
         """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of the weight's type.
 
         Sums are float32 and rounded once; a row's result is the same bit by bit whatever the other rows and the number
-        of threads.  (N, size), ``silu_and_mul`` of that, if it is gated, bit by bit as if it were applied to it.
+        of threads.  (N, size), ``gate`` of that, if it has an activation, bit by bit as if it were applied to it.
         """
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:

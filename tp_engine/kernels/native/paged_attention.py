@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from tp_engine.kernels.layer_kv import KeyValue
 from tp_engine.kernels.native.layout import DTYPE_CODES, Layer, Step
 from tp_engine.plan import IntArray
 
@@ -65,52 +66,65 @@ class PagedAttention:
     def __call__(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        new: KeyValue | None,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
+        *,
         scale: float,
-        window: int | None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """Store ``key`` and ``value`` (N, KV heads, head_dim) unless they are None, then attend.
+        """Store ``new`` keys and values (N, KV heads, head_dim) unless it is None, then attend.
 
         ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (2, blocks, block_size, KV heads,
         head_dim), each block in the order of ``in_kernel_order``; ``out``, contiguous and shaped as ``query``, is
-        written for the step's requests.
+        written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as in attention_scores.py.
         """
-        if key is None or value is None:
-            states: tuple[int | None, ...] = (None, None)
-            strides = (0, 0)
-        else:
-            states, strides = (key.data_ptr(), value.data_ptr()), (key.stride(0), value.stride(0))
-        layer = self._layer(query, kv_cache, scale, window)
+        states: tuple[int | None, ...] = (None, None)
+        strides = (0, 0)
+        if new is not None:
+            states = (new.key.data_ptr(), new.value.data_ptr())
+            strides = (new.key.stride(0), new.value.stride(0))
+        layer = self._layer(query, kv_cache, (scale, window, softcap), sinks)
         failed = self._attend(
             self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides
         )
         if failed:
             raise MemoryError("the attention kernel has no memory for its list of tasks")
 
-    def _layer(self, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, window: int | None) -> _LayerPointer:
-        """The kernel's description of a layer, made when it is first seen."""
+    def _layer(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rule: tuple[float, int | None, float | None],
+        sinks: torch.Tensor | None,
+    ) -> _LayerPointer:
+        """The kernel's description of a layer, made when it is first seen; ``rule``: scale, window, softcap."""
         address, num_heads = kv_cache.data_ptr(), query.shape[1]
-        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, scale, window)
+        sinks_address = None if sinks is None else sinks.data_ptr()
+        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, rule, sinks_address)
         known = self._layers.get(address)
         if known is not None and known[0] == facts:
             return known[1]
         assert kv_cache[0].is_contiguous()
-        layer = ctypes.pointer(
-            Layer(
-                key_cache=address,
-                value_cache=kv_cache[1].data_ptr(),
-                block_size=kv_cache.shape[2],
-                num_heads=num_heads,
-                num_kv_heads=kv_cache.shape[3],
-                head_dim=kv_cache.shape[4],
-                window=window or 0,
-                cache_dtype=DTYPE_CODES[kv_cache.dtype],
-                dtype=DTYPE_CODES[query.dtype],
-                scale=scale,
-            )
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == num_heads)
+        scale, window, softcap = rule
+        description = Layer(
+            key_cache=address,
+            value_cache=kv_cache[1].data_ptr(),
+            block_size=kv_cache.shape[2],
+            num_heads=num_heads,
+            num_kv_heads=kv_cache.shape[3],
+            head_dim=kv_cache.shape[4],
+            window=window or 0,
+            cache_dtype=DTYPE_CODES[kv_cache.dtype],
+            dtype=DTYPE_CODES[query.dtype],
+            sinks=sinks_address,
+            scale=scale,
+            softcap=softcap or 0.0,
         )
+        description.sinks_tensor = sinks
+        layer = ctypes.pointer(description)
         self._layers[address] = (facts, layer)
         return layer

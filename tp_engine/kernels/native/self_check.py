@@ -15,6 +15,8 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
+from tp_engine.kernels.norm import NormRule
+from tp_engine.model_config.activation import SILU
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 24, 4
 # (queries, keys) of each request.
@@ -43,21 +45,17 @@ def _small_operations(
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Names, results and their twins' results."""
     x, residual = torch.randn(2, 3, 40, generator=generator).to(dtype)
-    weight = torch.randn(40, generator=generator).to(dtype)
+    rule = NormRule(torch.randn(40, generator=generator).to(dtype), 1e-5)
     heads = torch.randn(3, _HEADS + 2 * _KV_HEADS, _HEAD_DIM, generator=generator).to(dtype)
     rotation = rope.Rotation(torch.randn(5, _HEAD_DIM, generator=generator).to(dtype), torch.tensor([4, 0, 2]))
     slots = torch.arange(3)
-    turned = ops.prepare_heads(heads.clone(), _KV_HEADS, None, rotation, None, None, slots)
-    expected = rope.prepare_heads(heads, _KV_HEADS, None, rotation, None, None, slots)
+    turned = ops.prepare_heads(heads.clone(), _KV_HEADS, None, rotation, None, slots)
+    expected = rope.prepare_heads(heads, _KV_HEADS, None, rotation, None, slots)
     pairs = [(a, b) for a, b in zip(turned, expected, strict=True) if a is not None and b is not None]
     return [
-        ("rms_norm", ops.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5)),
-        (
-            "add_rms_norm",
-            ops.add_rms_norm(x, residual.clone(), weight, 1e-5),
-            norm.add_rms_norm(x, residual.clone(), weight, 1e-5),
-        ),
-        ("silu_and_mul", ops.silu_and_mul(x), activation.silu_and_mul(x)),
+        ("norm", ops.norm(x, rule), norm.norm(x, rule)),
+        ("add_norm", ops.add_norm(x, residual.clone(), rule), norm.add_norm(x, residual.clone(), rule)),
+        ("gate", ops.gate(x, SILU), activation.gate(x, SILU)),
         ("prepare_heads", torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs], 1)),
     ]
 
@@ -70,10 +68,10 @@ def _linear(
     shapes = ((7, 86), (37, 86), (37,))
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
     expected = F.linear(x.double(), weight.double(), bias.double())
-    gated = PackedWeight(library, weight[:36], is_gated=True).product(x, bias[:36])
+    gated = PackedWeight(library, weight[:36], activation=SILU).product(x, bias[:36])
     return [
         ("packed_linear", PackedWeight(library, weight).product(x, bias), expected),
-        ("gated packed_linear", gated, activation.silu_and_mul(expected[:, :36])),
+        ("gated packed_linear", gated, activation.gate(expected[:, :36], SILU)),
     ]
 
 
@@ -109,7 +107,7 @@ def _attention(
     starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
     attention = PagedAttention(library)
     attention.set_step(query_lens, starts, seq_lens, table, torch.full((num_tokens,), -1))
-    attention(query, None, None, in_kernel_order(library, kv_cache), out, 0.2, None)
+    attention(query, None, in_kernel_order(library, kv_cache), out, scale=0.2)
     expected = [
         _attend_plainly(query[start : start + length], kv_cache[:, row.long()].flatten(1, 2)[:, :total])
         for start, length, total, row in zip(starts, query_lens, seq_lens, table, strict=True)

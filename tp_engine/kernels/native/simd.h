@@ -165,6 +165,22 @@ INLINE vf exp2_vector(vf x)
 #endif
 }
 
+INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
+
+/* tanh to float32's precision: Cephes' polynomial near 0, where 1 - 2 / (e^2x + 1) would lose digits; NaN stays. */
+INLINE vf tanh_vector(vf x)
+{
+    const vf size = magnitude(x), bounded = select_vector(size > 10.0f, splat(10.0f), size), square = x * x;
+    const vf far = 1.0f - 2.0f / (exp2_vector(bounded * (2 * LOG2_E)) + 1.0f);
+    vf p = splat(-5.70498872745e-3f);
+    p = p * square + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    const vf near = p * square * x + x, signed_far = (vf)((vu)far | ((vu)x & 0x80000000u));
+    return select_vector(size < 0.625f, near, signed_far);
+}
+
 INLINE vf load_bfloat16(const uint16_t *p)
 {
     return (vf)(__builtin_convertvector(*(const vh_memory *)p, vu) << 16);

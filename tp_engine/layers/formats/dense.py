@@ -73,7 +73,7 @@ class PanelLinear:
     is_recordable = True
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, activation: Activation | None = None) -> None:
-        self.weight = PackedWeight(library, weight, activation)
+        self.weight = PackedWeight(library, weight, activation=activation)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.weight.product(x, bias)
