@@ -25,7 +25,6 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.kernels.layer_ops import triton_ops
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.input_batch import InputBatch
 
 Specialisation = tuple[Any, ...]
 OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 16, "max_num_seqs": 5}
@@ -46,7 +45,6 @@ def gpu_path() -> Iterator[None]:
         for name, stand_in in (
             ("layers.context.layer_ops", lambda device_type: triton_ops()),
             ("worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
-            ("worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             ("worker.worker.select_backend", lambda *_: TritonBackend()),
             ("worker.worker.warms_up", lambda device_type: True),

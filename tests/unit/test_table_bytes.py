@@ -31,19 +31,15 @@ def parts(device_type: str, world_size: int = 1) -> RunnerParts:
 
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
-def test_on_a_cpu(world_size: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token ids, block table, computed tokens; counts and flags of penalties for the rank's part of the vocabulary.
-
-    The inputs of decodes come on top where compiled code makes them.
-    """
+def test_on_a_cpu(world_size: int, width: int) -> None:
+    """Token ids, block table, computed tokens; counts and flags of penalties for the rank's part of the vocabulary;
+    the inputs of decodes."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
-    for is_compiled, inputs in ((False, 0), (True, INPUTS)):
-        monkeypatch.setattr(runner_parts, "has_decode_kernels", lambda device_type, answer=is_compiled: answer)
-        assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + inputs
+    assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + INPUTS
 
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inputs of decodes, a block table among them, and the parameters for the sampling kernels come on top."""
+    """The parameters for the sampling kernels come on top."""
     monkeypatch.setattr(runner_parts, "has_triton", lambda: True)
     tables = ROWS * (4 * (MAX_LEN + 1) + 4 * 7 + 4 + 5 * VOCAB)
     sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8)

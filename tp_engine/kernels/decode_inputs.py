@@ -134,11 +134,6 @@ def decode_ops(device_type: str) -> DecodeOps:
     return TORCH_DECODE_OPS
 
 
-def has_decode_kernels(device_type: str) -> bool:
-    """Whether inputs of decodes are better made on such a device than by the host."""
-    return device_type == "cuda" or (device_type == "cpu" and native_library() is not None)
-
-
 TORCH_DECODE_OPS = DecodeOps(prepare=prepare_decodes, advance=advance_decodes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xxhash
 
-from tp_engine.worker.input_batch import StepInputs
+from tp_engine.worker.step_inputs import StepInputs
 
 
 def digest_inputs(inputs: StepInputs) -> int:

@@ -22,10 +22,11 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch_layout import BatchLayout
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_recorder import Recorder
-from tp_engine.worker.input_batch import InputBatch, StepInputs
+from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.input_digest import digest_inputs
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.readback import Readback
+from tp_engine.worker.step_inputs import StepInputs
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
 """Is told the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
@@ -84,7 +85,6 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:
         """Record decode steps of each of ``sizes`` (rising) rows; a collective.  ``graph_plan`` says whether it can."""
-        assert self._batch.decodes is not None
         self._captured = CapturedDecodes(
             sizes,
             recorder,

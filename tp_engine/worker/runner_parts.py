@@ -11,7 +11,6 @@ import torch
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.dist.groups import RankGroups
 from tp_engine.faults import PhaseNote
-from tp_engine.kernels.decode_inputs import has_decode_kernels
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.sampling.state import SamplingState
@@ -68,17 +67,16 @@ class RunnerParts:
     def table_bytes(self) -> int:
         """Bytes of the rows' tables, which a runner allocates beside its KV cache."""
         nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
-        batch = self._make_batch(nowhere, decodes_on_device=has_decode_kernels(self.device.type))
-        return batch.num_bytes + self._make_sampling(nowhere, has_tables=on_gpu and has_triton()).num_bytes
+        sampling = self._make_sampling(nowhere, has_tables=on_gpu and has_triton())
+        return self._make_batch(nowhere).num_bytes + sampling.num_bytes
 
-    def _make_batch(self, device: torch.device, **options: bool) -> InputBatch:
+    def _make_batch(self, device: torch.device) -> InputBatch:
         config = self.effective.config
         return InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.effective.max_model_len,
             block_size=config.block_size,
             device=device,
-            **options,
         )
 
     def _make_sampling(self, device: torch.device, **options: bool) -> SamplingState:
