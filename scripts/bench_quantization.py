@@ -85,7 +85,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     from tp_engine.dist.collectives import SingleRank
     from tp_engine.layers.forward_context import forward_context
     from tp_engine.model_config import load_model_config
-    from tp_engine.models.registry import build_model
+    from tp_engine.models.causal_lm import build_model
     from tp_engine.weights.loader import load_weights
 
     config, path = load_model_config(str(folder))
@@ -95,7 +95,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
         dtype=dtype,
         kv_cache_dtype=dtype,
         block_size=16,
-        head_dims=(config.head_dim,),
+        head_dims=(config.kv_layout.head_dim,),
         capability=None,
     )
     model = build_model(
@@ -103,7 +103,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
         communicator=rank,
         dtype=dtype,
         device=device,
-        backend=select_backend("torch", needs),
+        backends=[select_backend("torch", needs)] * len(config.kv_layout.groups),
         max_model_len=args.tokens,
         quantization=quantization,
     )
@@ -111,7 +111,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     load_weights(dict(model.named_parameters()), config, path, info=rank.info, load_format=load_format)
     model.finish_loading()
     tokens = torch.randint(3, config.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode(), forward_context(one_prompt(args.tokens)):
+    with torch.inference_mode(), forward_context([one_prompt(args.tokens)] * MAX_GROUPS):
         return model.compute_local_logits(model(tokens, torch.arange(args.tokens))).double()
 
 

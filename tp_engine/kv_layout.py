@@ -47,9 +47,14 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The groups of a model, those that keep all blocks first; see the module's text."""
+    """The groups of a model, those that keep all blocks first; see the module's text.
+
+    Each layer keeps ``num_kv_heads`` (the whole model's) keys and values of ``head_dim`` per token.
+    """
 
     groups: tuple[KvGroup, ...]
+    num_kv_heads: int
+    head_dim: int
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -61,6 +66,23 @@ class KvLayout:
         """Layers that a block has room for: those of the largest group."""
         return max(len(group.layers) for group in self.groups)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is one group, which keeps all of its blocks: as many as its tokens fill."""
+        return self.windows == (None,)
+
+    def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
+        """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.
+
+        A window's group holds the window and what kernels may read before it, the chunk of up to ``chunk_tokens`` that
+        is computed, and a block more, as none of them need begin with a block.
+        """
+        whole = ceil_div(num_tokens, block_size)
+        return sum(
+            whole if window is None else min(whole, ceil_div(window + TILE_TOKENS + chunk_tokens, block_size) + 1)
+            for window in self.windows
+        )
+
     def place_of(self, layer: int) -> tuple[int, int]:
         """The group of a layer, and its place in the group's blocks."""
         for index, group in enumerate(self.groups):
@@ -70,20 +92,20 @@ class KvLayout:
 
 
 def lay_out(kinds: Sequence[KvKind]) -> KvLayout:
-    """The layout of a model whose layer i is of ``kinds[i]``.
+    """The layout of a model whose layer i is of ``kinds[i]``; all have as many KV heads of the same size.
 
     Each kind is cut into groups as large as the rarest kind, so that no block has much room to spare.  Where that would
     take more than ``MAX_GROUPS`` tables per row, and where all layers are alike, there is one group.
     """
+    ((num_kv_heads, head_dim),) = {(kind.num_kv_heads, kind.head_dim) for kind in kinds}
     layers_of: dict[KvKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
         layers_of.setdefault(kind, []).append(layer)
     size = min(map(len, layers_of.values()))
     num_groups = sum(ceil_div(len(layers), size) for layers in layers_of.values())
     if num_groups > MAX_GROUPS:
-        assert len({(kind.num_kv_heads, kind.head_dim) for kind in layers_of}) == 1, "layers differ in shape"
         window = kinds[0].window if len({kind.window for kind in layers_of}) == 1 else None
-        return KvLayout((KvGroup(layers=tuple(range(len(kinds))), window=window),))
+        return KvLayout((KvGroup(layers=tuple(range(len(kinds))), window=window),), num_kv_heads, head_dim)
     ordered = sorted(layers_of, key=lambda kind: (kind.window is not None, kind.window or 0))
     groups = []
     for kind in ordered:
@@ -92,4 +114,4 @@ def lay_out(kinds: Sequence[KvKind]) -> KvLayout:
         for index in range(count):
             first, end = index * len(layers) // count, (index + 1) * len(layers) // count
             groups.append(KvGroup(layers=tuple(layers[first:end]), window=kind.window))
-    return KvLayout(tuple(groups))
+    return KvLayout(tuple(groups), num_kv_heads, head_dim)

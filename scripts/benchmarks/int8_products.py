@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.layers.int8_linear import make_int8_linear, quantise_weight
-from tp_engine.layers.linear_method import choose_linear_method
+from tp_engine.layers.formats.int8 import make_int8_linear, quantise_weight
+from tp_engine.layers.formats.dense import choose_product
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,7 +27,7 @@ def product_times_us(
 def candidates(weight: torch.Tensor) -> dict[str, Product]:
     """``x`` (N, in) -> (N, out).  ``_int_mm`` is given codes alone: what it would need beside it is left out."""
     codes, scales = quantise_weight(weight)
-    ours, plain, in_type = make_int8_linear(weight), choose_linear_method(weight), scales.to(weight.dtype)
+    ours, plain, in_type = make_int8_linear(weight), choose_product(weight), scales.to(weight.dtype)
     packed = _fbgemm_weight(codes, scales)
     return {
         "unquantised": lambda x: plain(x, None),

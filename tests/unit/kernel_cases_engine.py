@@ -26,7 +26,6 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_capture import GraphPlan
 from tp_engine.worker.graph_recorder import RepeatingRecorder
-from tp_engine.worker.input_batch import InputBatch
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)
@@ -78,9 +77,8 @@ def main() -> None:
         expected = generate(folder)
         with (
             triton_ops_on_cpus() as used,
-            patch("tp_engine.layers.linear_method.runs_triton", lambda device_type: True),
+            patch("tp_engine.layers.formats.dense.runs_triton", lambda device_type: True),
             patch("tp_engine.worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
-            patch("tp_engine.worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
             patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
         ):

@@ -19,7 +19,6 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_capture import GraphPlan
 from tp_engine.worker.graph_recorder import RepeatingRecorder
-from tp_engine.worker.input_batch import InputBatch
 
 RECORDED = GraphPlan(sizes=(1, 2), make_recorder=RepeatingRecorder)
 PARAMS = [
@@ -41,7 +40,6 @@ def main() -> None:
         byte_level_tokenizer().save_pretrained(folder)
         expected = generate(folder)
         with (
-            patch("tp_engine.worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
             patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
             patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),

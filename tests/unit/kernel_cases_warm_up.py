@@ -24,7 +24,6 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.input_batch import InputBatch
 
 Specialisation = tuple[Any, ...]
 OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 16, "max_num_seqs": 5}
@@ -44,7 +43,6 @@ def gpu_path() -> Iterator[None]:
     with ExitStack() as stack:
         for name, stand_in in (
             ("worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
-            ("worker.runner_parts.InputBatch", partial(InputBatch, decodes_on_device=True)),
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             ("worker.worker.select_backend", lambda *_: TritonBackend()),
             ("worker.worker.warms_up", lambda device_type: True),

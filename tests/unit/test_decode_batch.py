@@ -1,22 +1,38 @@
-"""Inputs of decode steps made by the device: the persistent batch with and without, over the same plans."""
+"""Inputs of steps, made by the device for decodes and by the host for prefills, over plans that follow one another."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tp_engine.attention.base import AttentionMetadata
+from tp_engine.kernels.decode_inputs import TORCH_DECODE_OPS, decode_ops
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
-from tp_engine.worker.input_batch import InputBatch, StepInputs
+from tp_engine.worker import decode_batch, input_batch
+from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.mirrored import MirroredTable
+from tp_engine.worker.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, BLOCK_SIZE = 6, 60, 4
 
 
+class TwoMemories(MirroredTable):
+    """A table whose device has memory of its own, as on a GPU."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        super().__init__(shape, device)
+        self.device, self.is_shared = self.device.clone(), False
+
+
 class Plans:
     """Random plans that follow one another: rows come, are computed in chunks, decode and go."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
         self._rng = np.random.default_rng(seed)
         self._blocks = iter(self._rng.permutation(10_000).astype(np.int32))
         self._prompt_left: dict[int, int] = {}
@@ -34,7 +50,7 @@ class Plans:
             del self._prompt_left[row], self._length[row]
         admitted = tuple(self._admit(row) for row in range(NUM_ROWS) if self._enters(row))
         chunks = {row: int(self._rng.integers(1, left + 1)) for row, left in self._prompt_left.items() if left}
-        return self._plan(released, admitted, [row for row in decoding if row in self._prompt_left], chunks)
+        return self._plan(released, admitted, [row for row in decoding if row not in released], chunks)
 
     def _enters(self, row: int) -> bool:
         return row not in self._prompt_left and self._rng.random() < 0.5
@@ -74,58 +90,142 @@ class Plans:
         )
 
     def _take(self, count: int) -> IntArray:
-        return np.array([next(self._blocks) for _ in range(count)], dtype=np.int32)
+        """So many blocks of each group."""
+        return np.array([next(self._blocks) for _ in range(count * self._num_groups)], dtype=np.int32)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_device_and_host_make_the_same_inputs(seed: int) -> None:
-    """Oracle: the batch whose inputs are made on the host, over 60 random plans."""
-    plans, rng = Plans(seed), np.random.default_rng(seed)
-    batches = [
-        InputBatch(
-            max_num_seqs=NUM_ROWS,
-            max_model_len=MAX_LEN,
-            block_size=BLOCK_SIZE,
-            device=CPU,
-            decodes_on_device=on_device,
-        )
-        for on_device in (False, True)
-    ]
-    num_made_by_device = 0
+class Rows:
+    """The oracle: every row as lists, the inputs of a step token by token."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
+        self.tokens: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[list[int]]] = {}
+        self.computed: dict[int, int] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            self.tokens[admission.row] = admission.token_ids.tolist()
+            self.blocks[admission.row] = self.by_group(admission.block_ids)
+            self.computed[admission.row] = admission.num_computed_tokens
+        for row, blocks in zip(plan.block_rows.tolist(), self.by_group(plan.block_ids), strict=True):
+            self.blocks[row].append(blocks)
+
+    def by_group(self, block_ids: IntArray) -> list[list[int]]:
+        ids = block_ids.tolist()
+        return [ids[i : i + self.num_groups] for i in range(0, len(ids), self.num_groups)]
+
+    def check(self, plan: StepPlan, inputs: StepInputs) -> None:
+        """Everything that the model and the sampler see; of a block table, the columns in use."""
+        chunks = [(row, 1) for row in plan.decode_rows.tolist()]
+        chunks += zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)
+        places = [(row, self.computed[row] + i) for row, count in chunks for i in range(count)]
+        ends = [self.computed[row] + count for row, count in chunks]
+        counts = [count for _, count in chunks]
+        assert inputs.input_ids.tolist() == [self.tokens[row][position] for row, position in places]
+        assert inputs.positions.tolist() == [position for _, position in places]
+        end_of = dict(zip([row for row, _ in chunks], ends, strict=True))
+        assert inputs.sampled_positions.tolist() == [end_of[row] for row in plan.sampled_rows.tolist()]
+        assert (inputs.input_ids.dtype, inputs.positions.dtype) == (torch.int32, torch.int64)
+        assert len(inputs.attention) == self.num_groups
+        for group in range(self.num_groups):
+            self.check_group(group, plan, inputs.attention[group], places, ends)
+            assert inputs.attention[group].host_query_lens.tolist() == counts
+
+    def check_group(
+        self, group: int, plan: StepPlan, attention: AttentionMetadata, places: list[tuple[int, int]], ends: list[int]
+    ) -> None:
+        rows = [*plan.decode_rows.tolist(), *plan.prefill_rows.tolist()]
+        assert attention.slot_mapping.tolist() == [self.slot(group, *place) for place in places]
+        assert attention.seq_lens.tolist() == attention.host_seq_lens.tolist() == ends
+        assert attention.query_start.tolist() == [0, *np.cumsum(attention.host_query_lens).tolist()]
+        assert attention.num_decodes == len(plan.decode_rows) and not attention.is_padded
+        for request, row in enumerate(rows):
+            used = [blocks[group] for blocks in self.blocks[row][: -(-ends[request] // BLOCK_SIZE)]]
+            assert attention.block_table[request, : len(used)].tolist() == used
+        assert (attention.slot_mapping.dtype, attention.seq_lens.dtype) == (torch.int64, torch.int32)
+        assert attention.slot_mapping.is_contiguous() and attention.block_table.is_contiguous()
+
+    def slot(self, group: int, row: int, position: int) -> int:
+        return self.blocks[row][position // BLOCK_SIZE][group] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def advance(self, plan: StepPlan, sampled: list[int]) -> None:
+        for row in plan.decode_rows.tolist():
+            self.computed[row] += 1
+        for row, count in zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True):
+            self.computed[row] += count
+        for row, token in zip(plan.sampled_rows.tolist(), sampled, strict=True):
+            self.tokens[row].append(token)
+
+
+def make_batch(num_groups: int = 1) -> InputBatch:
+    return InputBatch(
+        max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_groups=num_groups, device=CPU
+    )
+
+
+@pytest.mark.parametrize("ops", [TORCH_DECODE_OPS, decode_ops("cpu")])
+@pytest.mark.parametrize("table", [MirroredTable, TwoMemories])
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_inputs_of_steps(table: type, ops: Any, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: lists of tokens and blocks, over 60 random plans; with host and device apart, and with one memory."""
+    monkeypatch.setattr(input_batch, "MirroredTable", table)
+    monkeypatch.setattr(decode_batch, "decode_ops", lambda device_type: ops)
+    plans, rng = Plans(seed, num_groups), np.random.default_rng(seed)
+    rows, batch = Rows(num_groups), make_batch(num_groups)
+    num_mixed = num_decoding = 0
     for _ in range(60):
         plan = plans.following()
-        for batch in batches:
-            batch.apply(plan)
+        rows.apply(plan)
+        batch.apply(plan)
         if plan.num_tokens == 0:
             continue
-        on_host, on_device = (batch.prepare(plan) for batch in batches)
-        num_made_by_device += on_device.sampled_places is None
-        compare(on_host, on_device)
-        sampled = torch.from_numpy(rng.integers(0, 1000, len(plan.sampled_rows)).astype(np.int32))
-        for batch, inputs in zip(batches, (on_host, on_device), strict=True):
-            batch.advance(inputs, sampled if len(sampled) else None)
-        np.testing.assert_array_equal(batches[0].num_computed, batches[1].num_computed)
-    assert num_made_by_device > 10
+        num_mixed += bool(len(plan.decode_rows) and len(plan.prefill_rows))
+        num_decoding += not len(plan.prefill_rows)
+        inputs = batch.prepare(plan)
+        rows.check(plan, inputs)
+        sampled = rng.integers(0, 1000, len(plan.sampled_rows)).astype(np.int32)
+        batch.advance(inputs, torch.from_numpy(sampled) if len(sampled) else None)
+        rows.advance(plan, sampled.tolist())
+        assert [int(batch.num_computed[row]) for row in rows.computed] == list(rows.computed.values())
+    assert num_mixed > 5 and num_decoding > 10
 
 
-def compare(on_host: StepInputs, on_device: StepInputs) -> None:
-    """Everything that the model and the sampler see; of a block table, the columns in use."""
-    expected, found = on_host.attention, on_device.attention
-    for name in ("input_ids", "positions", "sampled_positions"):
-        np.testing.assert_array_equal(getattr(on_host, name), getattr(on_device, name), err_msg=name)
-    for name in ("num_decodes", "slot_mapping", "seq_lens", "query_start", "host_query_lens", "host_seq_lens"):
-        np.testing.assert_array_equal(getattr(expected, name), getattr(found, name), err_msg=name)
-    assert not found.is_padded and on_host.input_ids.dtype == on_device.input_ids.dtype
-    for request, length in enumerate(expected.host_seq_lens.tolist()):
-        used = -(-length // BLOCK_SIZE)
-        assert torch.equal(expected.block_table[request, :used], found.block_table[request, :used])
+def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step with a prefill too: oracle: the device's counter, set back behind the host's back; the prefill's is not
+    looked at."""
+    monkeypatch.setattr(input_batch, "MirroredTable", TwoMemories)
+    batch, rows = make_batch(), np.arange(3, dtype=np.int32)
+    admitted = tuple(
+        Admission(
+            row=row,
+            token_ids=np.arange(10 * row, 10 * row + 9, dtype=np.int32),
+            num_prompt_tokens=9,
+            num_computed_tokens=8 if row < 2 else 0,
+            block_ids=np.arange(3 * row, 3 * row + 3, dtype=np.int32),
+            sampling=RowSampling(),
+        )
+        for row in range(3)
+    )
+    chunk = {"prefill_tokens": np.array([9], dtype=np.int32), "prefill_samples": np.array([True])}
+    plan = StepPlan(step_id=1, admitted=admitted, decode_rows=rows[:2], prefill_rows=rows[2:], **chunk)
+    batch.apply(plan)
+    counter = batch.row_tables().num_computed
+    counter[1], counter[2] = 5, 7
+    inputs = batch.prepare(plan)
+    assert inputs.positions.tolist() == [8, 5, *range(9)]
+    assert inputs.input_ids.tolist() == [8, 15, *range(20, 29)]
+    assert inputs.attention[0].slot_mapping.tolist() == [2 * 4, 4 * 4 + 1, *range(6 * 4, 6 * 4 + 9)]
+    assert inputs.attention[0].seq_lens.tolist() == [9, 6, 9]
+    batch.advance(inputs, torch.tensor([100, 101, 102], dtype=torch.int32))
+    assert counter.tolist()[:3] == [9, 6, 9]
+    assert [int(batch.following_tokens(row, place, 1)) for row, place in ((0, 9), (1, 6), (2, 9))] == [100, 101, 102]
 
 
 def test_padded_step() -> None:
     """Oracle: a step of the rows alone; padding has no length and no slot, and is advanced nowhere."""
-    batch = InputBatch(
-        max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=CPU, decodes_on_device=True
-    )
+    batch = make_batch()
     plans = Plans(1)
     for _ in range(3):
         plan = plans.following()
@@ -134,12 +234,11 @@ def test_padded_step() -> None:
             inputs = batch.prepare(plan)
             batch.advance(inputs, torch.zeros(len(plan.sampled_rows), dtype=torch.int32))
     before = batch.num_computed.copy()
-    assert batch.decodes is not None
     batch.decodes.set_rows(np.array([3, 0], dtype=np.int32), 4)
     inputs = batch.decodes.prepare(4)
-    metadata = batch.decodes.metadata(inputs, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
+    (metadata,) = batch.decodes.metadata(inputs, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
     assert inputs.seq_lens.tolist() == metadata.host_seq_lens.tolist() and metadata.is_padded
-    assert inputs.slot_mapping.tolist()[2:] == [-1, -1]
+    assert metadata.slot_mapping.tolist()[2:] == [-1, -1]
     batch.decodes.advance(4, torch.tensor([7, 8, 9, 9], dtype=torch.int32))
     before[[3, 0]] += 1
     np.testing.assert_array_equal(batch.num_computed, before)

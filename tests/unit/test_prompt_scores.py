@@ -15,7 +15,7 @@ from tp_engine.attention.registry import select_backend
 from tp_engine.config import EngineConfig
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.embedding import ParallelLMHead
-from tp_engine.models.registry import build_model
+from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import TokenLogprobs
 from tp_engine.sampling import logprobs
 from tp_engine.worker import model_runner, prompt_scores

@@ -21,7 +21,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.kv_size import kv_block_bytes
 from tp_engine.layers.embedding import padded_vocab_size
-from tp_engine.model_config import ModelConfig, load_model_config
+from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import GIB
 from tp_engine.worker.kv_cache import KvCacheShape
 
@@ -60,8 +61,8 @@ QWEN3_06B = {
 }
 
 
-def model(config: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.from_dict(config)
+def model(config: dict[str, Any]) -> ModelSpec:
+    return read_model(config)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_golden_guide_block_bytes() -> None:
 def test_quantised_blocks_are_those_of_the_cache(dtype: str) -> None:
     """Oracle: the shape that the worker allocates."""
     kind = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[dtype]
-    shape = KvCacheShape(num_layers=28, block_size=16, local_num_kv_heads=4, head_dim=128, dtype=kind)
+    shape = KvCacheShape(layers_per_block=28, block_size=16, local_num_kv_heads=4, head_dim=128, dtype=kind)
     assert sizes.block_bytes(model(QWEN3_06B), 2, 16, dtype) == shape.block_bytes
 
 

@@ -48,13 +48,14 @@ def local_vocab_size(model: ModelSpec, world_size: int) -> int:
 
 def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block on one rank."""
+    layout = model.kv_layout
     shape = {
-        "num_layers": model.num_layers,
+        "num_layers": layout.layers_per_block,
         "block_size": block_size,
-        "local_num_kv_heads": local_num_kv_heads(model, world_size),
+        "local_num_kv_heads": local_num_kv_heads(layout.num_kv_heads, world_size),
     }
     scales = kv_scale_bytes(**shape) if kv_dtype in QUANTISED else 0
-    return kv_block_bytes(**shape, head_dim=model.head_dim, itemsize=ITEMSIZES[kv_dtype], scale_bytes=scales)
+    return kv_block_bytes(**shape, head_dim=layout.head_dim, itemsize=ITEMSIZES[kv_dtype], scale_bytes=scales)
 
 
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:

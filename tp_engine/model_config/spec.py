@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, lay_out
@@ -140,7 +141,7 @@ class ModelSpec:
             counts[layer] = counts.get(layer, 0) + 1
         return counts
 
-    @property
+    @cached_property
     def kv_layout(self) -> KvLayout:
         """Which layers share block tables."""
         attentions = [layer.attention for layer in self.layers]

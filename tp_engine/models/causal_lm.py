@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
@@ -28,7 +28,7 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, *, backends: Sequence[AttentionBackend], max_model_len: int, context: LayerContext
+        self, spec: ModelSpec, *, backends: Backends, max_model_len: int, context: LayerContext
     ) -> None:
         super().__init__()
         model, layout = context.at("model"), spec.kv_layout
@@ -135,7 +135,7 @@ def build_model(
     communicator: Communicator,
     dtype: torch.dtype,
     device: torch.device,
-    backends: Sequence[AttentionBackend],
+    backends: Backends,
     max_model_len: int,
     quantization: str | None = None,
 ) -> CausalLM:

@@ -2,11 +2,11 @@
 
 With rows 7 and 2 decoding and a chunk of 3 tokens of row 5::
 
-    rows          7  2  5           request   0  1  2
+    rows          7  2  5           request         0  1  2
     query_lens    1  1  3
     query_start   0  1  2  5
-    token_rows    7  2  5  5  5     token     0  1  2  3  4
-    offsets       0  0  0  1  2
+    token_rows    5  5  5           prefill token   0  1  2
+    offsets       0  1  2
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from tp_engine.plan import BoolArray, IntArray, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """B requests of N tokens in batch order, of which n are sampled.
+    """B requests of N tokens in batch order, of which n are sampled; the first ``num_decodes`` are decodes.
 
-    On the host: ``rows``, ``query_lens`` (B,); ``token_rows`` (N,) int64; ``offsets`` (N,), a token's place in its
-    request's chunk; ``samples`` (B,), who is sampled; ``sampled_rows`` (n,).  On the device: ``device_rows`` (B,)
-    int64, ``query_start`` (B + 1,) int32, ``logit_index`` (n,) int64, the last token of each sampled request.
+    On the host: ``rows``, ``query_lens`` (B,); ``samples`` (B,), which are sampled; ``sampled_rows`` (n,).  On the
+    device: ``query_start`` (B + 1,) int32, ``logit_index`` (n,) int64, the last token of each sampled request.
+
+    Of the prefills alone, P of them with T tokens: ``token_rows`` (T,) int64 and ``offsets`` (T,), a token's place in
+    its request's chunk, on the host; ``prefill_index`` (P,) int64, their rows, on the device.
     """
 
     num_decodes: int
     rows: IntArray
     query_lens: IntArray
-    token_rows: npt.NDArray[np.int64]
-    offsets: IntArray
     samples: BoolArray
     sampled_rows: IntArray
-    device_rows: torch.Tensor
     query_start: torch.Tensor
     logit_index: torch.Tensor
+    token_rows: npt.NDArray[np.int64]
+    offsets: IntArray
+    prefill_index: torch.Tensor
 
     @property
     def is_decode_only(self) -> bool:
@@ -56,29 +58,35 @@ class BatchLayout:
             return None
         return self.logit_index if len(self.logit_index) else self.query_start[:1].to(torch.int64)
 
-    def positions(self, computed: IntArray) -> IntArray:
-        """Positions (N,) of the tokens of requests that have ``computed`` (B,) tokens."""
-        return computed if self.is_decode_only else np.repeat(computed, self.query_lens) + self.offsets
+    @property
+    def prefill_rows(self) -> IntArray:
+        """The rows (P,) of the prefills."""
+        return self.rows[self.num_decodes :]
+
+    @property
+    def prefill_tokens(self) -> IntArray:
+        """The prefills' numbers of tokens (P,)."""
+        return self.query_lens[self.num_decodes :]
 
 
 def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
     """The layout of ``plan``: its decodes, then its prefills."""
-    num_decodes = len(plan.decode_rows)
+    num_decodes, chunks = len(plan.decode_rows), plan.prefill_tokens
     rows = np.concatenate((plan.decode_rows, plan.prefill_rows))
-    query_lens = np.concatenate((np.ones(num_decodes, dtype=np.int32), plan.prefill_tokens))
+    query_lens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
     samples = np.concatenate((np.ones(num_decodes, dtype=np.bool_), plan.prefill_samples))
     query_start = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(query_lens, out=query_start[1:])
-    offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], query_lens)
+    offsets = np.arange(num_decodes, query_start[-1], dtype=np.int32) - np.repeat(query_start[num_decodes:-1], chunks)
     return BatchLayout(
         num_decodes=num_decodes,
         rows=rows,
         query_lens=query_lens,
-        token_rows=np.repeat(rows, query_lens).astype(np.int64),
-        offsets=offsets,
         samples=samples,
         sampled_rows=rows[samples],
-        device_rows=upload(rows.astype(np.int64), device),
         query_start=upload(query_start, device),
         logit_index=upload(query_start[1:][samples].astype(np.int64) - 1, device),
+        token_rows=np.repeat(plan.prefill_rows, chunks).astype(np.int64),
+        offsets=offsets,
+        prefill_index=upload(plan.prefill_rows.astype(np.int64), device),
     )

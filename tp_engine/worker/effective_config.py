@@ -13,7 +13,7 @@ from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
-from tp_engine.layers.int8_linear import check_int8
+from tp_engine.layers.formats import check_quantization
 from tp_engine.model_config import check_tensor_parallel, load_model_config, resolve_max_model_len
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
@@ -73,8 +73,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     model, path = load_model_config(config.model, config.revision)
     check_tensor_parallel(model, config.tensor_parallel_size)
     device = _resolve_device(config)
-    if config.quantization is not None:
-        check_int8(device)
+    check_quantization(config.quantization, device)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     effective = dataclasses.replace(
         config,
@@ -98,12 +97,15 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
 def _attention_needs(config: EngineConfig, model: ModelSpec) -> AttentionNeeds:
     has_gpu = config.device == "cuda" and torch.cuda.is_available()
     indices = set(parse_devices(config.devices, config.tensor_parallel_size).indices)
+    attentions = [layer.attention for layer in model.distinct_layers]
     return AttentionNeeds(
         device_type=config.device,
         dtype=_TORCH_DTYPES[config.dtype],
         kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
-        head_dims=(model.head_dim,),
+        head_dims=tuple(sorted({attention.head_dim for attention in attentions})),
+        has_softcap=any(attention.softcap is not None for attention in attentions),
+        has_sinks=any(attention.has_sinks for attention in attentions),
         capability=min(map(torch.cuda.get_device_capability, indices)) if has_gpu else None,
     )
 

@@ -3,81 +3,57 @@
 Per row, changed only by plans::
 
     token_ids    device           prompt, then generated tokens; written by the sampler, read by the next step
-    block_table  host and device  block ids in order
+    block_table  host and device  block ids in order, a table for each group of layers (kv_layout.py)
     num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
 
-Steps that only decode have their inputs made by the device (decode_batch.py), on CPUs by compiled code.  The host never
-needs the value of a generated token, so a step can be prepared before the last one has ended.
+The inputs of decodes are made by the device from these tables, in every step (decode_batch.py); those of prefills by
+the host.  A step's inputs are the decodes', then the prefills'.  The host never needs the value of a generated token,
+so a step can be prepared before the last one has ended.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import RowTables, has_decode_kernels
+from tp_engine.kernels.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.slots import slots_for
 from tp_engine.units import ceil_div
 from tp_engine.worker.batch_layout import BatchLayout, make_layout
-from tp_engine.worker.decode_batch import DecodeBatch
+from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
 from tp_engine.worker.mirrored import MirroredTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
-    """Inputs of one forward pass over N tokens, of which n are followed by a sampled one.
-
-    On the device: ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``sampled_places`` (n,) int64, where the new ids
-    go in the flattened token table (None: the device knows).  On the host: ``sampled_positions`` (n,), the new tokens'
-    positions.
-    """
-
-    layout: BatchLayout
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: AttentionMetadata
-    sampled_positions: IntArray
-    sampled_places: torch.Tensor | None
+from tp_engine.worker.step_inputs import StepInputs
 
 
 class InputBatch:
     """Owner of the rows.  ``apply`` takes a plan's changes, ``prepare`` makes its inputs, ``advance`` ends the step."""
 
     def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        device: torch.device,
-        decodes_on_device: bool | None = None,
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
     ) -> None:
-        """``decodes_on_device`` None: where kernels make the inputs of decodes."""
         self._block_size = block_size
+        self._num_groups = num_groups
         self._device = device
         self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, though nobody reads it
         self._token_ids = torch.zeros((max_num_seqs, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
-        self._last_layout: BatchLayout | None = None
-        self._block_table = MirroredTable((max_num_seqs, ceil_div(max_model_len, block_size)), device)
+        self._last_decodes: BatchLayout | None = None
+        self._block_table = MirroredTable((num_groups, max_num_seqs, ceil_div(max_model_len, block_size)), device)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self._computed = MirroredTable((max_num_seqs,), device)
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
-        on_device = has_decode_kernels(device.type) if decodes_on_device is None else decodes_on_device
-        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs) if on_device else None
+        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
         own = (self._token_ids, self._block_table.device, self._computed.device)
-        return sum(tensor.nbytes for tensor in own) + (0 if self.decodes is None else self.decodes.num_bytes)
+        return sum(tensor.nbytes for tensor in own) + self.decodes.num_bytes
 
     def row_tables(self) -> RowTables:
         """The rows as the device sees them."""
@@ -98,7 +74,8 @@ class InputBatch:
             self._append_blocks(plan.block_rows, plan.block_ids)
 
     def _admit(self, admission: Admission) -> None:
-        row, num_tokens, num_blocks = admission.row, len(admission.token_ids), len(admission.block_ids)
+        row, num_tokens = admission.row, len(admission.token_ids)
+        num_blocks = len(admission.block_ids) // self._num_groups
         self._token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
         self.num_prompt[row] = admission.num_prompt_tokens
         self.num_computed[row] = admission.num_computed_tokens
@@ -106,60 +83,82 @@ class InputBatch:
         self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray, start: int | None = None) -> None:
-        """Append blocks to the tables of ``rows``, which are grouped by row; ``start`` overrides the column."""
+        """Append a block to the table of each of ``rows`` (n,), which stand together; ``start`` overrides the column.
+
+        ``block_ids`` (n x G,): each block's ids, group by group.
+        """
         if not len(rows):
             return
         first_of_run = np.flatnonzero(np.diff(rows, prepend=-1))
         run_lengths = np.diff(first_of_run, append=len(rows))
         place_in_run = np.arange(len(rows)) - np.repeat(first_of_run, run_lengths)
         columns = (self._num_blocks[rows] if start is None else start) + place_in_run
-        self._block_table.host[rows, columns] = block_ids
+        self._block_table.host[:, rows, columns] = block_ids.reshape(len(rows), self._num_groups).T
         self._num_blocks[rows[first_of_run]] = columns[first_of_run + run_lengths - 1] + 1
         self._block_table.push(rows, columns)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """The inputs of this step; a few array operations, whatever the number of rows."""
-        layout, device = self._layout_of(plan), self._device
-        if self.decodes is not None and layout.is_decode_only:
-            return self._prepare_decodes(layout, self.decodes)
-        computed = self.num_computed[layout.rows]
-        positions, seq_lens = layout.positions(computed), computed + layout.query_lens
-        places = layout.token_rows * self._row_stride + positions
-        sampled_positions = seq_lens[layout.samples]
-        num_blocks = ceil_div(int(seq_lens.max()), self._block_size)
-        attention = AttentionMetadata(
-            num_decodes=layout.num_decodes,
-            slot_mapping=upload(
-                slots_for(self._block_table.host, layout.token_rows, positions, self._block_size), device
-            ),
-            block_table=self._block_table.device[:, :num_blocks].index_select(0, layout.device_rows),
-            seq_lens=upload(seq_lens, device),
-            query_start=layout.query_start,
-            host_query_lens=layout.query_lens,
-            host_seq_lens=seq_lens,
-            is_padded=False,
-        )
-        return StepInputs(
-            layout=layout,
-            input_ids=self._flat_token_ids.index_select(0, upload(places, device)),
-            positions=upload(positions.astype(np.int64), device),
-            attention=attention,
-            sampled_positions=sampled_positions,
-            sampled_places=upload(layout.sampled_rows * np.int64(self._row_stride) + sampled_positions, device),
-        )
-
-    def _prepare_decodes(self, layout: BatchLayout, decodes: DecodeBatch) -> StepInputs:
-        """The same, made by the device."""
-        seq_lens = self.num_computed[layout.rows] + 1
-        decodes.set_rows(layout.rows, len(layout.rows))
-        inputs = decodes.prepare(len(layout.rows))
+        layout = self._layout_of(plan)
+        seq_lens = self.num_computed[layout.rows] + layout.query_lens
+        if not layout.is_decode_only:
+            return self._with_prefills(layout, seq_lens)
+        num_decodes = layout.num_decodes
+        self.decodes.set_rows(layout.rows, num_decodes)
+        inputs = self.decodes.prepare(num_decodes)
         return StepInputs(
             layout=layout,
             input_ids=inputs.input_ids,
             positions=inputs.positions,
-            attention=decodes.metadata(inputs, seq_lens),
+            attention=self.decodes.metadata(inputs, seq_lens),
             sampled_positions=seq_lens,
-            sampled_places=None,
+        )
+
+    def _with_prefills(self, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
+        """The host makes the inputs of the prefills, the device those of the decodes before them."""
+        first, stride = layout.num_decodes, np.int64(self._row_stride)
+        prefills = self._prefills(layout, seq_lens[first:])
+        lengths = self.decodes.prepare_before(layout.rows[:first], prefills)
+        is_sampled = layout.samples[first:]
+        places = layout.prefill_rows[is_sampled] * stride + seq_lens[first:][is_sampled]
+        tables = (table for _, table in self.decodes.groups(len(layout.rows)))
+        return StepInputs(
+            layout=layout,
+            input_ids=prefills.input_ids,
+            positions=prefills.positions,
+            attention=tuple(
+                AttentionMetadata(
+                    num_decodes=first,
+                    slot_mapping=slot_mapping,
+                    block_table=block_table,
+                    seq_lens=lengths,
+                    query_start=layout.query_start,
+                    host_query_lens=layout.query_lens,
+                    host_seq_lens=seq_lens,
+                    is_padded=False,
+                )
+                for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)
+            ),
+            sampled_positions=seq_lens[layout.samples],
+            prefill_places=upload(places, self._device) if len(places) else None,
+        )
+
+    def _prefills(self, layout: BatchLayout, ends: IntArray) -> PrefillInputs:
+        """The chunks end at ``ends`` (P,)."""
+        first, chunks, rows, device = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._device
+        num_tokens = first + len(rows)
+        positions, places = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int64)
+        own = positions[first:] = np.repeat(ends - chunks, chunks) + layout.offsets
+        places[first:] = rows * self._row_stride + own
+        slots = np.zeros((self._num_groups, padded_room(num_tokens, self._num_groups)), dtype=np.int64)
+        slots[:, first:num_tokens] = slots_for(self._block_table.host, rows, own, self._block_size)
+        tables = self._block_table.device[:, :, : ceil_div(int(ends.max()), self._block_size)]
+        return PrefillInputs(
+            input_ids=self._flat_token_ids.index_select(0, upload(places, device)),
+            positions=upload(positions, device),
+            slot_mapping=upload(slots, device)[:, :num_tokens],
+            seq_lens=upload(ends, device),
+            block_table=tables.index_select(1, layout.prefill_index),
         )
 
     def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
@@ -168,26 +167,29 @@ class InputBatch:
 
     def advance(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
         """The step's tokens are computed; ``sampled`` (n,) int32 become the next known tokens of their rows."""
-        layout = inputs.layout
-        if inputs.sampled_places is None:
-            assert self.decodes is not None and sampled is not None
-            self.decodes.advance(len(layout.rows), sampled)
-            self.count_decodes(layout.rows)
+        layout, num_decodes = inputs.layout, inputs.layout.num_decodes
+        if num_decodes:
+            assert sampled is not None
+            self.decodes.advance(num_decodes, sampled if layout.is_decode_only else sampled[:num_decodes])
+            self.count_decodes(layout.rows[:num_decodes])
+        if layout.is_decode_only:
             return
-        self.num_computed[layout.rows] += layout.query_lens
-        self._computed.push(layout.rows)
-        if sampled is not None:
-            self._flat_token_ids.index_copy_(0, inputs.sampled_places, sampled)
+        self.num_computed[layout.prefill_rows] += layout.prefill_tokens
+        self._computed.push(layout.prefill_rows)
+        if inputs.prefill_places is not None:
+            assert sampled is not None
+            self._flat_token_ids.index_copy_(0, inputs.prefill_places, sampled[num_decodes:])
 
     def count_decodes(self, rows: IntArray) -> None:
-        """The host's part of a decode step that the device has advanced by itself."""
+        """The host's part of decodes that the device has advanced by itself."""
         if not self._computed.is_shared:
             self.num_computed[rows] += 1
 
     def _layout_of(self, plan: StepPlan) -> BatchLayout:
-        """Kept from the last step while the same rows decode."""
-        last = self._last_layout
-        is_same = last is not None and last.is_decode_only and not len(plan.prefill_rows)
-        if last is None or not is_same or not np.array_equal(last.rows, plan.decode_rows):
-            self._last_layout = last = make_layout(plan, self._device)
+        """Kept from the last step that only decoded while the same rows decode."""
+        if len(plan.prefill_rows):
+            return make_layout(plan, self._device)
+        last = self._last_decodes
+        if last is None or not np.array_equal(last.rows, plan.decode_rows):
+            self._last_decodes = last = make_layout(plan, self._device)
         return last

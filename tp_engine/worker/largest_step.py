@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata
+from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
@@ -18,13 +18,11 @@ from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_largest
 
-_PROFILED_LAYERS = 2  # the second has what the first has not: a part of the residual stream that waits to be added
-
 
 @torch.inference_mode()
 def run_largest_step(
     model: CausalLM,
-    backend: AttentionBackend,
+    backends: Backends,
     effective: EffectiveConfig,
     device: torch.device,
     communicator: Communicator,
@@ -34,20 +32,22 @@ def run_largest_step(
     Scoring prompts is measured too: the logits that it makes at once are gathered on rank 0, while the results of two
     whole steps are held, one on its way to the host, the other in the making.
 
-    Where the model's layers have a KV cache, ``backend`` attends to its first block, again and again; it may be of one
+    Where the model's layers have a KV cache, ``backends`` attend to its first block, again and again; it may be of one
     block alone.  A collective: every rank calls it.
 
-    On CPUs only two layers run: the others are equal, and each frees what it took before the next begins.  There are
-    no kernels to load in them and no allocator whose state depends on them, and all of them would take seconds.
+    On CPUs only layers of each kind run: the others are equal to them, and each frees what it took before the next
+    begins.  There are no kernels to load in them and no allocator whose state depends on them, and all of them would
+    take seconds.
     """
     config = effective.config
     num_tokens = config.max_num_batched_tokens
     input_ids = torch.arange(num_tokens, device=device) % effective.model.vocab_size
     metadata = _fresh_prompts(num_tokens, effective.max_model_len, config.block_size, device)
+    groups = [metadata] * len(backends)
     positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
-    backend.prepare(metadata)
-    part = model.shortened(_PROFILED_LAYERS) if device.type == "cpu" else nullcontext()
-    with part, forward_context(metadata):
+    prepare_groups(backends, groups)
+    part = model.shortened() if device.type == "cpu" else nullcontext()
+    with part, forward_context(groups):
         hidden = model(input_ids, positions)
     state = SamplingState(
         max_num_seqs=config.max_num_seqs,

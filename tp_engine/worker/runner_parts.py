@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends
 from tp_engine.dist.groups import RankGroups
 from tp_engine.faults import PhaseNote
-from tp_engine.kernels.decode_inputs import has_decode_kernels
 from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kv_layout import KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.device import Device
@@ -29,7 +29,8 @@ class RunnerParts:
     effective: EffectiveConfig
     groups: RankGroups
     model: CausalLM
-    backend: AttentionBackend
+    layout: KvLayout
+    backends: Backends
     kv_shape: KvCacheShape
     device: Device
     note_inputs: NoteInputs | None
@@ -51,10 +52,10 @@ class RunnerParts:
         torch_device = self.device.torch_device
         kv_cache = allocate_kv_cache(self.kv_shape, num_blocks, torch_device)
         kv_scales = allocate_kv_scales(self.kv_shape, num_blocks, torch_device)
-        bind_kv_cache(kv_cache, self.model.attention_layers, kv_scales)
+        bind_kv_cache(kv_cache, self.model.attention_layers, self.layout, kv_scales)
         return ModelRunner(
             model=self.model,
-            backend=self.backend,
+            backends=self.backends,
             batch=self._make_batch(torch_device),
             kv_cache=kv_cache,
             kv_scales=kv_scales,
@@ -68,17 +69,17 @@ class RunnerParts:
     def table_bytes(self) -> int:
         """Bytes of the rows' tables, which a runner allocates beside its KV cache."""
         nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
-        batch = self._make_batch(nowhere, decodes_on_device=has_decode_kernels(self.device.type))
-        return batch.num_bytes + self._make_sampling(nowhere, has_tables=on_gpu and has_triton()).num_bytes
+        sampling = self._make_sampling(nowhere, has_tables=on_gpu and has_triton())
+        return self._make_batch(nowhere).num_bytes + sampling.num_bytes
 
-    def _make_batch(self, device: torch.device, **options: bool) -> InputBatch:
+    def _make_batch(self, device: torch.device) -> InputBatch:
         config = self.effective.config
         return InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.effective.max_model_len,
             block_size=config.block_size,
+            num_groups=len(self.layout.groups),
             device=device,
-            **options,
         )
 
     def _make_sampling(self, device: torch.device, **options: bool) -> SamplingState:

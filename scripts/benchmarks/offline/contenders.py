@@ -24,8 +24,11 @@ from benchmarks.offline.engines import (
 from benchmarks.offline.peers import PACKAGES, PeerProcess, find_peer
 from benchmarks.shapes import add_tokenizer
 from benchmarks.workloads import WORKLOADS
-from tp_engine.model_config import ModelConfig
-from tp_engine.weights.layout import Layout
+from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.dist.collectives import SingleRank
+from tp_engine.model_config import read_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.weights.source import sources_of
 
 Makers = dict[str, Callable[[], Engine]]
 Runs = dict[str, dict[str, list[Measurement]]]
@@ -113,10 +116,23 @@ def nano_vllm(args: argparse.Namespace, model: Path) -> Engine:
 
     if args.is_dummy and not list(model.glob("*.safetensors")):
         add_tokenizer(model)
-        config = ModelConfig.from_dict(json.loads((model / "config.json").read_text(encoding="utf-8")))
-        placements = Layout(config, rank=0, world_size=1, vocab_rows=config.vocab_size).placements
-        save_dummy_checkpoint(model, {place.name: place.shape for place in placements}, getattr(torch, args.dtype))
+        shapes = stored_shapes(json.loads((model / "config.json").read_text(encoding="utf-8")))
+        save_dummy_checkpoint(model, shapes, getattr(torch, args.dtype))
     return SameApi(nanovllm, str(model), {"enforce_eager": False, "max_model_len": 2048, "max_num_seqs": 256})
+
+
+def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the checkpoint that a config.json describes."""
+    spec = read_model(config)
+    model = build_model(
+        spec,
+        communicator=SingleRank(),
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        backends=[TorchBackend()] * len(spec.kv_layout.groups),
+        max_model_len=1,
+    )
+    return {source.name: source.shape for parameter in model.parameters() for source in sources_of(parameter)}
 
 
 def run_all(makers: Makers, names: list[str], vocab_size: int, rounds: int) -> tuple[Runs, dict[str, str]]:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.workloads import Workload
 from tp_engine.weights.dummy import DummyWeights
-from tp_engine.weights.shard import Shard
+from tp_engine.weights.source import Source, whole
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,13 @@ def save_dummy_checkpoint(folder: Path, shapes: Mapping[str, tuple[int, ...]], d
 
 def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Any:
     """(name, tensor) of every shape."""
-    source = DummyWeights(shapes, 0, dtype=dtype, device=device)
-    for name, shape in shapes.items():
-        yield name, source.read(name, Shard(dim=0, start=0, size=shape[0], room=shape[0]))
+    sources = [
+        Source(name=name, shape=shape, taken=whole(shape), target=whole(shape), init=1.0 if "norm." in name else None)
+        for name, shape in shapes.items()
+    ]
+    weights = DummyWeights(sources, 0, dtype=dtype, device=device)
+    for source in sources:
+        yield source.name, weights.read(source.name, source)
 
 
 def free_device() -> None:

@@ -18,7 +18,8 @@ class NativeDecodes:
 
     def prepare(self, tables: RowTables, inputs: DecodeInputs) -> None:
         """See ``prepare_decodes``."""
-        assert inputs.block_table.stride(0) == tables.block_table.stride(0)
+        num_groups, _, num_columns = tables.block_table.shape
+        assert tables.block_table.is_contiguous() and inputs.block_table.stride()[1:] == (num_columns, 1)
         self._prepare(
             inputs.rows.data_ptr(),
             len(inputs.rows),
@@ -26,13 +27,17 @@ class NativeDecodes:
             tables.token_ids.stride(0),
             tables.num_computed.data_ptr(),
             tables.block_table.data_ptr(),
+            num_groups,
             tables.block_table.stride(0),
+            num_columns,
             tables.block_size,
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
             inputs.slot_mapping.data_ptr(),
+            inputs.slot_mapping.stride(0),
             inputs.seq_lens.data_ptr(),
             inputs.block_table.data_ptr(),
+            inputs.block_table.stride(0),
         )
 
     def advance(self, tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:

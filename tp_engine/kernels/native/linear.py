@@ -74,7 +74,7 @@ class PackedWeight:
         )
         return out
 
-    def rows(self, token_ids: torch.Tensor, first_id: int | None) -> torch.Tensor:
+    def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
         """The weight's rows for ``token_ids`` (N,), as ``kernels.embedding.embed``: (N, in)."""
         token_ids = token_ids.to(torch.int32).contiguous()
         out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from tests.simulated_ranks import run_ranks
-from tests.unit.test_models import CPU, NoBackend, logits_of, prompts
+from tests.unit.test_models import CPU, NO_BACKENDS, logits_of, prompts
 from tp_engine.config import EngineConfig
 from tp_engine.dist.collectives import Communicator
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.ops import int8_rows
-from tp_engine.layers import int8_linear
-from tp_engine.layers.int8_linear import Int8Linear, check_int8, make_int8_linear, quantise_weight
-from tp_engine.layers.linear_method import LinearMethod
-from tp_engine.model_config import ModelConfig, load_model_config
+from tp_engine.layers.formats import int8
+from tp_engine.layers.formats.int8 import Int8Linear, check_int8, make_int8, quantise_weight
+from tp_engine.layers.formats.base import Product
+from tp_engine.model_config import load_model_config
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.models.registry import build_model
+from tp_engine.models.causal_lm import build_model
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 
@@ -90,14 +91,14 @@ def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             return super().products(codes) * 1.001
 
     for broken in (Missing, Wrong):
-        monkeypatch.setattr(int8_linear, "Int8Linear", broken)
-        monkeypatch.setattr(int8_linear, "_trusted", {})
-        int8_linear._problem.cache_clear()
+        monkeypatch.setattr(int8, "Int8Linear", broken)
+        monkeypatch.setattr(int8, "_trusted", {})
+        int8._problem.cache_clear()
         with pytest.raises(ConfigError, match=r"quantization is int8, but .*shape.*; leave quantization out"):
             make_int8_linear(torch.randn(31, 17))
         with pytest.raises(ConfigError, match=r"quantization is int8, but .*; leave quantization out"):
             check_int8("cpu")
-    int8_linear._problem.cache_clear()
+    int8._problem.cache_clear()
 
 
 def test_values_and_devices_are_refused() -> None:
@@ -109,14 +110,14 @@ def test_values_and_devices_are_refused() -> None:
         check_int8("cuda")
 
 
-def build(config: ModelConfig, folder: Path, communicator: Communicator, quantization: str | None) -> CausalLM:
+def build(config: ModelSpec, folder: Path, communicator: Communicator, quantization: str | None) -> CausalLM:
     """With weights as models are initialised (standard deviation 0.02); those of the tiny checkpoints are far wider."""
     model = build_model(
         config,
         communicator=communicator,
         dtype=torch.float32,
         device=CPU,
-        backend=NoBackend(),
+        backends=NO_BACKENDS,
         max_model_len=128,
         quantization=quantization,
     )
@@ -150,7 +151,7 @@ def test_output_head_keeps_its_type(checkpoint: Callable[..., Path]) -> None:
     """Oracle: the product with the embedding's own matrix, which is the head's too."""
     config, folder = load_model_config(str(checkpoint("llama", tie=True)))
 
-    def body(communicator: Communicator) -> tuple[LinearMethod, torch.Tensor, torch.Tensor]:
+    def body(communicator: Communicator) -> tuple[Product, torch.Tensor, torch.Tensor]:
         model = build(config, folder, communicator, "int8")
         hidden, matrix = torch.randn(4, config.hidden_size), model.embed_tokens(torch.arange(config.vocab_size))
         return model.lm_head._method, model.compute_local_logits(hidden), hidden @ matrix.T

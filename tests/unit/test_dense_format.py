@@ -14,17 +14,10 @@ from tp_engine.kernels.embedding import embed
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.ops import NativeOps
-from tp_engine.layers import linear_method
 from tp_engine.layers.context import LayerContext
+from tp_engine.layers.formats import dense
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.linear_method import (
-    PackedLinear,
-    PanelLinear,
-    PlainLinear,
-    ThenGate,
-    choose_gated_method,
-    choose_linear_method,
-)
+from tp_engine.layers.formats.dense import Dense, PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
 from tp_engine.model_config.activation import SILU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,7 +39,7 @@ def library() -> ctypes.CDLL:
 def any_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiled kernels, where they can be had, and without."""
     if not request.param:
-        monkeypatch.setattr(linear_method, "native_library", lambda: None)
+        monkeypatch.setattr(dense, "native_library", lambda: None)
 
 
 def operands(size: tuple[int, int], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +106,7 @@ def test_columns_that_are_not_neighbours(library: ctypes.CDLL) -> None:
 def test_chosen_method_equals_the_plain_product(dtype: torch.dtype) -> None:
     """Oracle: the product in float64, to within the type's rounding; with the compiled kernels and without."""
     weight, bias = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
-    method = choose_linear_method(weight)
+    method = choose_product(weight)
     for rows in (0, 1, 2, 16, 17, 33, 100):
         for offset in (None, bias):
             x = torch.randn(rows, 64, dtype=dtype)
@@ -125,7 +118,7 @@ def test_chosen_method_equals_the_plain_product(dtype: torch.dtype) -> None:
 
 def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: without C and oneDNN's functions, or with wrong results of theirs, the plain product is chosen."""
-    monkeypatch.setattr(linear_method, "native_library", lambda: None)
+    monkeypatch.setattr(dense, "native_library", lambda: None)
     weight = torch.randn(31, 17)
 
     class Missing(PackedLinear):
@@ -137,10 +130,10 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
             return F.linear(x, weight, bias) * 1.001
 
     for broken in (Missing, Wrong):
-        monkeypatch.setattr(linear_method, "PackedLinear", broken)
-        monkeypatch.setattr(linear_method, "_trusted", {})
-        assert isinstance(choose_linear_method(weight), PlainLinear)
-    assert isinstance(choose_linear_method(weight.half()), PlainLinear)
+        monkeypatch.setattr(dense, "PackedLinear", broken)
+        monkeypatch.setattr(dense, "_trusted", {})
+        assert isinstance(choose_product(weight), PlainLinear)
+    assert isinstance(choose_product(weight.half()), PlainLinear)
 
 
 class FakeProcessor:
@@ -156,19 +149,19 @@ def test_the_choice_by_type_and_processor(
     library: ctypes.CDLL, matrices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the table in the module's description."""
-    monkeypatch.setattr(linear_method, "native_library", lambda: FakeProcessor(library, matrices))
+    monkeypatch.setattr(dense, "native_library", lambda: FakeProcessor(library, matrices))
     weight = torch.randn(48, 32)
-    assert isinstance(choose_linear_method(weight), PanelLinear)
+    assert isinstance(choose_product(weight), PanelLinear)
     expected = PackedLinear if matrices else PanelLinear
-    assert isinstance(choose_linear_method(weight.bfloat16()), expected)
-    odd = choose_linear_method(weight[:, :31].contiguous().bfloat16())
+    assert isinstance(choose_product(weight.bfloat16()), expected)
+    odd = choose_product(weight[:, :31].contiguous().bfloat16())
     assert isinstance(odd, PackedLinear)
-    assert isinstance(choose_linear_method(weight.half()), PanelLinear)
-    assert isinstance(choose_linear_method(weight[:, :31].contiguous().half()), PlainLinear)
-    assert isinstance(choose_linear_method(weight.double()), PlainLinear)
-    assert isinstance(choose_linear_method(weight.to("meta")), PlainLinear)
+    assert isinstance(choose_product(weight.half()), PanelLinear)
+    assert isinstance(choose_product(weight[:, :31].contiguous().half()), PlainLinear)
+    assert isinstance(choose_product(weight.double()), PlainLinear)
+    assert isinstance(choose_product(weight.to("meta")), PlainLinear)
     for dtype, gated in ((torch.float32, PanelLinear), (torch.bfloat16, expected), (torch.float16, PanelLinear)):
-        method = choose_gated_method(weight.to(dtype), SILU)
+        method = choose_product(weight.to(dtype), SILU)
         assert isinstance(method, PanelLinear if gated is PanelLinear else ThenGate)
 
 
@@ -213,7 +206,7 @@ def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: i
 def test_gate_and_up_by_the_chosen_method(dtype: torch.dtype) -> None:
     """Oracle: SwiGLU in float64, to within the type's rounding of each half and of the result."""
     x, weight, bias = torch.randn(9, 64, dtype=dtype), torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
-    method = choose_gated_method(weight / 8, SILU)
+    method = choose_product(weight / 8, SILU)
     expected = gate(F.linear(x.double(), weight.double() / 8, bias.double()), SILU)
     found = method(x, bias)
     assert found.dtype == dtype and found.shape == (9, 48)
