@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
+from tp_engine.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import FAMILIES, read_architecture, read_windows
 from tp_engine.model_config.rope import RopeConfig, read_rope
@@ -112,6 +113,16 @@ def _check_heads(model: ModelConfig) -> None:
         )
     if model.head_dim % 2:
         raise ConfigError(f"config.json: head_dim is {model.head_dim}; rotary embeddings need an even one")
+
+
+def kv_layout_of(model: ModelConfig) -> KvLayout:
+    """Which of the model's layers share block tables."""
+    return lay_out(
+        [
+            KvKind(window=window, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+            for window in model.sliding_windows
+        ]
+    )
 
 
 def load_model_config(
