@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
-from tp_engine.sched.cached_run import NO_BLOCK, BlockName, Place
+from tp_engine.sched.cached_run import NO_BLOCK, BlockName, Place, is_lost
 from tp_engine.sched.entry import Entry, Shared
 from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
@@ -205,6 +205,8 @@ class BlockManager:
         for sequence, num_tokens in chunks:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
+                if is_lost(sequence.place) and not self.windows.has_full:
+                    first, sequence.place = 0, sequence.group.salt  # what led there was left behind, and evicted
                 blocks = self._rows.block_table[row, first:end].astype(np.intp)
                 blocks = self._without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
                 known = self._rows.tokens[row, first * size : end * size].tobytes()
