@@ -12,8 +12,21 @@ each; those with ``prefill_samples`` reach the end of their known tokens in this
 ``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
 bit t % 32 of word t // 32, set where the token may come.  They hold for this step alone.
 
-``block_rows`` and ``block_ids`` are pairs: ``block_ids[i]`` is appended to the table of ``block_rows[i]``.  The pairs
-of one row stand together, in the order of the table.
+New blocks: ``block_rows`` (n,) names the row that grows by a *logical block*, ``block_size`` tokens, which is one block
+of the pool in each of the model's G groups of layers (``kv_layout``).  All groups grow at once, so ``block_ids`` is
+(n * G,), logical block by logical block::
+
+    G = 3                  group 0   1   2
+    block_rows | 4 |  block_ids | 17 | 8 | 30 |     the next of row 4 is block 17 in group 0, 8 in 1, 30 in 2
+               | 4 |            | 18 | 9 | 31 |
+               | 7 |            | 19 | 3 | 32 |
+
+Those of one row stand together, in the order of its tables.  A model whose layers are all alike has G = 1.  Tables are
+never cut: blocks that a group's window has left behind belong to others from some plan on, and their entries stand in
+the table unread.
+
+A copy is a pair of blocks of the pool, source and target, of whatever group.  All copies of a plan are made at once:
+each source is read as it was before any of them.
 """
 
 from __future__ import annotations
@@ -83,8 +96,9 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request enters the batch at ``row``.
 
     ``token_ids`` (int32) are all tokens known so far: the ``num_prompt_tokens`` of the prompt, then those generated
-    before a preemption.  ``block_ids`` (int32) is the row's block table so far, of which the first
-    ``num_computed_tokens`` tokens already hold K/V.
+    before a preemption.  ``block_ids`` (int32) are the row's tables so far, logical block by logical block as in a
+    plan: (K * G,).  The first ``num_computed_tokens`` tokens already hold K/V, but for those that a group's window has
+    left behind: the entries of their blocks are 0 and never read.
     """
 
     row: int

@@ -1,16 +1,17 @@
 """A worker without a model, which proves that a scheduler's plans are right.
 
-It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there and a hash
-of the whole sequence up to it.  After each step every row must find its own history in its slots, whatever was shared,
-copied, evicted or recomputed.  The next token is computed from what the *cache* holds, so a wrong block also gives
-wrong tokens; ``expected_tokens`` computes them from the sequence alone.
+It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there, the group
+of layers that stored it, and a hash of the whole sequence up to it.  In each step every row must find its own history in
+the slots of each group, as far back as that group's window and the tile before it reach, whatever was shared, copied,
+given back, evicted or recomputed.  The next token is computed from what the *cache* holds in the windows of all groups,
+so a wrong block also gives wrong tokens; ``expected_tokens`` computes them from the sequence alone.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,16 +38,31 @@ def chain_hashes(token_ids: list[int], start: list[int]) -> list[int]:
     return found
 
 
-def next_token(history: npt.NDArray[np.int64], seed: int) -> int:
-    """The fake model: depends on each token, its position, and the row's seed."""
-    return int((int((history * _FACTORS[: len(history)]).sum()) + 7919 * (seed % 1009)) % VOCABULARY)
+def next_token(seen: list[npt.NDArray[np.int64]], length: int, seed: int) -> int:
+    """The fake model after ``length`` tokens: depends on the last of them, ``seen`` in each group, on their positions,
+    and on the row's seed."""
+    total = 7919 * (seed % 1009)
+    for group, tokens in enumerate(seen):
+        total += (group + 1) * int((tokens * _FACTORS[length - len(tokens) : length]).sum())
+    return total % VOCABULARY
 
 
-def expected_tokens(prompt: list[int], seed: int, max_length: int, stop_ids: frozenset[int]) -> list[int]:
+def visible(tokens: Sequence[int], windows: Sequence[int | None]) -> list[npt.NDArray[np.int64]]:
+    """What the last of ``tokens`` sees in each group."""
+    return [np.array(tokens[-(window or len(tokens)) :], dtype=np.int64) for window in windows]
+
+
+def expected_tokens(
+    prompt: list[int],
+    seed: int,
+    max_length: int,
+    stop_ids: frozenset[int],
+    windows: Sequence[int | None] = (None,),
+) -> list[int]:
     """What the fake model generates from ``prompt`` up to a stop or ``max_length`` tokens in all."""
     tokens = list(prompt)
     while len(tokens) < max_length:
-        tokens.append(next_token(np.array(tokens, dtype=np.int64), seed))
+        tokens.append(next_token(visible(tokens, windows), len(tokens), seed))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -54,12 +70,12 @@ def expected_tokens(prompt: list[int], seed: int, max_length: int, stop_ids: fro
 
 @dataclass
 class FakeRow:
-    """A worker's state of one row."""
+    """A worker's state of one row; each entry of ``table`` has the blocks of all groups."""
 
     token_ids: list[int]
     chain: list[int]
     computed: int
-    table: list[int]
+    table: list[list[int]]
     seed: int
 
 
@@ -73,9 +89,10 @@ class FakeWorker:
     last_step_id: int = 0
 
     def __post_init__(self) -> None:
-        num_slots = self.limits.capacity_tokens
+        num_slots = self.limits.num_blocks * self.limits.block_size
         self.kv_token = np.full(num_slots, -1, dtype=np.int64)
         self.kv_chain = np.full(num_slots, -1, dtype=np.int64)
+        self.kv_group = np.full(num_slots, -1, dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply a plan in the documented order; assert that it may be obeyed and leaves every row intact."""
@@ -89,10 +106,10 @@ class FakeWorker:
             assert self.rows[row].computed == len(self.rows[row].token_ids) - 1, "a decode is one token from its end"
         scheduled += zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)
         assert len({row for row, _ in scheduled}) == len(scheduled), "a row is scheduled twice"
+        starts = {number: row.computed for number, row in self.rows.items()}
         self._store(scheduled)
-        for row in self.rows.values():
-            slots = self._slots(row)
-            assert self.kv_chain[slots].tolist() == row.chain[: row.computed], "a row lost its history"
+        for number, row in self.rows.items():
+            self._check_history(row, starts[number])
         return StepResult(step_id=plan.step_id, token_ids=self._sample(plan))
 
     def _apply_rows(self, plan: StepPlan) -> None:
@@ -106,17 +123,23 @@ class FakeWorker:
                 tokens,
                 chain_hashes(tokens, []),
                 admission.num_computed_tokens,
-                admission.block_ids.tolist(),
+                self._by_group(admission.block_ids),
                 admission.sampling.seed,
             )
-        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
-            self.rows[row].table.append(block)
+        for row, blocks in zip(plan.block_rows.tolist(), self._by_group(plan.block_ids), strict=True):
+            self.rows[row].table.append(blocks)
+
+    def _by_group(self, block_ids: npt.NDArray[np.int32]) -> list[list[int]]:
+        assert np.all((block_ids >= 0) & (block_ids < self.limits.num_blocks))
+        blocks: list[list[int]] = block_ids.reshape(-1, self.limits.num_groups).tolist()
+        return blocks
 
     def _copy(self, plan: StepPlan) -> None:
-        size = self.limits.block_size
-        for source, target in plan.copies.tolist():
-            for cache in (self.kv_token, self.kv_chain):
-                cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
+        """All at once, as a rank does."""
+        assert len(set(plan.copies[:, 1].tolist())) == len(plan.copies), "a block is the target of two copies"
+        for cache in (self.kv_token, self.kv_chain, self.kv_group):
+            blocks = cache.reshape(self.limits.num_blocks, self.limits.block_size)
+            blocks[plan.copies[:, 1]] = blocks[plan.copies[:, 0]]
 
     def _store(self, scheduled: list[tuple[int, int]]) -> None:
         written: set[int] = set()
@@ -124,12 +147,23 @@ class FakeWorker:
             row = self.rows[number]
             start, row.computed = row.computed, row.computed + count
             assert count > 0 and row.computed <= len(row.token_ids)
-            slots = self._slots(row)[start:]
-            assert written.isdisjoint(slots.tolist()), "two rows write one slot"
-            written.update(slots.tolist())
-            self.kv_token[slots] = row.token_ids[start : row.computed]
-            self.kv_chain[slots] = row.chain[start : row.computed]
+            for group in range(self.limits.num_groups):
+                slots = self._slots(row, group, start)
+                assert written.isdisjoint(slots.tolist()), "a slot is written twice"
+                written.update(slots.tolist())
+                self.kv_token[slots] = row.token_ids[start : row.computed]
+                self.kv_chain[slots] = row.chain[start : row.computed]
+                self.kv_group[slots] = group
             self.num_computed_tokens += count
+
+    def _check_history(self, row: FakeRow, start: int) -> None:
+        """All that a query at ``start``, or a later one, may read of a row is its own."""
+        for group, window in enumerate(self.limits.windows):
+            visible = 0 if window is None else max(0, start - window + 1)
+            first = visible // self.limits.tile_tokens * self.limits.tile_tokens
+            slots = self._slots(row, group, first)
+            assert self.kv_chain[slots].tolist() == row.chain[first : row.computed], "a row lost its history"
+            assert np.all(self.kv_group[slots] == group), "a row reads what another group of layers stored"
 
     def _sample(self, plan: StepPlan) -> npt.NDArray[np.int32]:
         for number, samples in zip(plan.prefill_rows.tolist(), plan.prefill_samples.tolist(), strict=True):
@@ -137,15 +171,20 @@ class FakeWorker:
             assert samples == (row.computed == len(row.token_ids)), "sampled exactly at the end of the known tokens"
         sampled = [self.rows[row] for row in plan.sampled_rows.tolist()]
         for row in sampled:
-            row.token_ids.append(next_token(self.kv_token[self._slots(row)], row.seed))
+            row.token_ids.append(next_token(self._seen(row), row.computed, row.seed))
             row.chain += chain_hashes(row.token_ids, row.chain)
         return np.array([row.token_ids[-1] for row in sampled], dtype=np.int32)
 
-    def _slots(self, row: FakeRow) -> npt.NDArray[np.int64]:
-        positions = np.arange(row.computed)
-        table = np.array(row.table, dtype=np.int64)
-        assert len(table) == 0 or (table.min() >= 0 and table.max() < self.limits.num_blocks)
-        return table[positions // self.limits.block_size] * self.limits.block_size + positions % self.limits.block_size
+    def _seen(self, row: FakeRow) -> list[npt.NDArray[np.int64]]:
+        """In each group, the tokens that the cache holds in the window of a row's last query."""
+        firsts = [0 if window is None else max(0, row.computed - window) for window in self.limits.windows]
+        return [self.kv_token[self._slots(row, group, first)] for group, first in enumerate(firsts)]
+
+    def _slots(self, row: FakeRow, group: int, first: int) -> npt.NDArray[np.int64]:
+        """Of the positions from ``first`` on that are computed."""
+        positions, size = np.arange(first, row.computed), self.limits.block_size
+        table = np.array(row.table, dtype=np.int64)[:, group]
+        return table[positions // size] * size + positions % size
 
 
 @dataclass
@@ -258,7 +297,7 @@ class Simulation:
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
-        tokens = expected_tokens(prompt, params.seed + index, longest, stop_ids)
+        tokens = expected_tokens(prompt, params.seed + index, longest, stop_ids, self.limits.windows)
         return tokens, FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH
 
     def _check(self) -> None:

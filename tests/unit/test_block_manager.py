@@ -30,16 +30,16 @@ def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str
 def seat(batch: Batch, sequence: Sequence) -> list[int]:
     """Enter with all hits and room for all tokens; returns the hits."""
     hits = batch.blocks.find_hits(sequence)
-    batch.blocks.pool.share(hits.blocks)
-    length, num_shared = len(sequence.token_ids), len(hits.blocks)
-    batch.enter([Entry(sequence, hits.blocks, hits.num_tokens, length, None, num_shared, hits.place)], 1)
+    batch.blocks.pool.share(hits.shared.held)
+    length, num_shared = len(sequence.token_ids), len(hits.shared)
+    batch.enter([Entry(sequence, hits.shared, hits.num_tokens, length, None, num_shared, hits.place)], 1)
     batch.blocks.check_integrity()
-    return hits.blocks.tolist()
+    return hits.shared.held.tolist()
 
 
 def find(batch: Batch, sequence: Sequence) -> list[int]:
     """The cached blocks of a waiting sequence."""
-    return batch.blocks.find_hits(sequence).blocks.tolist()
+    return batch.blocks.find_hits(sequence).shared.held.tolist()
 
 
 def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
@@ -53,9 +53,9 @@ def test_golden_tables(batch: Batch) -> None:
     """By hand: 10 tokens take blocks 0-2, the next row 3; growth takes 4 and 5 in the order of the rows given."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, [9, 9], number=1)
     seat(batch, first), seat(batch, second)
-    assert batch.blocks.table(0).tolist() == [0, 1, 2] and batch.blocks.table(1).tolist() == [3]
+    assert batch.rows.held(0).tolist() == [0, 1, 2] and batch.rows.held(1).tolist() == [3]
     assert batch.blocks.grow_rows(np.array([1, 0], dtype=np.int32)).tolist() == [4, 5]
-    assert batch.blocks.table(0).tolist() == [0, 1, 2, 5] and batch.blocks.table(1).tolist() == [3, 4]
+    assert batch.rows.held(0).tolist() == [0, 1, 2, 5] and batch.rows.held(1).tolist() == [3, 4]
     assert batch.rows.capacity[:2].tolist() == [16, 8]
 
 
@@ -104,7 +104,7 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
     assert find(batch, again) == [0, 1]
     assert pool.num_idle(np.array([0, 1])) == 2
     assert seat(batch, again) == [0, 1]
-    assert batch.blocks.table(0).tolist() == [0, 1, 3]
+    assert batch.rows.held(0).tolist() == [0, 1, 3]
     assert pool.free_order() == [*range(4, 16), 2]
     (big,) = make(batch, [7] * 52, number=2)
     seat(batch, big)

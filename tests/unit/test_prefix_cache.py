@@ -20,14 +20,25 @@ def tokens(*ids: int) -> bytes:
 
 def publish(cache: PrefixCache, blocks: list[int], data: bytes, place: Place = "") -> tuple[list[int], Place]:
     """Insert blocks that follow ``place``; returns those added and the place behind the last."""
-    added, place = cache.insert(np.array(blocks, dtype=np.intp), place, data)
+    added, place = cache.insert(np.array(blocks, dtype=np.intp)[:, None], place, data)
     cache.check_integrity()
     return added.tolist(), place
 
 
 def match(cache: PrefixCache, data: bytes, salt: str = "", max_blocks: int = 99) -> list[int]:
     """The cached blocks of a sequence."""
-    return cache.match(salt, data, max_blocks)[0].tolist()
+    return cache.match(salt, data, max_blocks)[0][:, 0].tolist()
+
+
+def insert_tail(cache: PrefixCache, block: int, place: Place, data: bytes) -> bool:
+    """Publish a tail of one group."""
+    return cache.insert_tail(np.array([block]), place, data)
+
+
+def match_tail(cache: PrefixCache, place: Place, data: bytes, num_tokens: int) -> tuple[int, int] | None:
+    """The block and the length of the longest tail, in one group."""
+    found = cache.match_tail(place, data, num_tokens)
+    return None if found is None else (int(found[0][0]), found[1])
 
 
 def evict(cache: PrefixCache, *blocks: int) -> None:
@@ -127,21 +138,21 @@ def test_a_run_is_evicted_from_its_end(cache: PrefixCache) -> None:
 def test_tails_are_found_behind_their_parent_only(cache: PrefixCache) -> None:
     """By definition: the longest whose tokens all agree and leave one to compute; nothing after eviction."""
     _, parent = publish(cache, [0], EIGHT[:16])
-    assert cache.insert_tail(4, parent, tokens(5)) and cache.insert_tail(5, parent, tokens(5, 6))
-    assert cache.insert_tail(6, "salt", tokens(5, 6, 7))
-    assert not cache.insert_tail(7, parent, tokens(5, 6)), "its content is known"
+    assert insert_tail(cache, 4, parent, tokens(5)) and insert_tail(cache, 5, parent, tokens(5, 6))
+    assert insert_tail(cache, 6, "salt", tokens(5, 6, 7))
+    assert not insert_tail(cache, 7, parent, tokens(5, 6)), "its content is known"
     cache.check_integrity()
     assert sorted(cache.cached_blocks()) == [0, 4, 5, 6]
-    assert cache.match_tail(parent, tokens(5, 6, 7, 8, 9), 0) == (5, 2)
-    assert cache.match_tail(parent, tokens(5, 6), 0) == (4, 1)
-    assert cache.match_tail(parent, tokens(5, 9, 9), 0) == (4, 1)
-    assert cache.match_tail(parent, tokens(5), 0) is None and cache.match_tail(parent, tokens(6, 5), 0) is None
+    assert match_tail(cache, parent, tokens(5, 6, 7, 8, 9), 0) == (5, 2)
+    assert match_tail(cache, parent, tokens(5, 6), 0) == (4, 1)
+    assert match_tail(cache, parent, tokens(5, 9, 9), 0) == (4, 1)
+    assert match_tail(cache, parent, tokens(5), 0) is None and match_tail(cache, parent, tokens(6, 5), 0) is None
     assert (
-        cache.match_tail("salt", tokens(5, 6, 7, 8), 0) == (6, 3) and cache.match_tail("", tokens(5, 6, 7), 0) is None
+        match_tail(cache, "salt", tokens(5, 6, 7, 8), 0) == (6, 3) and match_tail(cache, "", tokens(5, 6, 7), 0) is None
     )
-    assert cache.match_tail(parent, tokens(1, 2, 5, 6, 7), 2) == (5, 2)
+    assert match_tail(cache, parent, tokens(1, 2, 5, 6, 7), 2) == (5, 2)
     evict(cache, 5)
-    assert cache.match_tail(parent, tokens(5, 6, 7), 0) == (4, 1)
+    assert match_tail(cache, parent, tokens(5, 6, 7), 0) == (4, 1)
     evict(cache, 4, 0)
     assert cache.cached_blocks() == [6]
 
@@ -174,11 +185,11 @@ def test_random_acts_match_a_map_of_prefixes() -> None:
         prefixes = [(salt, data[: end * SIZE * 4]) for end in range(1, length + 1)]
         known = next((i for i, prefix in enumerate(prefixes) if prefix not in model), length)
         found, place = cache.match(salt, data, length)
-        assert found.tolist() == [model[prefix] for prefix in prefixes[:known]]
+        assert found[:, 0].tolist() == [model[prefix] for prefix in prefixes[:known]]
         new = free[: length - known] if rng.random() < 0.5 else []
         end = known + len(new)
         if new:
-            held = found.tolist() + new if rng.random() < 0.5 else new
+            held = found[:, 0].tolist() + new if rng.random() < 0.5 else new
             start = 0 if len(held) > len(new) else known
             added, _ = publish(cache, held, data[start * 16 : end * 16], salt if start == 0 else place)
             assert added == new

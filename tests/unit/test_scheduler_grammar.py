@@ -24,6 +24,7 @@ from tests.unit.scheduler_harness import (
     chain_hashes,
     limits,
     next_token,
+    visible,
 )
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.request import EngineRequest, FinishReason
@@ -103,7 +104,7 @@ class MaskedWorker(FakeWorker):
     def _sample_masked(self, row: FakeRow, mask: IntArray) -> None:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         assert allowed == allowed_after(row.token_ids[self.num_prompt[row.seed] :]), "another mask than the row's own"
-        row.token_ids.append(choose(next_token(self.kv_token[self._slots(row)], row.seed), allowed))
+        row.token_ids.append(choose(next_token(self._seen(row), row.computed, row.seed), allowed))
         row.chain += chain_hashes(row.token_ids, row.chain)
 
     def _apply_rows(self, plan: StepPlan) -> None:
@@ -147,8 +148,9 @@ class GrammarSimulation(Simulation):
         length = min(self.limits.max_sequence_tokens - len(request.prompt_token_ids), params.max_tokens)
         generated: list[int] = []
         while len(generated) < length:
-            known = np.array([*request.prompt_token_ids, *generated], dtype=np.int64)
-            generated.append(choose(next_token(known, params.seed + index), allowed_after(generated)))
+            known = [*request.prompt_token_ids, *generated]
+            drawn = next_token(visible(known, self.limits.windows), len(known), params.seed + index)
+            generated.append(choose(drawn, allowed_after(generated)))
             ends = generated[-1] == EOS or generated[-1] in params.stop_token_ids or is_over_after(generated)
             if ends:
                 return generated, FinishReason.STOP

@@ -26,6 +26,20 @@ SHAPES = {
     "short model": limits(num_blocks=30, max_model_len=17),
 }
 
+# Models whose layers see so many tokens back; kernels read from the start of a tile on.
+LAYOUTS = {
+    "window": limits(windows=(8,), num_blocks=9, tile_tokens=4),
+    "window, no tiles, block of one": limits(windows=(5,), num_blocks=24, block_size=1, tile_tokens=1),
+    "window of two": limits(windows=(2,), num_blocks=4, block_size=2, tile_tokens=1, max_num_batched_tokens=7),
+    "window, large tiles": limits(windows=(3,), num_blocks=14, block_size=3, tile_tokens=16),
+    "full and window": limits(windows=(None, 8), num_blocks=26, tile_tokens=4),
+    "full and full": limits(windows=(None, None), num_blocks=26),
+    "one in four": limits(windows=(None, 8, 8, 8), num_blocks=34, tile_tokens=8),
+    "one in four, roomy": limits(windows=(None, 8, 8, 8), num_blocks=200, tile_tokens=4, max_num_batched_tokens=64),
+    "two windows": limits(windows=(None, 8, 24), num_blocks=40, tile_tokens=8, max_num_batched_tokens=16),
+    "two windows, none full": limits(windows=(4, 12), num_blocks=16, block_size=2, tile_tokens=2),
+}
+
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
@@ -41,6 +55,22 @@ def test_random_load(shape: str, caching: bool, ahead: int) -> None:
     stats = simulation.scheduler.stats()
     assert caching or stats.num_prefix_hit_tokens == 0
     assert stats.num_preemptions or SHAPES[shape].num_blocks >= 30
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_load_of_a_model_with_windows(layout: str, caching: bool, ahead: int) -> None:
+    """As above.  The fake cache is checked as far back as each group may read; what is behind belongs to others soon."""
+    shape = replace(LAYOUTS[layout], enable_prefix_caching=caching)
+    simulation = Simulation(shape, ahead=ahead)
+    load = RandomLoad(simulation, seed=len(layout) + ahead)
+    for _ in range(400 * SCALE):
+        load.act()
+    simulation.run()
+    stats = simulation.scheduler.stats()
+    assert (stats.num_prefix_hit_tokens > 0) == caching
+    assert stats.num_preemptions or shape.num_blocks >= 100
 
 
 def test_loads_reach_the_hard_cases() -> None:

@@ -6,10 +6,11 @@
     0    | magic "TPSP" | version u32 | checksum u64: xxh3_64 of everything from offset 16 |
     16   | total bytes u32 | control u32 | step id i64 |
     32   | released R u32 | new blocks B u32 | copies C u32 | decodes D u32 | prefills P u32 | admitted A u32 |
-    56   | released i32[R] | block_rows i32[B] | block_ids i32[B] | copies i32[C][2] | decode_rows i32[D] |
+    56   | released i32[R] | block_rows i32[B] | block_ids i32[B][G] | copies i32[C][2] | decode_rows i32[D] |
          | prefill_rows i32[P] | prefill_tokens i32[P] | prefill_samples u8[P] | zeros to a multiple of 8 |
          | masks, if bit 31 of control is set | admission 0 | admission 1 | ... | admission A-1 |
 
+    Bits 24 to 26 of control are G - 1, the groups of layers that each new block is of; 0 in a plan without new blocks.
     If bit 30 of control is set, decode_rows are not there: they are the D rows of the plan before.
 
     masks, from a multiple of 8 on: only in steps with a row that a grammar restricts
@@ -24,7 +25,7 @@
          | allowed_token_ids i32[L] | bias_values f32[E] | zeros to a multiple of 8 |
 
 A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 1024 = 1208 bytes, and 184 if the step
-before was of the same rows, as most are.
+before was of the same rows, as most are.  Each group more takes 64.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from tp_engine.ipc.admission_codec import (
     split_ints,
 )
 from tp_engine.ipc.mask_codec import decode_masks, encode_masks
+from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.plan import NO_IDS, NO_MASKS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
@@ -64,6 +66,9 @@ _SUMMED_FROM = _UNSUMMED.size
 _PADDING = bytes(ALIGNMENT // 2)  # behind an odd number of int32
 _HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
 _REPEATS_ROWS = 1 << 30
+_GROUPS_SHIFT = 24
+_GROUPS = (MAX_GROUPS - 1) << _GROUPS_SHIFT
+_NOT_STEADY = ~(_REPEATS_ROWS | _GROUPS)
 
 
 def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes | bytearray:
@@ -77,8 +82,9 @@ def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes | bytear
     rows, ids, decodes = plan.block_rows, plan.block_ids, plan.decode_rows
     if not (rows.dtype is ids.dtype is decodes.dtype is INT):
         check_dtypes((rows, ids, decodes))
-    assert len(rows) == len(ids), "a new block is a row and a block id"
     control, sent = int(plan.control), decodes
+    if len(rows) != len(ids):
+        control |= _groups_bits(len(rows), len(ids))
     if repeats_rows:
         control, sent = control | _REPEATS_ROWS, NO_IDS
     if plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows):
@@ -103,10 +109,10 @@ def _encode_any(plan: StepPlan, control: int, sent: IntArray) -> bytearray:
         plan.prefill_tokens,
     )
     check_dtypes(ints)
-    released, blocks, _, copies, num_sent, prefills, prefill_tokens = map(len, ints)
+    released, blocks, num_ids, copies, num_sent, prefills, prefill_tokens = map(len, ints)
     assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
     assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
-    end = _samples_offset(released, blocks, copies, num_sent, prefills) + prefills
+    end = _samples_offset(released, blocks + num_ids, copies, num_sent, prefills) + prefills
     parts: list[Part] = [bytes(_HEADER.size), *ints, plan.prefill_samples, bytes(aligned(end) - end)]
     if len(plan.mask_rows):
         control |= _HAS_MASKS
@@ -138,9 +144,12 @@ def decode_plan(buffer: Buffer, last_rows: IntArray = NO_IDS) -> StepPlan:
     repeats_rows = control & _REPEATS_ROWS
     if repeats_rows and decodes != len(last_rows):
         raise PlanError(f"step plan lost: step {step_id} repeats {decodes} rows, {len(last_rows)} were in the last one")
-    if released or copies or prefills or admitted or control != repeats_rows:
+    if released or copies or prefills or admitted or control & _NOT_STEADY:
         return _decode_any(buffer, header, last_rows)
-    num_ints = 2 * blocks if repeats_rows else 2 * blocks + decodes
+    end_of_ids = 2 * blocks
+    if control & _GROUPS:
+        end_of_ids += blocks * _extra_groups(control, blocks)
+    num_ints = end_of_ids if repeats_rows else end_of_ids + decodes
     if total != _HEADER.size + (num_ints + num_ints % 2) * INT.itemsize:
         check_end(aligned(_HEADER.size + num_ints * INT.itemsize), total)
     if repeats_rows and not blocks:
@@ -149,8 +158,8 @@ def decode_plan(buffer: Buffer, last_rows: IntArray = NO_IDS) -> StepPlan:
     return StepPlan(
         step_id=step_id,
         block_rows=ints[:blocks],
-        block_ids=ints[blocks : 2 * blocks],
-        decode_rows=last_rows if repeats_rows else ints[2 * blocks :],
+        block_ids=ints[blocks:end_of_ids],
+        decode_rows=last_rows if repeats_rows else ints[end_of_ids:],
     )
 
 
@@ -159,17 +168,18 @@ def _decode_any(buffer: Buffer, header: tuple[Any, ...], last_rows: IntArray) ->
     _, _, _, total, control, step_id, released, blocks, copies, decodes, prefills, num_admitted = header
     repeats_rows = control & _REPEATS_ROWS
     num_sent = 0 if repeats_rows else decodes
-    samples_offset = _samples_offset(released, blocks, copies, num_sent, prefills)
+    num_ids = blocks * (1 + _extra_groups(control, blocks))
+    samples_offset = _samples_offset(released, blocks + num_ids, copies, num_sent, prefills)
     check_room("sections", samples_offset + prefills, total)
     offset, mask_rows, masks = aligned(samples_offset + prefills), NO_IDS, NO_MASKS
     if control & _HAS_MASKS:
         mask_rows, masks, offset = decode_masks(buffer, offset, total)
     admitted = decode_admissions(buffer, offset, num_admitted, total)
-    sizes = (released, blocks, blocks, 2 * copies, num_sent, prefills, prefills)
+    sizes = (released, blocks, num_ids, 2 * copies, num_sent, prefills, prefills)
     parts = split_ints(buffer, _HEADER.size, sizes)
     return StepPlan(
         step_id=step_id,
-        control=Control(control & ~(_HAS_MASKS | _REPEATS_ROWS)),
+        control=Control(control & ~(_HAS_MASKS | _REPEATS_ROWS | _GROUPS)),
         released=parts[0],
         admitted=admitted,
         block_rows=parts[1],
@@ -202,6 +212,21 @@ def _fault(header: tuple[Any, ...], size: int, computed: int) -> PlanError:
     return PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
 
 
-def _samples_offset(released: int, blocks: int, copies: int, decodes: int, prefills: int) -> int:
-    num_ints = released + 2 * (blocks + copies + prefills) + decodes
+def _groups_bits(blocks: int, num_ids: int) -> int:
+    """What control says of ``num_ids`` ids for ``blocks`` new logical blocks."""
+    groups = num_ids // blocks if blocks else 0
+    assert 1 <= groups <= MAX_GROUPS and num_ids == blocks * groups, f"{num_ids} ids for {blocks} new blocks"
+    return (groups - 1) << _GROUPS_SHIFT
+
+
+def _extra_groups(control: int, blocks: int) -> int:
+    """Groups beyond the first; ``PlanError`` if there are any in a plan without new blocks."""
+    extra = (control & _GROUPS) >> _GROUPS_SHIFT
+    if extra and not blocks:
+        raise PlanError(f"malformed step plan: it says {extra + 1} groups of layers, and has no new blocks")
+    return extra
+
+
+def _samples_offset(released: int, blocks_and_ids: int, copies: int, decodes: int, prefills: int) -> int:
+    num_ints = released + blocks_and_ids + 2 * (copies + prefills) + decodes
     return _HEADER.size + num_ints * INT.itemsize

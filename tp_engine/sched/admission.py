@@ -5,11 +5,9 @@ from __future__ import annotations
 import enum
 import time
 
-import numpy as np
-
 from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.batch import Batch
-from tp_engine.sched.block_manager import Hits
+from tp_engine.sched.block_manager import Donation, Hits
 from tp_engine.sched.cached_run import BlockName
 from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.entry import Entry
@@ -43,6 +41,7 @@ class Admitter:
 
     def admit(self, draft: StepDraft) -> None:
         """Admit while budget, rows and blocks last."""
+        self._blocks.expire_all()
         deferred: list[Sequence] = []
         while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
             sequence = self._batch.waiting.pop()
@@ -61,9 +60,9 @@ class Admitter:
     def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
         siblings = sequence.group.running
         if siblings and self._can_fork(sequence):
-            donor = self._donor(sequence, siblings)
-            if donor is not None:
-                return self._fork(draft, sequence, donor)
+            donation = self._donation(sequence, siblings)
+            if donation is not None:
+                return self._fork(draft, sequence, donation)
             if any(other.phase is Phase.PREFILL for other in siblings):
                 return Verdict.DEFERRED  # it will finish the prompt, or leave its row
         hits = self._blocks.find_hits(sequence)
@@ -73,14 +72,15 @@ class Admitter:
         return self._begin(draft, sequence, hits)
 
     def _begin(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
-        num_shared = len(hits.blocks)
-        end = min(len(sequence.token_ids), hits.num_tokens + draft.budget)
+        num_shared, num_held = len(hits.shared), len(hits.shared.held)
+        chunk = min(draft.budget, self._blocks.chunk_limit(num_held, num_shared, hits.num_tokens))
+        end = min(len(sequence.token_ids), hits.num_tokens + chunk)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
-        num_idle = self._blocks.pool.num_idle(hits.blocks) if num_shared else 0
-        if not self._has_room(self._blocks.blocks_for(reach) - num_shared + num_idle):
+        num_idle = self._blocks.pool.num_idle(hits.shared.held) if num_held else 0
+        if not self._has_room(self._blocks.most_blocks(reach) - num_held + num_idle):
             return Verdict.NO_ROOM
         self._count_hits(sequence, hits.num_tokens)
-        entry = Entry(sequence, hits.blocks, hits.num_tokens, end, hits.tail, num_shared, hits.place)
+        entry = Entry(sequence, hits.shared, hits.num_tokens, end, hits.tail, num_shared, hits.place)
         self._enter(draft, entry)
         if hits.next_name is not None and end // self._blocks.block_size > num_shared:
             self._names.add(hits.next_name)
@@ -88,24 +88,21 @@ class Admitter:
             self._seat(draft)
         return Verdict.ENTERED
 
-    def _fork(self, draft: StepDraft, sequence: Sequence, donor: Sequence) -> Verdict:
-        """Share the donor's full blocks before the last prompt token; copy the one that token falls into."""
-        if not self._has_room(1):
+    def _fork(self, draft: StepDraft, sequence: Sequence, donation: Donation) -> Verdict:
+        """Share the donor's full blocks before the last prompt token; copy those that token falls into."""
+        if not self._has_room(self._blocks.num_groups):
             return Verdict.NO_ROOM
-        num_computed = sequence.num_prompt_tokens - 1
-        num_shared, num_in_last = divmod(num_computed, self._blocks.block_size)
-        table = self._blocks.table(donor.row).astype(np.intp)
-        source = int(table[num_shared]) if num_in_last else None
+        end = sequence.num_prompt_tokens
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
-        entry = Entry(sequence, table[:num_shared], num_computed, num_computed + 1, source, 0, sequence.group.salt)
-        self._enter(draft, entry)
+        shared, source = donation.shared, donation.source
+        self._enter(draft, Entry(sequence, shared, end - 1, end, source, 0, sequence.group.salt))
         return Verdict.ENTERED
 
     def _enter(self, draft: StepDraft, entry: Entry) -> None:
         """It is decided; siblings must see at once that one of them runs."""
-        if len(entry.shared):
-            self._blocks.pool.share(entry.shared)
-        self._num_owed += self._blocks.blocks_for(entry.end) - len(entry.shared)
+        if len(entry.shared.held):
+            self._blocks.pool.share(entry.shared.held)
+        self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared)) * self._blocks.num_groups
         self._entries.append(entry)
         draft.add_prefill(entry.sequence, entry.end - entry.num_computed)
         if len(entry.sequence.group.sequences) > 1:
@@ -121,15 +118,18 @@ class Admitter:
         now_s = time.monotonic()
         for entry, table in zip(entries, tables, strict=True):
             entry.sequence.first_scheduled_s = entry.sequence.first_scheduled_s or now_s
-            if entry.source is not None and table[len(entry.shared)] != entry.source:
-                draft.copies.append((entry.source, int(table[len(entry.shared)])))
+            if entry.source is not None:
+                draft.add_copies(entry.source, table[len(entry.shared)])
             draft.admitted.append(_admission(entry, table))
         self._blocks.publish((entry.sequence, entry.end) for entry in entries)
 
-    def _donor(self, sequence: Sequence, siblings: list[Sequence]) -> Sequence | None:
-        """A running sibling that has computed all that a fork shares, or will have once the plans before this ran."""
-        shared = sequence.num_prompt_tokens - 1
-        return next((other for other in siblings if self._rows.num_scheduled[other.row] >= shared), None)
+    def _donation(self, sequence: Sequence, siblings: list[Sequence]) -> Donation | None:
+        """From a running sibling that has computed all that a fork shares, or will have once the plans before this ran,
+        and still holds it."""
+        num_tokens = sequence.num_prompt_tokens - 1
+        able = (other.row for other in siblings if self._rows.num_scheduled[other.row] >= num_tokens)
+        found = (self._blocks.donation(row, num_tokens) for row in able)
+        return next((donation for donation in found if donation is not None), None)
 
     @staticmethod
     def _can_fork(sequence: Sequence) -> bool:
@@ -138,8 +138,8 @@ class Admitter:
     def _has_room(self, num_blocks: int) -> bool:
         """Whether that many blocks can go without starving the running rows, which take this many per step."""
         running = self._rows.num_running + len(self._entries)
-        num_kept = self._num_owed + running // self._blocks.block_size
-        return num_blocks + num_kept <= self._blocks.num_available or running == 0
+        num_kept = self._num_owed + running // self._blocks.block_size * self._blocks.num_groups
+        return num_blocks + num_kept <= self._blocks.pool.num_available or running == 0
 
     def _count_hits(self, sequence: Sequence, num_hit_tokens: int) -> None:
         counters = self._batch.counters
@@ -153,12 +153,13 @@ class Admitter:
 
 
 def _admission(entry: Entry, table: IntArray) -> Admission:
+    """``table`` (n, G)."""
     sequence = entry.sequence
     return Admission(
         row=sequence.row,
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=entry.num_computed,
-        block_ids=table,
+        block_ids=table.reshape(-1),
         sampling=sequence.sampling,
     )

@@ -18,7 +18,7 @@ class AllocationSample:
     """The pool at one moment; ``time_s`` is time.monotonic().
 
     ``fragmentation`` is 1 - live tokens / (used blocks * block size): the share of the used blocks' slots that holds
-    no token, 0 when no block is used.
+    no token, 0 when no block is used.  Live tokens count in each group of layers that holds them.
     """
 
     time_s: float

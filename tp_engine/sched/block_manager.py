@@ -7,6 +7,14 @@ Table of a row with hits, and of its fork (``n > 1``) whose last prompt token is
 
 Only full blocks are ever shared; a partly filled one is copied on the fork's first write, which is at once.  The same
 goes for a *tail*: the last block of a sequence that has ended and that others continue, as beams do (``Hits.tail``).
+
+A model's groups of layers have tables of their own, which grow together; those with a window give blocks back from the
+front (``expire``), whenever their row grows and whenever blocks run out::
+
+    group 0, full           | 0 | 5 | 10 | 15 | 20 | 25 |
+    group 1, with a window  | . | . |  . |  . | 21 | 26 |      the window reaches into the fifth block
+
+Whoever enters with hits, or as a fork, holds in each group only what it needs itself.
 """
 
 from __future__ import annotations
@@ -20,8 +28,9 @@ import numpy.typing as npt
 
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
-from tp_engine.sched.cached_run import BlockName, Place
-from tp_engine.sched.entry import Entry
+from tp_engine.sched.cached_run import NO_BLOCK, BlockName, Place, is_lost
+from tp_engine.sched.entry import Entry, Shared
+from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.prefix_cache import PrefixCache
@@ -33,14 +42,22 @@ from tp_engine.units import ceil_div
 class Hits(msgspec.Struct, frozen=True):
     """Where the K/V of a waiting sequence's first ``num_tokens`` tokens are: full blocks to share, a tail to copy.
 
-    ``place`` is behind those blocks in the prefix cache; ``next_name`` is that of the block that would be next there.
+    ``tail`` (G,) is a block of each group.  ``place`` is behind the shared blocks in the prefix cache; ``next_name`` is
+    that of the block that would be next there.
     """
 
+    shared: Shared
     place: Place
     num_tokens: int = 0
-    blocks: BlockIds = NO_BLOCKS
-    tail: int | None = None
+    tail: BlockIds | None = None
     next_name: BlockName | None = None
+
+
+class Donation(msgspec.Struct, frozen=True):
+    """What a fork gets from its donor: full blocks to share, and ``source`` (G,), partly filled ones to copy."""
+
+    shared: Shared
+    source: BlockIds | None
 
 
 class BlockManager:
@@ -48,73 +65,133 @@ class BlockManager:
 
     def __init__(self, limits: SchedulerLimits, rows: RowState) -> None:
         self.block_size = limits.block_size
+        self.num_groups = limits.num_groups
+        self.windows = limits.kv_windows
         self.pool = BlockPool(limits.num_blocks)
-        self.cache = PrefixCache(limits.num_blocks, limits.block_size * np.dtype(np.int32).itemsize)
+        block_bytes = limits.block_size * np.dtype(np.int32).itemsize
+        self.cache = PrefixCache(limits.num_blocks, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
+        self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be taken now, cached ones included."""
-        return self.pool.num_available
-
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` fill."""
+        """Logical blocks that ``num_tokens`` fill."""
         return ceil_div(num_tokens, self.block_size)
+
+    def has_room(self, count: int) -> bool:
+        """Whether ``count`` blocks can be taken now, if need be after all windows gave back what they left behind."""
+        if count > self.pool.num_available:
+            self.expire_all()
+        return count <= self.pool.num_available
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a sequence of ``num_tokens`` holds on its way."""
+        return self.windows.most_blocks(self.blocks_for(num_tokens), self._max_chunk)
+
+    def chunk_limit(self, num_held: int, num_logical: int, start: int) -> int:
+        """The most tokens from ``start`` on that a sequence can be given in one step, with the whole pool to itself.
+
+        It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows all that it
+        still lacks fits in one step, because its last tokens need no fewer blocks.
+        """
+        if not self.windows.has_windows:
+            return self._max_chunk
+        spare = (self.pool.num_blocks - num_held) // self.num_groups
+        return min(self._max_chunk, (num_logical + spare) * self.block_size - start)
 
     def find_hits(self, sequence: Sequence) -> Hits:
         """What is cached of a waiting sequence's first tokens; at least one token is left to compute."""
-        salt = sequence.group.salt
+        salt, windows = sequence.group.salt, self.windows
         if not self._caching or sequence.wants_prompt_logprobs:
-            return Hits(salt)
+            return Hits(self._share(NO_BLOCKS.reshape(0, self.num_groups), 0), salt)
         token_bytes = sequence.token_ids.tobytes()
         usable = (len(sequence.token_ids) - 1) // self.block_size
         blocks, place = self.cache.match(salt, token_bytes, usable)
+        if windows.has_windows:
+            sufficient = windows.longest_hit(blocks != NO_BLOCK)
+            if sufficient < len(blocks):
+                blocks, place = self.cache.match(salt, token_bytes, sufficient)
         num_tokens = len(blocks) * self.block_size
         name = self.cache.next_name(place, token_bytes, num_tokens)
-        found = self.cache.match_tail(place, token_bytes, num_tokens)
-        if found is None:
-            return Hits(place, num_tokens, blocks, None, name)
-        return Hits(place, num_tokens + found[1], blocks, found[0], name)
+        tail, found = None, self.cache.match_tail(place, token_bytes, num_tokens)
+        if found is not None:
+            tail, num_in_tail = found
+            num_tokens += num_in_tail
+        return Hits(self._share(blocks, num_tokens), place, num_tokens, tail, name)
 
     def seat(self, entries: list[Entry]) -> list[IntArray]:
-        """First tables of rows, int32: the blocks that they share, then new ones."""
+        """First tables of rows (n, G), int32: the blocks that they share, then new ones."""
         tables: list[IntArray] = []
         lengths = [self.blocks_for(entry.end) for entry in entries]
-        taken = self.take(sum(lengths) - sum(len(entry.shared) for entry in entries))
+        num_new = sum(lengths) - sum(len(entry.shared) for entry in entries)
+        taken = self.take(num_new * self.num_groups).reshape(num_new, self.num_groups)
         start = 0
         for entry, length in zip(entries, lengths, strict=True):
             end = start + length - len(entry.shared)
-            table = taken[start:end]
+            table, row = taken[start:end], entry.sequence.row
             if len(entry.shared):
-                table = np.concatenate((entry.shared, table), dtype=np.int32)
-            self._rows.block_table[entry.sequence.row, :length] = table
+                table = np.concatenate((entry.shared.table, table), dtype=np.int32)
+                self._rows.first_block[row] = entry.shared.first
+            self._rows.block_table[row, :length] = table
             tables.append(table)
             start = end
         self._set_lengths(np.array([entry.sequence.row for entry in entries]), np.array(lengths))
         return tables
 
-    def table(self, row: int) -> IntArray:
-        """A copy of the row's block ids, int32."""
-        return self._rows.block_table[row, : self._rows.num_blocks[row]].copy()
+    def donation(self, row: int, num_tokens: int) -> Donation | None:
+        """What a fork needs that goes on after the first ``num_tokens`` of ``row``; None if a window has left it behind."""
+        if (self._rows.first_block[row] > self.windows.first_needed(num_tokens)).any():
+            return None
+        num_full, num_in_last = divmod(num_tokens, self.block_size)
+        table = self._rows.tables(row).astype(np.intp)
+        return Donation(self._share(table[:num_full], num_tokens), table[num_full] if num_in_last else None)
 
-    def grow(self, row: int, count: int) -> BlockIds:
-        """``count`` more blocks at the end of one row's table."""
-        taken = self._take(count)
+    def grow(self, row: int, count: int) -> IntArray:
+        """``count`` more logical blocks at the end of one row's tables; their ids (count * G,), as in a plan."""
+        taken = self.take(count * self.num_groups)
         start = int(self._rows.num_blocks[row])
-        self._rows.block_table[row, start : start + count] = taken
+        self._rows.block_table[row, start : start + count] = taken.reshape(count, -1)
         self._set_lengths(row, start + count)
         return taken
 
     def grow_rows(self, rows: IntArray) -> IntArray:
-        """One more block for each of ``rows`` (distinct), in order."""
-        taken = self.take(len(rows))
+        """One more logical block for each of ``rows`` (n,), distinct, in order; (n * G,), as in a plan."""
+        taken = self.take(len(rows) * self.num_groups)
         self._rows.add_blocks(rows, taken)
         return taken
 
+    def expire_all(self) -> None:
+        """``expire`` for all rows, as far as they have been scheduled."""
+        if self.windows.has_windows:
+            rows = self._rows.occupied()
+            self.expire(rows, self._rows.num_scheduled[rows])
+
+    def expire(self, rows: npt.NDArray[np.integer], positions: Counts) -> None:
+        """Windows of ``rows`` (n,), distinct, give back what lies behind them once the next token is at ``positions``.
+
+        The plan in the making is the first that does not read these blocks, and may give them to other rows: all plans
+        before it have run when it does.
+        """
+        if not self.windows.has_windows:
+            return
+        first, old = self.windows.first_needed(positions), self._rows.first_block[rows]
+        counts = first - old
+        which, groups = np.nonzero(counts)
+        if not len(which):
+            return
+        self._rows.first_block[rows] = first
+        counts = counts[which, groups]
+        ends = counts.cumsum()
+        numbers = np.arange(ends[-1]) + np.repeat(old[which, groups] - ends + counts, counts)
+        left = self._rows.block_table[np.repeat(rows[which], counts), numbers, np.repeat(groups, counts)]
+        self.pool.release_repeated(left.astype(np.intp))
+
     def take(self, count: int) -> IntArray:
         """``count`` blocks, int32, that will be entered into tables."""
-        return self._take(count).astype(np.int32)
+        taken, lost = self.pool.take(count)
+        if len(lost):
+            self.cache.evict(lost)
+        return taken.astype(np.int32)
 
     def publish(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
         """Offer the full blocks of each sequence's first tokens, so many, to the prefix cache.
@@ -128,7 +205,10 @@ class BlockManager:
         for sequence, num_tokens in chunks:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
+                if is_lost(sequence.place) and not self.windows.has_full:
+                    first, sequence.place = 0, sequence.group.salt  # what led there was left behind, and evicted
                 blocks = self._rows.block_table[row, first:end].astype(np.intp)
+                blocks = self._without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
                 known = self._rows.tokens[row, first * size : end * size].tobytes()
                 new, sequence.place = self.cache.insert(blocks, sequence.place, known)
                 sequence.num_published = end
@@ -139,17 +219,18 @@ class BlockManager:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""
         row = sequence.row
         computed = int(self._rows.num_computed[row])
-        first = computed - computed % self.block_size
-        is_next = sequence.num_published * self.block_size == first  # not, if a step in flight computes more
-        if not self._caching or first == computed or not is_next:
+        last, num_in_last = divmod(computed, self.block_size)
+        is_next = sequence.num_published == last  # not, if a step in flight computes more
+        if not self._caching or not num_in_last or not is_next or (self._rows.first_block[row] > last).any():
             return
-        block = int(self._rows.block_table[row, first // self.block_size])
-        if self.cache.insert_tail(block, sequence.place, self._rows.tokens[row, first:computed].tobytes()):
-            self.pool.mark_tail(block)
+        blocks = self._rows.block_table[row, last].astype(np.intp)
+        tokens = self._rows.tokens[row, computed - num_in_last : computed]
+        if self.cache.insert_tail(blocks, sequence.place, tokens.tobytes()):
+            self.pool.mark_tail(blocks)
 
     def release(self, sequence: Sequence) -> None:
-        """The row gives its table back, tail first; what is cached stays so until its blocks are needed."""
-        self.pool.release(self.table(sequence.row).astype(np.intp))
+        """The row gives its tables back, tail first; what is cached stays so until its blocks are needed."""
+        self.pool.release(self._rows.held(sequence.row))
         self._set_lengths(sequence.row, 0)
 
     def clear_cache(self) -> None:
@@ -159,24 +240,36 @@ class BlockManager:
         self.pool.forget_content()
 
     def check_integrity(self) -> None:
-        """Assert that pool, cache and tables add up: each block is held by as many rows as it counts."""
+        """Assert that pool, cache and tables add up: each block is held by as many rows as it counts, in one group."""
         self.pool.check_integrity()
         self.cache.check_integrity()
-        state = self._rows
-        held: Counter[int] = Counter()
-        for sequence in state.running():
-            table = state.block_table[sequence.row, : state.num_blocks[sequence.row]].tolist()
-            assert len(set(table)) == len(table), f"row {sequence.row} holds a block twice"
-            held.update(table)
+        holders: Counter[int] = Counter()
+        group_of: dict[int, int] = {}
+        for sequence in self._rows.running():
+            table, first = self._rows.tables(sequence.row), self._rows.first_block[sequence.row]
+            held = self._rows.held(sequence.row).tolist()
+            assert len(set(held)) == len(held), f"row {sequence.row} holds a block twice"
+            groups = np.broadcast_to(np.arange(self.num_groups), table.shape)
+            for block, group in zip(held, self.windows.held(groups, first).tolist(), strict=True):
+                assert group_of.setdefault(block, group) == group, f"block {block} is held in two groups"
+            holders.update(held)
         for block in range(self.pool.num_blocks):
-            assert self.pool.ref_count(block) == held[block], f"block {block}"
-        assert np.flatnonzero(self.pool.contents()).tolist() == sorted(self.cache.cached_blocks())
+            assert self.pool.ref_count(block) == holders[block], f"block {block}"
+        cached = np.array(self.cache.cached_blocks(), dtype=np.intp)
+        assert np.flatnonzero(self.pool.contents()).tolist() == sorted(cached.tolist())
+        for block, group in self.cache.groups().items():
+            assert group_of.get(block, group) == group, f"block {block} is cached in a group that it is not of"
 
-    def _take(self, count: int) -> BlockIds:
-        taken, lost = self.pool.take(count)
-        if len(lost):
-            self.cache.evict(lost)
-        return taken
+    def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
+        """What a row needs of ``blocks`` (n, G) whose next token is at ``num_tokens``."""
+        first = self.windows.first_needed(num_tokens)
+        return Shared(self._without(blocks, first, 0), first, self.windows.held(blocks, first))
+
+    def _without(self, blocks: BlockIds, first: Counts, filler: int) -> BlockIds:
+        """``blocks`` (n, G) with ``filler`` before those with the numbers ``first`` (G,)."""
+        if not self.windows.has_windows:
+            return blocks
+        return np.where(np.arange(len(blocks))[:, None] < first, filler, blocks)
 
     def _set_lengths(self, rows: int | BlockIds, num_blocks: int | npt.NDArray[np.int64]) -> None:
         self._rows.num_blocks[rows] = num_blocks

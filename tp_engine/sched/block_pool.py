@@ -15,7 +15,7 @@ Taken are free blocks first, then tails, then cached ones: no full cached block 
 exists, and no tail while a free block exists.  Free blocks are a stack; a table given back is taken again in its own
 order.  Tails and cached blocks are queues, of which the second lets a block leave from the middle when it is hit.  A
 table is released from its end, so a sequence's later blocks are evicted before its first ones, which more requests may
-share.
+share.  Which group of layers a block is of, the pool does not know: all are of equal size.
 
 All acts are on arrays of block ids and cost a few array operations whatever their number.
 """
@@ -95,14 +95,24 @@ class BlockPool:
         self._tails.extend(left[content == _TAIL].tolist())
         self.num_available += len(left)
 
+    def release_repeated(self, blocks: BlockIds) -> None:
+        """As ``release``, of blocks that several holders give back at once: each stands there once for each of them."""
+        while len(blocks) and self._ref_count[blocks].max() > 1:
+            _, places = np.unique(blocks, return_index=True)
+            places.sort()
+            self.release(blocks[places])
+            blocks = np.delete(blocks, places)
+        self.release(blocks)
+
     def mark_full(self, blocks: BlockIds) -> None:
         """The content of these full, used blocks has entered the prefix cache."""
         self._content[blocks] = _FULL
 
-    def mark_tail(self, block: int) -> None:
-        """The prefix cache knows the first tokens of this partly filled block, which its only holder will release."""
-        assert self._ref_count[block] == 1, f"block {block} has {self._ref_count[block]} holders: it can be no tail"
-        self._content[block] = _TAIL
+    def mark_tail(self, blocks: BlockIds) -> None:
+        """The prefix cache knows the first tokens of these partly filled blocks, which their only holder will release."""
+        counts = self._ref_count[blocks]
+        assert np.all(counts == 1), f"blocks {blocks} have {counts} holders: they can be no tail"
+        self._content[blocks] = _TAIL
 
     def forget_content(self) -> None:
         """All cached blocks become free, behind those that are."""

@@ -14,21 +14,28 @@ Identity: TypeAlias = int | str
 BlockName: TypeAlias = tuple[Identity, bytes]
 """What a block follows, and its token ids: names the run that begins with it, or a tail."""
 
+NO_BLOCK = -1
+"""In place of a block of the pool that is not there."""
+
 TOKEN_BYTES = 4
 """Token ids are int32."""
 
 
 class Run:
-    """Blocks that entered the cache together; the first ``length`` of them are still there.
+    """Logical blocks that entered the cache together; the first ``length`` of them are still there.
 
     ``name`` is what it follows and the token ids of its first block; ``token_bytes`` are those of all its blocks.
+    ``blocks`` (n, G) has the block of each group, or ``NO_BLOCK``.  In a cache without a full group, ``parent`` is the
+    run that this one follows, ``num_held`` counts the blocks that are there and ``num_followers`` the runs behind it.
     """
 
-    __slots__ = ("blocks", "length", "name", "serial", "token_bytes")
+    __slots__ = ("blocks", "length", "name", "num_followers", "num_held", "parent", "serial", "token_bytes")
 
     def __init__(self, name: BlockName, serial: int, blocks: BlockIds, token_bytes: bytes) -> None:
         self.name, self.serial, self.blocks, self.token_bytes = name, serial, blocks, token_bytes
         self.length = len(blocks)
+        self.parent: Run | None = None
+        self.num_held = self.num_followers = 0
 
     def shorten(self, length: int) -> None:
         """Only the first ``length`` blocks are left; what the others held is given back when it is half."""
@@ -51,8 +58,16 @@ class Run:
         return int(np.argmax(ours != theirs)) // size
 
 
-#: How far a sequence has come in the cache: behind a block of a run, or still at its salt.
+#: How far a sequence has come in the cache: behind a logical block of a run, or still at its salt.
 Place: TypeAlias = tuple[Run, int] | str
+
+#: Behind a block that is not in the cache.
+LOST: Place = (Run((0, b""), 0, np.empty((0, 1), dtype=np.intp), b""), 0)
+
+
+def is_lost(place: Place) -> bool:
+    """Whether the block before ``place`` has left the cache, so that nothing can be added there."""
+    return not isinstance(place, str) and place[1] >= place[0].length
 
 
 def identity(place: Place) -> Identity:

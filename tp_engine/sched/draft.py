@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
+from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Phase, Sequence
 
@@ -31,11 +32,20 @@ class StepDraft(msgspec.Struct):
     copies: list[tuple[int, int]] = []
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
-        """New blocks of rows that have been in the batch before."""
+        """New logical blocks of rows (n,) that have been in the batch before; ``block_ids`` (n * G,)."""
         if len(self.block_rows):
             rows = np.concatenate((self.block_rows, rows))
             block_ids = np.concatenate((self.block_ids, block_ids))
         self.block_rows, self.block_ids = rows, block_ids
+
+    def add_copies(self, sources: BlockIds, targets: IntArray) -> None:
+        """Each target (G,) begins as its source.
+
+        All copies of a step are made at once: what a target of this step is to hold is found at its own source.
+        """
+        origins = {target: source for source, target in self.copies}
+        pairs = zip(sources.tolist(), targets.tolist(), strict=True)
+        self.copies += [(origins.get(source, source), target) for source, target in pairs if source != target]
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the next ``num_tokens`` of a sequence."""
@@ -46,7 +56,9 @@ class StepDraft(msgspec.Struct):
         """Take back what was decided for rows that have since been preempted; call before anybody enters."""
         self.decode_rows = self.decode_rows[rows.phase[self.decode_rows] == Phase.DECODE]
         kept = rows.phase[self.block_rows] != Phase.WAITING
-        self.block_rows, self.block_ids = self.block_rows[kept], self.block_ids[kept]
+        if not kept.all():
+            block_ids = self.block_ids.reshape(len(kept), -1)[kept]
+            self.block_rows, self.block_ids = self.block_rows[kept], block_ids.reshape(-1)
 
     def advance(self, rows: RowState, released: list[int]) -> StepPlan | None:
         """Count everything decided as scheduled and make the plan; None if there is nothing to run."""

@@ -5,21 +5,34 @@ from __future__ import annotations
 import msgspec
 
 from tp_engine.sched.cached_run import Place
+from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.sequence import Sequence
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """The logical blocks that a table begins with, (n, G): in each group they are needed from ``first`` (G,) on, and 0
+    before that.  ``held`` are those needed, logical block by logical block."""
+
+    table: BlockIds
+    first: Counts
+    held: BlockIds
+
+    def __len__(self) -> int:
+        return len(self.table)
 
 
 class Entry(msgspec.Struct):
     """It begins with ``shared`` blocks, which it holds already, and needs more up to its first ``end`` tokens.
 
-    Its first ``num_computed`` tokens have K/V.  Block number ``len(shared)`` begins as a copy of ``source``, if there
-    is one.  ``num_published`` and ``place`` are where it goes on in the prefix cache.
+    Its first ``num_computed`` tokens have K/V.  Logical block number ``len(shared)`` begins as a copy of ``source`` (G,), if there is one.
+    ``num_published`` and ``place`` are where it goes on in the prefix cache.
     """
 
     sequence: Sequence
-    shared: BlockIds
+    shared: Shared
     num_computed: int
     end: int
-    source: int | None
+    source: BlockIds | None
     num_published: int
     place: Place

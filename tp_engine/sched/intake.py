@@ -62,9 +62,11 @@ def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
             code="context_length_exceeded",
         )
     if length > limits.capacity_tokens:
+        groups = f", one for each of {limits.num_groups} groups of layers" if limits.num_groups > 1 else ""
         raise RequestError(
             f"the prompt has {length} tokens; the KV cache holds {limits.capacity_tokens} in all "
-            f"({limits.num_blocks} blocks of {limits.block_size}). Shorten the prompt, or give the cache more memory",
+            f"({limits.num_blocks} blocks of {limits.block_size}{groups}). Shorten the prompt, or give the cache more "
+            "memory",
             param="prompt",
             code="context_length_exceeded",
         )

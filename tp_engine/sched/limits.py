@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+
+from tp_engine.kv_layout import TILE_TOKENS
+from tp_engine.sched.kv_windows import KvWindows
+from tp_engine.units import ceil_div
+
+_CHUNKS_PER_POOL = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,6 +18,10 @@ class SchedulerLimits:
 
     ``max_num_seqs`` rows exist in the batch; a step computes at most ``max_num_batched_tokens`` tokens; a sequence has
     at most ``max_model_len`` tokens, prompt included.  ``seed`` derives the seeds of requests that bring none.
+
+    ``windows`` has an entry for each group of layers (``KvLayout.windows``): a sequence needs a block of the pool in
+    each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
+    that the first visible key is in.
     """
 
     num_blocks: int
@@ -20,15 +31,49 @@ class SchedulerLimits:
     max_model_len: int
     enable_prefix_caching: bool = True
     seed: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    tile_tokens: int = TILE_TOKENS
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             assert getattr(self, name) >= 1, f"{name} is {getattr(self, name)}"
+        assert self.windows and all(window is None or window >= 1 for window in self.windows), self.windows
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks of the pool that a logical block consists of."""
+        return len(self.windows)
+
+    @property
+    def kv_windows(self) -> KvWindows:
+        """What each group needs."""
+        return KvWindows(self.windows, self.block_size, self.tile_tokens)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens whose K/V the whole pool holds."""
-        return self.num_blocks * self.block_size
+        """Tokens of the longest sequence that the pool can hold if it has it to itself.
+
+        With windows it must be computed in small enough chunks, down to one block (``BlockManager.chunk_limit``), and
+        no more than ``max_model_len`` are counted, because a sequence may hold no more blocks the longer it gets.
+        """
+        windows = self.kv_windows
+        if not windows.has_windows:
+            return self.num_blocks // self.num_groups * self.block_size
+        numbers = range(ceil_div(self.max_model_len, self.block_size) + 1)
+        fitting = bisect_right(numbers, self.num_blocks, key=lambda number: windows.most_blocks(number, 1))
+        return (fitting - 1) * self.block_size
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of one sequence in one step.
+
+        A group with a window needs room for a whole chunk, most of which it gives back one step later.  So that a
+        prompt does not make others wait or give way for that, a chunk takes at most a quarter of the pool.
+        """
+        if not self.kv_windows.has_windows:
+            return self.max_num_batched_tokens
+        num_blocks = max(1, self.num_blocks // (_CHUNKS_PER_POOL * self.num_groups))
+        return min(self.max_num_batched_tokens, num_blocks * self.block_size)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -38,4 +83,4 @@ class SchedulerLimits:
     @property
     def max_blocks_per_row(self) -> int:
         """Width of a block table."""
-        return -(-min(self.max_sequence_tokens, self.capacity_tokens) // self.block_size)
+        return ceil_div(min(self.max_sequence_tokens, self.capacity_tokens), self.block_size)

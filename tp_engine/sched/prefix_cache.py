@@ -1,7 +1,7 @@
 """The prefix cache: which blocks hold the K/V of a known prefix.
 
-Blocks that a sequence publishes together are one *run*.  It is found by what it follows and by the token ids of its
-first block; how far it agrees with a prompt is then one comparison of token ids.  A prompt is looked up in as many
+Logical blocks that a sequence publishes together are one *run*.  It is found by what it follows and by the token ids of
+its first block; how far it agrees with a prompt is then one comparison of token ids.  A prompt is looked up in as many
 steps as it has runs, not blocks, and nothing is taken for equal that is not: names are the token ids themselves, so
 that there are no collisions, and Python's own hash of them is keyed anew in each process::
 
@@ -11,105 +11,145 @@ that there are no collisions, and Python's own hash of them is keyed anew in eac
                            |                                         those before that one
                            +---> tail: block 2  [t32 .. t37]         partly filled: to be copied
 
-Whoever holds a block of a run holds those before it, and gives it back before them.  So a run is evicted from its end,
-and only its length changes.  Serials are never used again: what follows an evicted block is never found again.
+In a full group, whoever holds a block of a run holds those before it, and gives it back before them.  So a run is
+evicted from its end, and only its length changes.  Serials are never used again: what follows an evicted block is never
+found again.
+
+A model of several groups of layers has a block of each in every place of a run.  Groups with a window give theirs back
+from the front, so that in their columns any block may be missing, which changes the length of no run.  Who computes
+such a block again puts it there.  What suffices for a hit, ``KvWindows.longest_hit`` says::
+
+    run 7, a full group       12   5   9  30
+           one with a window   .   .   6  21       a hit of four blocks if the window needs the last two only
+
+Where all groups have windows, nothing shortens a run: it is the way to the runs behind it, and goes when it has neither
+blocks nor followers.
 
 The *tail* of a sequence that says that others will continue it, its last, partly filled block, is found in the same way
-by all of its token ids.  It is never shared: who goes on from it copies it.
+by all of its token ids.  It is never shared: who goes on from it copies it, in every group.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
-from tp_engine.sched.cached_run import TOKEN_BYTES, BlockName, Place, Run, identity
+from tp_engine.plan import BoolArray
+from tp_engine.sched.cached_run import LOST, NO_BLOCK, TOKEN_BYTES, BlockName, Place, Run, identity, is_lost
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
+
+_ONE_FULL_GROUP: BoolArray = np.array([True])
 
 
 class PrefixCache:
-    """Exact map from prefixes to blocks.  ``block_bytes`` is the size of one block's int32 token ids."""
+    """Exact map from prefixes to blocks.
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    ``block_bytes`` is the size of one block's int32 token ids; ``is_full`` (G,) says which groups keep all blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int, is_full: BoolArray = _ONE_FULL_GROUP) -> None:
         self._block_bytes = block_bytes
+        self._is_full = is_full
+        self._num_groups = len(is_full)
+        self._has_full, self._has_windows = bool(is_full.any()), not is_full.all()
         self._run_named: dict[BlockName, Run] = {}
-        self._tail_named: dict[BlockName, int] = {}
+        self._tail_named: dict[BlockName, BlockIds] = {}
         self._tail_names: dict[int, BlockName] = {}
         self._runs: dict[int, Run] = {}  # by serial
         self._serial_of = np.zeros(num_blocks, dtype=np.int64)  # of each block's run; 0: it is in none
+        self._place_of = np.zeros(num_blocks, dtype=np.int64)  # of each block in its run's array, counted flat
         self._next_serial = 1
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
-        """The cached blocks, at most ``max_blocks``, that hold a sequence's first tokens; the place behind them."""
-        return self._walk(salt, token_bytes, max_blocks)
+        """The known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind them.
+
+        (n, G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``.
+        """
+        parts, place = self._walk(salt, token_bytes, max_blocks)
+        found = [run.blocks[first : first + count] for run, first, count in parts]
+        if len(found) == 1:
+            return found[0], place
+        return np.concatenate(found) if found else NO_BLOCKS.reshape(0, self._num_groups), place
 
     def next_name(self, place: Place, token_bytes: bytes, num_tokens: int) -> BlockName:
         """Of the block at ``place`` that would hold a sequence's tokens from ``num_tokens`` on."""
         start = num_tokens * TOKEN_BYTES
         return identity(place), token_bytes[start : start + self._block_bytes]
 
-    def match_tail(self, place: Place, token_bytes: bytes, num_tokens: int) -> tuple[int, int] | None:
-        """The longest tail at ``place`` that follows a sequence's first ``num_tokens``: its block, its tokens' number.
-
-        At least one of the tokens is left to compute.
+    def match_tail(self, place: Place, token_bytes: bytes, num_tokens: int) -> tuple[BlockIds, int] | None:
+        """The longest tail at ``place`` that follows a sequence's first ``num_tokens``: its block of each group (G,),
+        the number of its tokens.  At least one token is left to compute.
         """
         if not self._tail_named:
             return None
         parent, start = identity(place), num_tokens * TOKEN_BYTES
         longest = min(self._block_bytes, len(token_bytes) - start) - TOKEN_BYTES
         for length in range(longest, 0, -TOKEN_BYTES):
-            block = self._tail_named.get((parent, token_bytes[start : start + length]))
-            if block is not None:
-                return block, length // TOKEN_BYTES
+            blocks = self._tail_named.get((parent, token_bytes[start : start + length]))
+            if blocks is not None:
+                return blocks, length // TOKEN_BYTES
         return None
 
     def cached_blocks(self) -> list[int]:
         """All blocks in runs, used or not, and all tails."""
         return [*np.flatnonzero(self._serial_of).tolist(), *self._tail_names]
 
+    def groups(self) -> dict[int, int]:
+        """The group that each block in a run is of."""
+        blocks = np.flatnonzero(self._serial_of)
+        return dict(zip(blocks.tolist(), (self._place_of[blocks] % self._num_groups).tolist(), strict=True))
+
     def insert(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> tuple[BlockIds, Place]:
-        """Publish computed, full blocks that follow each other and ``place``; ``token_bytes`` are theirs.
+        """Publish computed, full logical blocks (n, G) that follow each other and ``place``; ``token_bytes`` are theirs.
+        ``NO_BLOCK`` stands for those that a window has left behind.
 
         Returns the blocks that are cached now and were not before, and the place behind the last.  Content that is
         cached already keeps its first block.  Nothing is added behind a block that has been evicted; what stands behind
         one already is found again when it comes with its own blocks before it.
         """
-        known, place = self._walk(place, token_bytes, len(blocks))
-        new = blocks[len(known) :]
-        if not len(new) or (not isinstance(place, str) and place[1] >= place[0].length):
-            return NO_BLOCKS, place
-        if any(self._serial_of[new].tolist()):  # of runs that cannot be found any more
-            self.evict(new[self._serial_of[new] > 0])
+        parts, place = self._walk(place, token_bytes, len(blocks))
+        added = self._fill(parts, blocks) if self._has_windows else NO_BLOCKS
+        num_known = sum(count for _, _, count in parts)
+        new = blocks[num_known:]
+        if not len(new) or is_lost(place):
+            return added, place
+        if not self._has_full and not (new != NO_BLOCK).any():
+            return added, LOST
         size = self._block_bytes
-        if len(known):
-            token_bytes = token_bytes[len(known) * size :]
-        name = identity(place), token_bytes[:size]
-        run = Run(name, self._next_serial, new, token_bytes)
-        self._run_named[name] = self._runs[run.serial] = run
-        self._serial_of[new] = run.serial
+        if num_known:
+            token_bytes = token_bytes[num_known * size :]
+        run = Run((identity(place), token_bytes[:size]), self._next_serial, new, token_bytes)
         self._next_serial += len(new)
-        return new, (run, len(new) - 1)
+        self._run_named[run.name] = self._runs[run.serial] = run
+        if not self._has_full and not isinstance(place, str):
+            run.parent = place[0]
+            run.parent.num_followers += 1
+        flat = new.reshape(-1)
+        ids = self._enter(run, flat, np.flatnonzero(flat != NO_BLOCK))
+        return np.concatenate((added, ids)) if len(added) else ids, (run, len(new) - 1)
 
-    def insert_tail(self, block: int, place: Place, token_bytes: bytes) -> bool:
-        """Publish a partly filled block that follows ``place``; False if one with the same content is known."""
-        assert 0 < len(token_bytes) < self._block_bytes and not self._serial_of[block]
+    def insert_tail(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> bool:
+        """Publish a partly filled block of each group (G,) that follow ``place``; False if the same content is known."""
+        assert 0 < len(token_bytes) < self._block_bytes and not self._serial_of[blocks].any()
         name = identity(place), token_bytes
         if name in self._tail_named:
             return False
-        self._tail_named[name] = block
-        self._tail_names[block] = name
+        self._tail_named[name] = blocks
+        self._tail_names.update(dict.fromkeys(blocks.tolist(), name))
         return True
 
     def evict(self, blocks: BlockIds) -> None:
         """These blocks are about to be overwritten: nothing leads to them any more."""
-        serials = self._serial_of[blocks].tolist()
+        serials = self._serial_of[blocks]
         self._serial_of[blocks] = 0
-        done = 0
-        while done < len(serials):
-            if serials[done]:
-                done += self._evict_run(blocks, serials, done)
+        changes = (np.flatnonzero(serials[1:] != serials[:-1]) + 1).tolist()
+        for start, end in pairwise((0, *changes, len(blocks))):
+            if serial := int(serials[start]):
+                self._evict_from(serial, blocks[start:end])
             else:
-                del self._tail_named[self._tail_names.pop(int(blocks[done]))]
-                done += 1
+                for block in blocks[start:end].tolist():
+                    self._evict_tail(block)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -121,31 +161,41 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Assert that the runs, the map and the blocks' own records agree."""
+        num_followers = dict.fromkeys(self._runs, 0)
         for name, run in self._run_named.items():
             assert run.name == name and run.token_bytes.startswith(name[1]) and 0 < run.length <= len(run.blocks)
             assert len(run.token_bytes) == len(run.blocks) * self._block_bytes
-            living = run.blocks[: run.length]
-            assert self._runs[run.serial] is run and np.all(self._serial_of[living] == run.serial)
+            living = run.blocks[: run.length].reshape(-1)
+            places = np.flatnonzero(living != NO_BLOCK)
+            assert self._runs[run.serial] is run and np.all(self._serial_of[living[places]] == run.serial)
+            assert np.array_equal(self._place_of[living[places]], places)
+            assert np.all(run.blocks[: run.length, self._is_full] != NO_BLOCK), "a full group lacks a block"
+            assert self._has_full or run.num_held == len(places)
+            if run.parent is not None:
+                num_followers[run.parent.serial] += 1
         assert len(self._runs) == len(self._run_named)
-        assert {block: name for name, block in self._tail_named.items()} == self._tail_names
+        for serial, run in self._runs.items():
+            assert run.num_followers == num_followers[serial]
+            assert self._has_full or run.num_held or run.num_followers, "a run leads to nothing"
+        for name, blocks in self._tail_named.items():
+            assert all(self._tail_names[block] == name for block in blocks.tolist())
         assert not self._serial_of[list(self._tail_names)].any(), "a block is cached, and a tail"
 
-    def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
-        """The cached blocks behind ``place`` that ``token_bytes`` begin with, and the place behind the last."""
+    def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], Place]:
+        """What is known behind ``place`` of ``token_bytes``: of each run its first block and how many; the place behind
+        the last."""
         size = self._block_bytes
         end = min(len(token_bytes) // size, max_blocks) * size
-        found: list[BlockIds] = []
+        parts: list[tuple[Run, int, int]] = []
         start = 0
         while start < end:
             run, first, count = self._agreement(place, token_bytes, start, end)
             if run is None:
                 break
-            found.append(run.blocks[first : first + count])
+            parts.append((run, first, count))
             place = run, first + count - 1
             start += count * size
-        if len(found) == 1:
-            return found[0], place
-        return np.concatenate(found) if found else NO_BLOCKS, place
+        return parts, place
 
     def _agreement(self, place: Place, token_bytes: bytes, start: int, end: int) -> tuple[Run | None, int, int]:
         """Which run goes on at ``place`` with the tokens from ``start`` on, from which of its blocks, and how many
@@ -157,22 +207,62 @@ class PrefixCache:
         found = self._run_named.get((identity(place), token_bytes[start : start + self._block_bytes]))
         return found, 0, 0 if found is None else found.num_equal(0, token_bytes, start, end)
 
-    def _evict_run(self, blocks: BlockIds, serials: list[int], start: int) -> int:
-        """Evict ``blocks[start]`` from its run, and those behind it that are of the same; how many that are."""
-        serial = serials[start]
+    def _fill(self, parts: list[tuple[Run, int, int]], blocks: BlockIds) -> BlockIds:
+        """Put those of ``blocks`` into the runs that are missing there; which these are."""
+        added, start = [NO_BLOCKS], 0
+        for run, first, count in parts:
+            known, ours = run.blocks[first : first + count], blocks[start : start + count]
+            gaps = np.flatnonzero((known == NO_BLOCK) & (ours != NO_BLOCK))
+            if len(gaps):
+                flat = run.blocks.reshape(-1)
+                places = gaps + first * self._num_groups
+                flat[places] = ours.reshape(-1)[gaps]
+                added.append(self._enter(run, flat, places))
+            start += count
+        return np.concatenate(added)
+
+    def _enter(self, run: Run, flat: BlockIds, places: BlockIds) -> BlockIds:
+        """The blocks at ``places`` of ``flat``, the run's array, are cached from now on; which these are."""
+        ids: BlockIds = flat[places]
+        if self._serial_of[ids].any():  # in runs that cannot be found any more
+            self.evict(ids[self._serial_of[ids] > 0])
+        self._serial_of[ids] = run.serial
+        self._place_of[ids] = places
+        run.num_held += len(ids)
+        return ids
+
+    def _evict_from(self, serial: int, blocks: BlockIds) -> None:
+        """These of one run are gone: in a full group with all behind them."""
         run = self._runs.get(serial)
         if run is None:  # an earlier block of it has been evicted
-            return 1
-        count = min(run.length, len(serials) - start)
-        if serials[start + count - 1] != serial:
-            count = next(i for i in range(count) if serials[start + i] != serial)
-        length = run.length - count
-        if run.blocks[length : run.length][::-1].tobytes() != blocks[start : start + count].tobytes():
-            count = 1  # not its last ones
-            length = min([run.length, *np.flatnonzero(run.blocks == blocks[start]).tolist()])
-        if length:
-            run.shorten(length)
-        else:
-            run.length = 0
-            del self._run_named[run.name], self._runs[serial]
-        return count
+            return
+        run.num_held -= len(blocks)
+        numbers, groups = np.divmod(self._place_of[blocks], self._num_groups)
+        if self._has_windows:
+            here = numbers < run.length
+            run.blocks[numbers[here], groups[here]] = NO_BLOCK
+            numbers = numbers[self._is_full[groups]]
+        if len(numbers) and (length := int(numbers.min())) < run.length:
+            if length:
+                run.shorten(length)
+            else:
+                self._drop(run)
+        elif not self._has_full and not run.num_held and not run.num_followers:
+            self._drop(run)
+
+    def _drop(self, run: Run) -> None:
+        """The run leads to nothing any more, and perhaps not the one before it either."""
+        run.length = 0
+        del self._run_named[run.name], self._runs[run.serial]
+        parent = run.parent
+        if parent is not None:
+            parent.num_followers -= 1
+            if not parent.num_held and not parent.num_followers:
+                self._drop(parent)
+
+    def _evict_tail(self, block: int) -> None:
+        """A tail's block of one group is gone, and with it the tail; its other blocks lead nowhere."""
+        name = self._tail_names.pop(block)
+        blocks = self._tail_named.get(name)
+        if blocks is not None and block in blocks.tolist():
+            del self._tail_named[name]

@@ -6,8 +6,12 @@ One row's tokens and the counters over them::
                                                                  ^ num_tokens     known to the host
                                                 ^ num_scheduled                   K/V there once all plans have run
                                      ^ num_computed                               K/V there, confirmed by update()
-    block table  | b0 | b1 | b2 | ........ | bk |
-                                                ^ num_blocks * block_size = capacity
+    block table  | b0 | b1 | b2 | ........ | bk |      of each group of layers
+                             ^ first_block      ^ num_blocks * block_size = capacity
+
+A row has a table in each of the model's G groups of layers.  They grow together, so ``num_blocks`` counts *logical*
+blocks, each of which is one block of the pool per group.  A group with a window gives blocks back from the front: it
+holds those from its ``first_block`` on, and the entries before that are stale.  In a full group that is always 0.
 
 Always num_computed <= num_scheduled <= capacity.  A row in PREFILL has num_scheduled < num_tokens.  One in DECODE has
 scheduled all it knows but perhaps its newest token: num_scheduled - num_tokens + 1 of its tokens are still to come from
@@ -25,6 +29,7 @@ from tp_engine.plan import BoolArray, IntArray
 from tp_engine.sched.decode_run import DecodeRun
 from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.row_set import RowSet
 from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
 
@@ -33,7 +38,8 @@ _ONE = np.ones((), dtype=np.int64)  # an array is added in two thirds of the tim
 
 
 class RowState:
-    """Who sits where.  All counters are int64 (rows,); ``tokens`` and ``block_table`` are int32 (rows, width).
+    """Who sits where.  All counters are int64 (rows,); ``tokens`` is int32 (rows, width), ``block_table`` int32 (rows,
+    logical blocks, G), ``first_block`` int64 (rows, G).
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
     ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING, ``num_constrained`` those whose
@@ -49,7 +55,9 @@ class RowState:
         self.tokens: IntArray = np.empty((rows, limits.max_sequence_tokens), dtype=np.int32)
         self._flat_tokens = self.tokens.reshape(-1)
         self._first_tokens = np.arange(rows, dtype=np.int64) * limits.max_sequence_tokens
-        self.block_table: IntArray = np.empty((rows, limits.max_blocks_per_row), dtype=np.int32)
+        self.block_table: IntArray = np.empty((rows, limits.max_blocks_per_row, limits.num_groups), dtype=np.int32)
+        self.first_block = np.zeros((rows, limits.num_groups), dtype=np.int64)
+        self._windows = limits.kv_windows
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.num_scheduled = np.zeros(rows, dtype=np.int64)
         self.num_computed = np.zeros(rows, dtype=np.int64)
@@ -137,10 +145,10 @@ class RowState:
         return self._append_steps(chosen, token_ids[None])
 
     def add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
-        """Each of ``rows`` (distinct) has one more block at the end of its table."""
+        """Each of ``rows`` (n,), distinct, has one more logical block at the end of its tables; ``blocks`` (n * G,)."""
         index = rows.astype(np.intp)
         counts = self.num_blocks[index]
-        self.block_table[index, counts] = blocks
+        self.block_table[index, counts] = blocks.reshape(len(index), -1)
         counts += 1
         self.num_blocks[index] = counts
         self.capacity[index] = counts * self._block_size
@@ -181,7 +189,7 @@ class RowState:
         self.phase[row] = Phase.WAITING
         self.since_step[row] = _VACANT_STEP
         self.sequences[row] = None
-        self.num_blocks[row] = self.capacity[row] = 0
+        self.num_blocks[row] = self.capacity[row] = self.first_block[row] = 0
         self.num_tokens[row] = self.num_scheduled[row] = self.num_computed[row] = 0
         self._prefilling.pop(row, None)
         self._end_run()
@@ -216,6 +224,10 @@ class RowState:
             return []
         return sorted(self._prefilling.values(), key=lambda sequence: sequence.key)
 
+    def occupied(self) -> npt.NDArray[np.intp]:
+        """The rows that have a sequence, in rising order."""
+        return np.flatnonzero(self.phase != Phase.WAITING)
+
     def running(self) -> list[Sequence]:
         """All sequences that have a row, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
@@ -231,9 +243,23 @@ class RowState:
         awaits: BoolArray = self.is_constrained[rows] & (self.num_scheduled[rows] >= self.num_tokens[rows])
         return awaits
 
+    def tables(self, row: int) -> IntArray:
+        """A copy of the row's tables (n, G), logical block by logical block."""
+        return self.block_table[row, : self.num_blocks[row]].copy()
+
+    def held(self, row: int) -> BlockIds:
+        """The blocks that the row holds in all groups, logical block by logical block."""
+        return self._windows.held(self.tables(row), self.first_block[row]).astype(np.intp)
+
     def num_live_tokens(self, num_used_blocks: int, block_size: int) -> int:
-        """Tokens with K/V in used blocks, those of shared blocks once: only a row's own tail is ever unfilled."""
-        return num_used_blocks * block_size - int((self.capacity - self.num_computed).sum())
+        """Tokens with K/V in used blocks, in each group; those of shared blocks once: only a row's own tail is ever
+        unfilled."""
+        if not self._windows.has_windows:
+            num_unfilled = int((self.capacity - self.num_computed).sum()) * self.first_block.shape[1]
+        else:  # with plans ahead, blocks that a group gave back may not be computed yet
+            computed = np.maximum(self.num_computed[:, None], self.first_block * block_size)
+            num_unfilled = int((self.capacity[:, None] - computed).sum())
+        return num_used_blocks * block_size - num_unfilled
 
     def check_integrity(self, block_size: int) -> None:
         """Assert that the arrays, the sequences and the caches of this class tell the same."""
@@ -249,6 +275,7 @@ class RowState:
         assert self.num_ending == sum(s.phase is Phase.ENDING for s in occupied)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)
+        assert np.all(self.first_block <= self._windows.first_needed(self.num_scheduled)), "a row lacks a block"
         for s in occupied:
             scheduled, known = int(self.num_scheduled[s.row]), int(self.num_tokens[s.row])
             assert scheduled < known if s.phase is Phase.PREFILL else scheduled >= known - 1

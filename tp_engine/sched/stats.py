@@ -18,7 +18,8 @@ class SchedulerCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot.  ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used."""
+    """A snapshot.  ``num_live_tokens`` have K/V in used blocks, and count in each group of layers that holds them;
+    ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used."""
 
     num_running: int
     num_waiting: int

@@ -13,7 +13,11 @@ from tp_engine.sched.stop_check import StopChecker
 
 
 class SteadySteps:
-    """Both halves of a steady step; each gives None, having changed nothing, for a step that is of another kind."""
+    """Both halves of a steady step; each gives None, having decided nothing, for a step that is of another kind.
+
+    Windows give back blocks for the rows that grow.  Such a row has filled its last block, and what is noted of it is
+    less than a block, so that its capacity is the position of its next token, and all that it gives back is entered.
+    """
 
     def __init__(self, batch: Batch, stops: StopChecker) -> None:
         self._batch = batch
@@ -35,13 +39,15 @@ class SteadySteps:
             or not 0 < len(run.rows.rows) <= self._max_rows
         ):
             return None
-        growing, block_ids = run.growing(), NO_IDS
-        if len(growing):
-            if len(growing) > self._blocks.num_available:
-                return None
-            block_ids = self._blocks.take(len(growing))
         if run.is_full:
             rows.settle()
+        growing, block_ids = run.growing(), NO_IDS
+        if len(growing):
+            self._blocks.expire(growing, rows.capacity[growing])
+            count = len(growing) * self._blocks.num_groups
+            if count > self._blocks.pool.num_available:
+                return None
+            block_ids = self._blocks.take(count)
         run.note_plan(growing, block_ids)
         return StepPlan(step_id=step_id, block_rows=growing, block_ids=block_ids, decode_rows=run.rows.rows)
 

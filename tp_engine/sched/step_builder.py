@@ -14,7 +14,10 @@ class StepBuilder:
     """Serves the running rows in order, and preempts from the other end when blocks run out.
 
     Progress: the first of all running sequences is never preempted, because it alone always fits into the pool; every
-    other gives way to it.  So the first one finishes, and by induction all do.
+    other gives way to it.  So the first one finishes, and by induction all do.  That it fits has two reasons.  No
+    sequence is let in whose tokens need more blocks than the pool has, if those behind windows are given back before
+    new ones are taken (``SchedulerLimits.capacity_tokens``).  And a chunk of a prompt is never longer than what fits
+    alone, which is at least up to the end of a block (``BlockManager.chunk_limit``).
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -38,8 +41,10 @@ class StepBuilder:
         draft.budget -= len(rows)
 
     def _take_blocks(self, draft: StepDraft, rows: IntArray, crossing: IntArray) -> IntArray:
-        """A block for each of ``crossing``; ``rows`` without those that had to give way, none if the step must wait."""
-        while len(crossing) > self._blocks.num_available:
+        """A logical block for each of ``crossing``; ``rows`` without those that had to give way, none if the step must
+        wait."""
+        self._blocks.expire(crossing, self._rows.num_scheduled[crossing])
+        while not self._blocks.has_room(len(crossing) * self._blocks.num_groups):
             if not draft.may_preempt:
                 draft.stalled = True
                 return NO_IDS
@@ -70,18 +75,26 @@ class StepBuilder:
             if sequence.phase is not Phase.PREFILL:
                 continue
             start = int(self._rows.num_scheduled[sequence.row])
-            chunk = min(int(self._rows.num_tokens[sequence.row]) - start, draft.budget)
+            chunk = min(int(self._rows.num_tokens[sequence.row]) - start, draft.budget, self._chunk_limit(sequence))
             if self._grow(draft, sequence, start + chunk):
                 draft.add_prefill(sequence, chunk)
                 self._blocks.publish([(sequence, start + chunk)])
         if draft.short:
             draft.drop_preempted(self._rows)
 
+    def _chunk_limit(self, sequence: Sequence) -> int:
+        """The longest next chunk of a sequence that fits alone."""
+        rows, row = self._rows, sequence.row
+        start, num_logical = rows.num_scheduled[row : row + 1], int(rows.num_blocks[row])
+        self._blocks.expire(np.array([row]), start)
+        num_held = num_logical * self._blocks.num_groups - int(rows.first_block[row].sum())
+        return self._blocks.chunk_limit(num_held, num_logical, int(start[0]))
+
     def _grow(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens; False if the row has to wait for those before it in order."""
         row = sequence.row
         count = self._blocks.blocks_for(num_tokens) - int(self._rows.num_blocks[row])
-        while count > self._blocks.num_available:
+        while not self._blocks.has_room(count * self._blocks.num_groups):
             draft.short = True
             if not draft.may_preempt:
                 return False
@@ -90,8 +103,7 @@ class StepBuilder:
                 return False
             self._batch.preempt(victim)
         if count > 0:
-            taken = self._blocks.grow(row, count)
-            draft.add_blocks(np.full(count, row, dtype=np.int32), taken.astype(np.int32))
+            draft.add_blocks(np.full(count, row, dtype=np.int32), self._blocks.grow(row, count))
         return True
 
     def _first_in_order(self, rows: IntArray, count: int) -> IntArray:

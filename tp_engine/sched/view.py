@@ -49,7 +49,8 @@ class PoolGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSequence:
-    """A sequence with a row.  ``request_id`` is cut short; ``blocks`` is the beginning of its table of ``num_blocks``.
+    """A sequence with a row.  ``request_id`` is cut short; ``blocks`` are the first of the ``num_blocks`` that it holds in
+    the first group of layers, which keeps all if any group does.
 
     ``phase`` is ``prefill``, ``decode`` or ``ending``; ``num_computed_tokens`` have K/V, ``num_cached_tokens`` of the
     prompt came from the prefix cache.  ``arrival_s`` is time.monotonic().
@@ -97,7 +98,8 @@ def view_scheduler(batch: Batch, limits: ViewLimits) -> SchedulerView:
 def _holders(rows: RowState, num_blocks: int) -> npt.NDArray[np.int64]:
     """How many rows hold each block: the pool's own reference counts, found without a loop over the pool."""
     width = int(rows.num_blocks.max(initial=0))
-    is_held = np.arange(width) < rows.num_blocks[:, None]
+    numbers = np.arange(width)[:, None]
+    is_held = (numbers >= rows.first_block[:, None]) & (numbers < rows.num_blocks[:, None, None])
     return np.bincount(rows.block_table[:, :width][is_held], minlength=num_blocks)
 
 
@@ -114,7 +116,7 @@ def _grid(states: npt.NDArray[np.uint8], max_cells: int) -> PoolGrid:
 
 def _running(sequence: Sequence, rows: RowState, holders: npt.NDArray[np.int64], max_blocks: int) -> RunningSequence:
     row, request = sequence.row, sequence.group.request
-    table = rows.block_table[row, : rows.num_blocks[row]]
+    table = rows.tables(row)[rows.first_block[row, 0] :, 0]
     return RunningSequence(
         request_id=shorten(request.request_id),
         index=sequence.index,
