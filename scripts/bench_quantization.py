@@ -111,7 +111,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     load_weights(dict(model.named_parameters()), config, path, info=rank.info, load_format=load_format)
     model.finish_loading()
     tokens = torch.randint(3, config.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode(), forward_context([one_prompt(args.tokens)] * MAX_GROUPS):
+    with torch.inference_mode(), forward_context([one_prompt(args.tokens)] * len(config.kv_layout.groups)):
         return model.compute_local_logits(model(tokens, torch.arange(args.tokens))).double()
 
 

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in the Hugging Face layout: seconds to make, exact oracles to compare with.
 
-Weights are drawn wide (``initializer_range`` 0.2), and biases, norm weights and buffers that are saved are random too, so
-that the greedy choice is far from a tie and a forgotten one changes the tokens.
+Weights are drawn wide (``initializer_range`` 0.2), and biases, norm weights and buffers that are saved are random too,
+so that the greedy choice is far from a tie and a forgotten one changes the tokens.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.layers.formats.int8 import make_int8_linear, quantise_weight
 from tp_engine.layers.formats.dense import choose_product
+from tp_engine.layers.formats.int8 import make_int8_linear, quantise_weight
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 

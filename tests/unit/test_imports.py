@@ -28,7 +28,7 @@ DIRECTIONS = {
     "worker": {"models", "sampling", "weights", "dist"},
     "models": {"layers"},
     "sampling": {"layers"},
-    "layers": {"attention", "dist"},
+    "layers": {"attention", "dist", "weights"},
     "weights": {"dist"},
     "attention": {"kernels"},
     "kernels": set(),

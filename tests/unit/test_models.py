@@ -210,7 +210,8 @@ def test_attention_layers_are_listed_in_order(checkpoint: Callable[..., Path]) -
     model = build_model(
         config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backends=NO_BACKENDS, max_model_len=16
     )
-    assert [layer.shape.sliding_window for layer in model.attention_layers] == list(config.sliding_windows)
+    assert [layer.shape.sliding_window for layer in model.attention_layers] == [
+        layer.attention.window for layer in config.layers
+    ]
     expected = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=8, scale=8**-0.5, sliding_window=None)
     assert model.attention_layers[0].shape == expected
-    assert set(MODELS) == {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}

@@ -122,7 +122,7 @@ def test_merged_parameters_are_filled_in_order() -> None:
 
 
 def test_fused_tensors_are_read_in_ranges() -> None:
-    """Oracle: worked out by hand for Phi-3's two fused tensors on rank 1 of 2: 4 heads and 2 KV heads of 16, inner 96."""
+    """Oracle: worked out by hand for Phi-3 on rank 1 of 2: 4 heads and 2 KV heads of 16, an inner size of 96."""
     sizes = {
         "vocab_size": 128,
         "hidden_size": 64,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import footprint, leaked_since
 from tests.families import FAMILIES
+from tests.leaks import footprint, leaked_since
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))

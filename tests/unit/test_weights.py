@@ -212,7 +212,7 @@ def test_broken_files(tmp_path: Path) -> None:
 
 
 def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:
-    """Oracle: the same by hand: a transposed part of a tensor of three dimensions; a whole one as it is; zeros beside."""
+    """Oracle: the same by hand: a transposed part of a tensor of three dimensions, with zeros beside; a whole one."""
     stored = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
     codes = torch.randint(0, 255, (3, 5), dtype=torch.uint8)
     names = ("model.embed_tokens.weight", "model.codes")
@@ -232,7 +232,9 @@ def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:
     assert torch.equal(experts[:, :, 2:], stored[:, 1:4].transpose(1, 2)) and not experts[:, :, :2].any()
     assert torch.equal(bytes_, codes)
     set_sources(experts, (Source(name=names[1], shape=(3, 5), taken=whole((3, 5)), target=whole((3, 5))),))
-    with pytest.raises(WeightError, match=r"model\.codes is stored as torch\.uint8, which can not become torch\.float32"):
+    with pytest.raises(
+        WeightError, match=r"model\.codes is stored as torch\.uint8, which can not become torch\.float32"
+    ):
         load_weights({"experts": experts}, CONFIG, tmp_path, info=RankInfo())
 
 

@@ -13,7 +13,6 @@ from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanPublisher
-from tp_engine.model_config import kv_layout_of
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
@@ -72,7 +71,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int) -> SchedulerLimits:
         max_model_len=effective.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
-        windows=kv_layout_of(effective.model).windows,
+        windows=effective.model.kv_layout.windows,
     )
 
 

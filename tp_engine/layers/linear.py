@@ -9,8 +9,8 @@
     every rank has all of x    every rank has its columns of x; all-reduce
     and gets its columns of y  gives everyone all of y
 
-A column-parallel layer followed by a row-parallel one needs a single all-reduce.  Each layer says which rows and columns
-of which stored modules are its own; what they look like in memory is its format's affair (``formats/``).
+A column-parallel layer followed by a row-parallel one needs a single all-reduce.  Each layer says which rows and
+columns of which stored modules are its own; what they look like in memory is its format's affair (``formats/``).
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class GatedColumnParallelLinear(LocalLinear):
     ) -> None:
         own = equal_share(size, context.rank, context.world_size)
         parts = _parts(context, fused_name, [("gate_proj", size, own, as_stored), ("up_proj", size, own, as_stored)])
-        shape = LinearShape(
-            stored_columns=in_size, columns=Span(0, in_size), parts=parts, activation=activation
-        )
+        shape = LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=parts, activation=activation)
         super().__init__(shape, bias=bias, context=context.at(fused_name or "gate_proj"))
 
 
@@ -140,7 +138,7 @@ class RowParallelLinear(LocalLinear):
 def _parts(
     context: LayerContext, fused_name: str | None, modules: list[tuple[str, int, Span, Decode]]
 ) -> tuple[Part, ...]:
-    """``modules`` (name, rows, this rank's rows, their order) below ``context``, each stored by itself, or all in one."""
+    """``modules`` (name, rows, this rank's rows, their order) below ``context``, stored one by one or all in one."""
     if fused_name is None:
         return tuple(
             Part(name=context.at(name).path, stored_rows=size, rows=own, room=own.size, order=order)
@@ -149,8 +147,6 @@ def _parts(
     total, first, parts = sum(size for _, size, _, _ in modules), 0, []
     for _, size, own, order in modules:
         rows = Span(first + own.start, own.size)
-        parts.append(
-            Part(name=context.at(fused_name).path, stored_rows=total, rows=rows, room=own.size, order=order)
-        )
+        parts.append(Part(name=context.at(fused_name).path, stored_rows=total, rows=rows, room=own.size, order=order))
         first += size
     return tuple(parts)

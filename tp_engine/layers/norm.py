@@ -54,9 +54,7 @@ class QKNorm(Layer):
         self._squares, self._normalise = context.op("head_squares"), context.op("norm_width")
         self.is_recordable = not spec.spans_heads or context.can_record("head_squares", "norm_width")
 
-    def _weight(
-        self, name: str, num_heads: int, own: Span, order: Decode, context: LayerContext
-    ) -> torch.nn.Parameter:
+    def _weight(self, name: str, num_heads: int, own: Span, order: Decode, context: LayerContext) -> torch.nn.Parameter:
         dim = self._attention.head_dim
         stored = num_heads * dim if self._spec.spans_heads else dim
         taken = times(own, dim) if self._spec.spans_heads else Span(0, dim)
@@ -104,5 +102,3 @@ class QKNorm(Layer):
         dim = attention.head_dim
         widths = (attention.num_heads * dim, num_kv_heads * info.world_size * dim)
         self._normalise(heads, num_heads, num_kv_heads, squares, self._weights, widths, self._spec.eps)
-
-

@@ -10,7 +10,7 @@ from tp_engine.layers.reduce_norm import reduce_add_norm
 
 
 class Join:
-    """``out_norm`` of the block before, on the ranks' sum of its output; the sum with the stream; ``next_norm`` of that.
+    """``out_norm`` of the ranks' sum of a block's output; that added to the stream; ``next_norm`` of the stream.
 
     Either may be None.  The output is multiplied by ``scale`` when it is added.  Without ``out_norm``, all-reduce,
     sum and norm are one operation.
@@ -23,10 +23,12 @@ class Join:
         self._reduce_add_norm = reduce_add_norm(context.communicator, self._add_norm)
         self.is_recordable = context.can_record("add", "add_norm")
 
-    def __call__(self, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(self, part: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """``part`` (N, hidden), this rank's part of the block's output, is added to ``residual`` in place; what the
-        next block reads.  A collective; ``part`` may be overwritten."""
+        next block reads.  Before the first block there is no part.  A collective; ``part`` may be overwritten."""
         out_norm, next_norm = self._out_norm, self._next_norm
+        if part is None:
+            return residual if next_norm is None else next_norm(residual)
         if out_norm is None and next_norm is not None:
             return self._reduce_add_norm(part, residual, next_norm.rule, self._scale)
         output = self._communicator.all_reduce(part)

@@ -50,8 +50,9 @@ def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
 def interleaved_to_halves(values: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
     """Rows of whole heads, ``values`` (heads * head_dim, ...): the turning elements (a0 b0 a1 b1 ...) of each head
     become (a0 a1 ... b0 b1 ...)."""
-    heads = values.unflatten(0, (-1, head_dim))
-    turning = heads[:, :rotary_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    rest = values.shape[1:]
+    heads = values.reshape(-1, head_dim, *rest)
+    turning = heads[:, :rotary_dim].reshape(len(heads), -1, 2, *rest).transpose(1, 2).flatten(1, 2)
     return torch.cat((turning, heads[:, rotary_dim:]), 1).flatten(0, 1)
 
 

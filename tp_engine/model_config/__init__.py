@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.source import MODEL_FILES, resolve_model_folder
@@ -21,16 +20,6 @@ MAX_WORLD_SIZE = 64
 def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
     return read_spec(ConfigJson(config))
-
-
-def kv_layout_of(model: ModelConfig) -> KvLayout:
-    """Which of the model's layers share block tables."""
-    return lay_out(
-        [
-            KvKind(window=window, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-            for window in model.sliding_windows
-        ]
-    )
 
 
 def load_model_config(

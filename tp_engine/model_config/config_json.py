@@ -73,7 +73,7 @@ class ConfigJson:
         self._taken: set[str] = set()
 
     def text_part(self) -> ConfigJson:
-        """The text part of a model that also has others: ``text_config``, or, in older files, the keys beside theirs."""
+        """The text part of a model that has others too: ``text_config``, or, in older files, keys beside theirs."""
         whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE}
         inner = self._values.get("text_config")
         if isinstance(inner, dict):

@@ -8,7 +8,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.activation import Activation, ActivationKind
 from tp_engine.model_config.config_json import ConfigJson
-from tp_engine.model_config.rope import RopeRules, RopeSpec, read_rope
+from tp_engine.model_config.rope import PLAIN, RopeRules, RopeSpec, read_rope
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -95,12 +95,12 @@ class DecoderReader:
             mlp_out_norm=self.norm("post_feedforward_layernorm"),
         )
 
-    def rope(self, rules: RopeRules = RopeRules()) -> RopeSpec:
+    def rope(self, rules: RopeRules = PLAIN) -> RopeSpec:
         """The one rotation of the model."""
         return read_rope(self.config, head_dim=self.head_dim, max_position=self.max_position, rules=rules)
 
     def take_window(self, default: int | None = None) -> int | None:
-        """``sliding_window``: visible keys, self included; ``default`` where the key is absent, None where it is null."""
+        """``sliding_window``: visible keys, self included; ``default`` where it is absent, None where it is null."""
         window = self.config.take("sliding_window", int, None if self.config.has("sliding_window") else default)
         if window is not None and window <= 0:
             raise ConfigError(f"config.json: sliding_window is {window}; it must be positive, or null for none")

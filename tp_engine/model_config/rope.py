@@ -54,6 +54,9 @@ class RopeRules:
     is_multimodal: bool = False
 
 
+PLAIN = RopeRules()
+
+
 class _Reading(NamedTuple):
     """One rotation's object while it is read; ``original`` positions were trained, of ``rotary_dim`` elements."""
 
@@ -71,7 +74,7 @@ class _Reading(NamedTuple):
         return value
 
 
-def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: RopeRules = RopeRules()) -> RopeSpec:
+def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: RopeRules = PLAIN) -> RopeSpec:
     """Read ``rope_theta`` and ``rope_scaling`` (classic), or ``rope_parameters`` (transformers 5).
 
     As in transformers, ``rope_scaling`` goes before ``rope_parameters``, a ``rope_theta`` inside of either goes before
@@ -98,7 +101,7 @@ def take_rope_values(config: ConfigJson) -> tuple[str, Mapping[str, Any]]:
 
 
 def parse_rope(
-    name: str, values: Mapping[str, Any], *, head_dim: int, max_position: int, rules: RopeRules = RopeRules()
+    name: str, values: Mapping[str, Any], *, head_dim: int, max_position: int, rules: RopeRules = PLAIN
 ) -> RopeSpec:
     """One rotation's object, found under ``name``.  Raises ``ConfigError`` for what is wrong or not supported."""
     config = ConfigJson(values, f"config.json: {name}")
@@ -142,9 +145,7 @@ def _read_partial(config: ConfigJson, name: str, rules: RopeRules) -> float:
         return 1.0
     partial = config.take("partial_rotary_factor", float, rules.partial)
     if partial is None or not 0 < partial <= 1:
-        raise ConfigError(
-            f"config.json: {name} has partial_rotary_factor {partial}; it must be above 0 and at most 1"
-        )
+        raise ConfigError(f"config.json: {name} has partial_rotary_factor {partial}; it must be above 0 and at most 1")
     return partial
 
 
@@ -196,8 +197,8 @@ def _read_longrope(reading: _Reading) -> dict[str, Any]:
     for key, values in factors.items():
         if len(values) != num_pairs:
             raise ConfigError(
-                f"config.json: {reading.name} of type longrope has {len(values)} numbers in {key}; it must have one for "
-                f"each of the {num_pairs} pairs that turn"
+                f"config.json: {reading.name} of type longrope has {len(values)} numbers in {key}; it must have one "
+                f"for each of the {num_pairs} pairs that turn"
             )
     factor = config.take("factor", float) or reading.max_position / reading.original
     attention_factor = config.take("attention_factor", float)

@@ -36,7 +36,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkNormSpec:
-    """Queries and keys are normalised before they turn: each head by itself, or (``spans_heads``) all heads together."""
+    """Queries and keys are normalised before they turn: each head alone, or (``spans_heads``) all heads together."""
 
     eps: float
     offset: float = 0.0
@@ -110,9 +110,12 @@ class CheckpointNames:
     skipped: tuple[str, ...] = ()
 
 
+USUAL_NAMES = CheckpointNames()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap`` as scores are."""
+    """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``."""
 
     architecture: str
     vocab_size: int
@@ -127,7 +130,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    names: CheckpointNames = CheckpointNames()
+    names: CheckpointNames = USUAL_NAMES
 
     @property
     def num_layers(self) -> int:

@@ -27,20 +27,16 @@ class CausalLM(nn.Module):
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
     """
 
-    def __init__(
-        self, spec: ModelSpec, *, backends: Backends, max_model_len: int, context: LayerContext
-    ) -> None:
+    def __init__(self, spec: ModelSpec, *, backends: Backends, max_model_len: int, context: LayerContext) -> None:
         super().__init__()
         model, layout = context.at("model"), spec.kv_layout
         sizes = (spec.vocab_size, spec.hidden_size)
-        self.embed_tokens = VocabParallelEmbedding(
-            *sizes, context=model.at("embed_tokens"), scale=spec.embedding_scale
-        )
+        self.embed_tokens = VocabParallelEmbedding(*sizes, context=model.at("embed_tokens"), scale=spec.embedding_scale)
         self.ropes = nn.ModuleList(
             RotaryEmbedding(rope, max_model_len, dtype=context.dtype, device=context.device) for rope in spec.ropes
         )
         groups = [layout.place_of(index)[0] for index in range(spec.num_layers)]
-        self.layers = nn.ModuleList(
+        layers = [
             DecoderLayer(
                 layer,
                 spec.hidden_size,
@@ -50,7 +46,8 @@ class CausalLM(nn.Module):
                 context=model.at("layers").at(str(index)),
             )
             for index, (layer, group) in enumerate(zip(spec.layers, groups, strict=True))
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
         self.norm = Norm(spec.final_norm, spec.hidden_size, context=model.at(spec.final_norm.name))
         self.lm_head = ParallelLMHead(
             *sizes,
@@ -60,16 +57,8 @@ class CausalLM(nn.Module):
             softcap=spec.logit_softcap,
         )
         self._specs = spec.layers
-        self._joins = self._make_joins(spec.layers, context)
-        self._run = range(spec.num_layers)
-
-    def _make_joins(self, specs: Sequence[LayerSpec], context: LayerContext) -> list[Join]:
-        """What follows each layer: the sum with the stream, and the norm that the next layer, or the head, begins with."""
-        next_norms = [*(layer.input_norm for layer in list(self.layers)[1:]), self.norm]
-        return [
-            Join(layer.mlp_out_norm, next_norm, spec.residual_scale, context=context)
-            for layer, next_norm, spec in zip(self.layers, next_norms, specs, strict=True)
-        ]
+        self._joins = _make_joins(layers, spec.layers, self.norm, context)
+        self._run: Sequence[int] = range(spec.num_layers)
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -80,7 +69,7 @@ class CausalLM(nn.Module):
     def is_recordable(self) -> bool:
         """Whether recordings of steps can hold all that the model runs, once ``finish_loading`` was called."""
         parts = [module for module in self.modules() if isinstance(module, Layer)]
-        return all(part.is_recordable for part in (*parts, *self._joins))
+        return all(part.is_recordable for part in parts) and all(join.is_recordable for join in self._joins)
 
     def finish_loading(self) -> None:
         """Prepare the layers for running, once, after all weights have their values."""
@@ -110,14 +99,11 @@ class CausalLM(nn.Module):
         more for the others than to store their keys and values, and attend.
         """
         rotations = [rope(positions) for rope in self.ropes]
-        residual = self.embed_tokens(input_ids)
-        first = self.layers[0].input_norm
-        x = residual if first is None else first(residual)
-        last = self._run[-1]
+        residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
         for index in self._run:
-            part, residual = self.layers[index](x, residual, rotations, wanted if index == last else None)
             x = self._joins[index](part, residual)
-        return x
+            part, residual = self.layers[index](x, residual, rotations, wanted if index == last else None)
+        return self._joins[-1](part, residual)
 
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` (n, hidden) -> (n, width), this rank's slice of the logits.  No collective."""
@@ -127,6 +113,16 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """``hidden`` (n, hidden) -> (n, vocab_size) on rank 0, None elsewhere.  A collective: all ranks call it."""
         return self.lm_head.gather(self.lm_head(hidden))
+
+
+def _make_joins(
+    layers: Sequence[DecoderLayer], specs: Sequence[LayerSpec], final_norm: Norm, context: LayerContext
+) -> list[Join]:
+    """What comes before each layer, and behind the last: the end of the layer before, and the norm of what follows."""
+    out_norms = [None, *(layer.mlp_out_norm for layer in layers)]
+    next_norms = [*(layer.input_norm for layer in layers), final_norm]
+    scales = [1.0, *(spec.residual_scale for spec in specs)]
+    return [Join(*one, context=context) for one in zip(out_norms, next_norms, scales, strict=True)]
 
 
 def build_model(

@@ -66,9 +66,7 @@ class SelfAttention(Layer):
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
-        attended = attention(
-            *self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots)
-        )
+        attended = attention(*self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots))
         return self.o_proj.part(only(wanted, attended.reshape(len(x), -1)))
 
 
@@ -153,7 +151,5 @@ def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
 def _sinks(spec: AttentionSpec, context: LayerContext) -> torch.nn.Parameter:
     """A score for each of this rank's heads, float32."""
     own = equal_share(spec.num_heads, context.rank, context.world_size)
-    source = Source(
-        name=context.at("sinks").path, shape=(spec.num_heads,), taken=(own,), target=(Span(0, own.size),)
-    )
+    source = Source(name=context.at("sinks").path, shape=(spec.num_heads,), taken=(own,), target=(Span(0, own.size),))
     return context.parameter((own.size,), (source,), dtype=torch.float32)

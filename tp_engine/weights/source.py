@@ -9,8 +9,8 @@
     |                           |            |           |
     +---------------------------+            +-----------+
 
-Several sources may fill one parameter, and several parameters may take parts of one stored tensor.  What no source fills
-is zero.
+Several sources may fill one parameter, and several parameters may take parts of one stored tensor.  What no source
+fills is zero.
 """
 
 from __future__ import annotations

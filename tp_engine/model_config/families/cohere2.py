@@ -29,9 +29,7 @@ def read(config: ConfigJson) -> ModelSpec:
     bias, pattern = reader.flag("attention_bias"), config.take_positive("sliding_window_pattern", 4)
     layers = tuple(
         LayerSpec(
-            attention=reader.attention(
-                window=window, rope=None if window is None else 0, qkv_bias=bias, out_bias=bias
-            ),
+            attention=reader.attention(window=window, rope=None if window is None else 0, qkv_bias=bias, out_bias=bias),
             mlp=reader.mlp(),
             input_norm=reader.norm("input_layernorm", kind="layer"),
             is_parallel=True,

@@ -18,9 +18,7 @@ def read(config: ConfigJson) -> ModelSpec:
     scale = reader.number("query_pre_attn_scalar", 256.0) ** -0.5
     windows = reader.windows(reader.take_window(4096), lambda index: index % 2 == 0)
     layers = tuple(
-        gemma_layer(
-            reader, reader.attention(scale=scale, window=window, softcap=softcap, qkv_bias=bias, out_bias=bias)
-        )
+        gemma_layer(reader, reader.attention(scale=scale, window=window, softcap=softcap, qkv_bias=bias, out_bias=bias))
         for window in windows
     )
     cap = config.take("final_logit_softcapping", float, 30.0)

@@ -1,4 +1,4 @@
-"""Gemma 3: five layers with a window for each one with all keys, a rotation for either; the text part of the larger ones."""
+"""Gemma 3: five layers with a window for each one with all keys, a rotation for either; without vision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.gemma2 import gemma_layer, gemma_reader, gemma_whole
 from tp_engine.model_config.families.mistral import WRAPPED
 from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import USUAL_NAMES, ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _DEFAULTS = {
@@ -50,7 +50,7 @@ def read(config: ConfigJson) -> ModelSpec:
         _read_ropes(reader),
         tied=True,
         logit_softcap=config.take("final_logit_softcapping", float),
-        names=WRAPPED if is_wrapped else CheckpointNames(),
+        names=WRAPPED if is_wrapped else USUAL_NAMES,
         **gemma_whole(reader),
     )
 

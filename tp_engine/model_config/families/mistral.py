@@ -1,11 +1,11 @@
-"""Mistral 7B and its kin, in the first version with a sliding window on every layer; the text part of Mistral Small 3."""
+"""Mistral 7B and its kin, at first with a window on every layer; the text part of Mistral Small 3."""
 
 from __future__ import annotations
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.ministral3 import read as read_ministral3
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec
+from tp_engine.model_config.spec import USUAL_NAMES, CheckpointNames, ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "Mistral3ForConditionalGeneration")
 WRAPPED = CheckpointNames(
@@ -17,7 +17,7 @@ WRAPPED = CheckpointNames(
 def read(config: ConfigJson) -> ModelSpec:
     """No biases; ``sliding_window`` may be null.  Mistral 3's text part is a Mistral or a Ministral 3."""
     is_wrapped = config.architecture != "MistralForCausalLM"
-    names = WRAPPED if is_wrapped else CheckpointNames()
+    names = WRAPPED if is_wrapped else USUAL_NAMES
     config = config.text_part() if is_wrapped else config
     if config.peek("model_type") == "ministral3":
         return read_ministral3(config, names)

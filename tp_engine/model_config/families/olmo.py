@@ -21,9 +21,7 @@ def read(config: ConfigJson) -> ModelSpec:
     bias, qk_norm = reader.flag("attention_bias"), QkNormSpec(eps=reader.eps, spans_heads=True)
     layers = tuple(
         reader.post_norm_layer(
-            reader.attention(
-                window=one, rope=0 if one is None else 1, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias
-            ),
+            reader.attention(window=one, rope=0 if one is None else 1, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias),
             reader.mlp(),
         )
         for one in windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec
+from tp_engine.model_config.spec import USUAL_NAMES, CheckpointNames, ModelSpec
 
 ARCHITECTURES = (
     "Qwen2ForCausalLM",
@@ -24,7 +24,7 @@ def read(config: ConfigJson) -> ModelSpec:
     windows = take_windows(reader)
     layers = (reader.pre_norm_layer(reader.attention(qkv_bias=True, window=one), reader.mlp()) for one in windows)
     rope = reader.rope(RopeRules(is_multimodal=is_wrapped))
-    return reader.model(tuple(layers), (rope,), names=WRAPPED if is_wrapped else CheckpointNames())
+    return reader.model(tuple(layers), (rope,), names=WRAPPED if is_wrapped else USUAL_NAMES)
 
 
 def take_windows(reader: DecoderReader) -> tuple[int | None, ...]:

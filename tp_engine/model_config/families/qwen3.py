@@ -6,7 +6,7 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen2 import WRAPPED, take_windows
 from tp_engine.model_config.rope import RopeRules
-from tp_engine.model_config.spec import CheckpointNames, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import USUAL_NAMES, ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")
 
@@ -23,4 +23,4 @@ def read(config: ConfigJson) -> ModelSpec:
         for window in take_windows(reader)
     )
     rope = reader.rope(RopeRules(is_multimodal=is_wrapped))
-    return reader.model(tuple(layers), (rope,), names=WRAPPED if is_wrapped else CheckpointNames())
+    return reader.model(tuple(layers), (rope,), names=WRAPPED if is_wrapped else USUAL_NAMES)

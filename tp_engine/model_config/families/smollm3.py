@@ -26,9 +26,7 @@ def read(config: ConfigJson) -> ModelSpec:
     windows = reader.windows(enabled, lambda index: not turns[index])
     mlp = reader.mlp(bias=reader.flag("mlp_bias"))
     layers = tuple(
-        reader.pre_norm_layer(
-            reader.attention(window=one, rope=0 if turn else None, qkv_bias=bias, out_bias=bias), mlp
-        )
+        reader.pre_norm_layer(reader.attention(window=one, rope=0 if turn else None, qkv_bias=bias, out_bias=bias), mlp)
         for one, turn in zip(windows, turns, strict=False)
     )
     return reader.model(layers, (reader.rope(RopeRules(theta=2_000_000.0)),), tied=True)
