@@ -16,7 +16,7 @@ from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.ops import NativeOps
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.formats import dense
+from tp_engine.layers.formats import choose_formats, dense
 from tp_engine.layers.formats.dense import PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
 from tp_engine.model_config.activation import SILU
 
@@ -169,14 +169,16 @@ def test_the_choice_by_type_and_processor(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tied_head_and_its_embedding_have_one_weight(dtype: torch.dtype) -> None:
     """Oracle: the weight that both were given; plain or in panels, there is one of it where C reads it."""
-    context = LayerContext(communicator=SingleRank(), dtype=dtype, device=torch.device("cpu"))
+    context = LayerContext(
+        communicator=SingleRank(), dtype=dtype, device=torch.device("cpu"), format_of=choose_formats(None)
+    )
     embedding = VocabParallelEmbedding(203, 8, context=context)
     head = ParallelLMHead(203, 8, context=context, tied=embedding)
-    assert embedding.weight is not None and head.weight is embedding.weight
-    weight = torch.randn(head.weight.shape).to(dtype)
+    assert embedding.weight is not None and not list(head.parameters())
+    weight = torch.randn(embedding.weight.shape).to(dtype)
     embedding.weight.copy_(weight)
     head.finish_loading()
-    assert isinstance(head._method, PanelLinear) == (embedding.weight is None)
+    assert isinstance(head._product, PanelLinear) == (embedding.weight is None)
     ids = torch.tensor([0, 202, 63, 64, 1, 129, 0])
     for wanted in (ids, ids.int()):
         assert torch.equal(embedding(wanted), weight[ids])

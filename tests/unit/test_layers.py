@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,19 +20,22 @@ from tp_engine.kernels.rope import apply_rotary, norm_heads
 from tp_engine.layers.attention import attend_fresh
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.formats import choose_formats
 from tp_engine.layers.forward_context import current_metadata, forward_context
 from tp_engine.layers.linear import RowParallelLinear
-from tp_engine.layers.norm import QKNorm, RMSNorm
+from tp_engine.layers.norm import Norm, QKNorm
+from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.activation import SILU
-from tp_engine.model_config.rope import RopeConfig
+from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
+from tp_engine.weights.source import as_stored, sources_of
 
-ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU)
-LLAMA3_CONFIG = RopeConfig(kind="llama3", factor=8.0, original_max_position=64)
-ROPES = {
-    "default": (RopeConfig(theta=500.0), {"rope_type": "default", "rope_theta": 500.0}),
-    "linear": (RopeConfig(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
-    "llama3": (LLAMA3_CONFIG, LLAMA3),
+ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU, format_of=choose_formats(None))
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+    "linear": ({"kind": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama3": ({"kind": "llama3", "factor": 8.0, "original_max_position": 64}, LLAMA3),
 }
 
 
@@ -38,20 +43,21 @@ ROPES = {
 @pytest.mark.parametrize("head_dim", [12, 64, 128])
 def test_rotary_equals_transformers(name: str, head_dim: int) -> None:
     """Oracle: transformers' Llama rotation, at scattered positions up to 8191."""
-    rope, parameters = ROPES[name]
+    numbers, parameters = ROPES[name]
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=8192, rope_parameters=dict(parameters))
     positions = torch.tensor([0, 1, 5, 63, 64, 1000, 8191])
     heads = torch.randn(len(positions), 3, head_dim)
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)
-    rotary = RotaryEmbedding(rope, head_dim, 8192, dtype=torch.float32, device=CPU)
+    rotary = RotaryEmbedding(RopeSpec(rotary_dim=head_dim, **numbers), 8192, dtype=torch.float32, device=CPU)
     torch.testing.assert_close(apply_rotary(heads, *rotary(positions).cos_sin()), expected[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rms_norm(dtype: torch.dtype) -> None:
     """Oracle: the formula in float64; an error of at most one rounding of the result."""
-    norm = RMSNorm(48, 1e-5, context=LayerContext(communicator=SingleRank(), dtype=dtype, device=CPU))
+    context = LayerContext(communicator=SingleRank(), dtype=dtype, device=CPU, format_of=choose_formats(None))
+    norm = Norm(NormSpec(name="norm", eps=1e-5), 48, context=context)
     norm.weight.copy_(torch.randn(48))
     x, residual = torch.randn(7, 48, dtype=dtype), torch.randn(7, 48, dtype=dtype)
     total = x + residual
@@ -62,21 +68,23 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(norm(x).double(), formula(x), **close)
-    torch.testing.assert_close(norm.add_and_norm(x, residual).double(), formula(total), **close)
+    joined = Join(None, norm, 1.0, context=context)(x, residual)
+    torch.testing.assert_close(joined.double(), formula(total), **close)
     assert torch.equal(residual, total)
 
 
 def test_qk_norm_on_a_view() -> None:
     """Oracle: one RMSNorm for the query heads and one for the key heads."""
-    norm = QKNorm(4, 2, 8, 1e-6, context=ALONE)
+    attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+    norm = QKNorm(QkNormSpec(eps=1e-6), attention, as_stored, context=ALONE)
     norm.q_weight.copy_(torch.randn(8))
     norm.k_weight.copy_(torch.randn(8))
     heads = torch.randn(5, 8, 8)[:, :6]
     expected = torch.cat(
         (F.rms_norm(heads[:, :4], (8,), norm.q_weight, 1e-6), F.rms_norm(heads[:, 4:], (8,), norm.k_weight, 1e-6)), 1
     )
-    torch.testing.assert_close(norm_heads(heads, norm.head_norm), expected)
     norm.finish_loading()
+    assert norm.head_norm is not None
     torch.testing.assert_close(norm_heads(heads, norm.head_norm), expected)
 
 
@@ -93,13 +101,15 @@ def test_vocabulary_layers(vocab_size: int, world_size: int) -> None:
     table, ids, hidden = torch.randn(vocab_size, 8), torch.randint(vocab_size, (40,)), torch.randn(5, 8)
 
     def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        context = LayerContext(communicator=communicator, dtype=torch.float32, device=CPU)
+        context = LayerContext(
+            communicator=communicator, dtype=torch.float32, device=CPU, format_of=choose_formats(None)
+        )
         embedding = VocabParallelEmbedding(vocab_size, 8, context=context)
         rows = embedding.weight.shape[0]
         padded = torch.cat((table, torch.zeros(rows * world_size - vocab_size, 8)))
         embedding.weight.copy_(padded[communicator.info.rank * rows :][:rows])
         head = ParallelLMHead(vocab_size, 8, context=context, tied=embedding)
-        assert head.weight is embedding.weight
+        assert not list(head.parameters())
         head.finish_loading()
         local = head(hidden)
         assert local.shape == (5, head.slice.width)
@@ -119,12 +129,15 @@ def test_row_parallel_bias_is_added_once() -> None:
     weight, bias, x = torch.randn(6, 12), torch.randn(6), torch.randn(4, 12)
 
     def body(communicator: Communicator) -> torch.Tensor:
-        context = LayerContext(communicator=communicator, dtype=torch.float32, device=CPU)
+        context = LayerContext(
+            communicator=communicator, dtype=torch.float32, device=CPU, format_of=choose_formats(None)
+        )
         layer = RowParallelLinear(12, 6, bias=True, context=context)
         part = slice(communicator.info.rank * 4, communicator.info.rank * 4 + 4)
         assert layer.weight is not None and layer.bias is not None
         layer.weight.copy_(weight[:, part])
         layer.bias.copy_(bias)
+        layer.finish_loading()
         return layer(x[:, part])
 
     for result in run_ranks(3, body):
@@ -161,3 +174,59 @@ def test_forward_context_ends_with_its_block() -> None:
         assert current_metadata() is outer
     with pytest.raises(AssertionError, match="outside"):
         current_metadata()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_norm_over_all_heads(world_size: int) -> None:
+    """Oracle: one norm over the whole width, as OLMo 2 has it; 4 ranks hold each of the 2 KV heads twice."""
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+    query, key, value = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    weights = torch.randn(32), torch.randn(16)
+    expected = [
+        F.rms_norm(heads.flatten(1), (heads[0].numel(),), weight, 1e-6).view_as(heads)
+        for heads, weight in zip((query, key), weights, strict=True)
+    ]
+
+    def body(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        context = LayerContext(
+            communicator=communicator, dtype=torch.float32, device=CPU, format_of=choose_formats(None)
+        )
+        norm = QKNorm(QkNormSpec(eps=1e-6, spans_heads=True), spec, as_stored, context=context)
+        for parameter, weight in zip((norm.q_weight, norm.k_weight), weights, strict=True):
+            (source,) = sources_of(parameter)
+            parameter.copy_(weight[source.taken[0].start :][: source.taken[0].size])
+        norm.finish_loading()
+        assert norm.head_norm is None
+        own, own_kv = 4 // world_size, max(1, 2 // world_size)
+        first, first_kv = communicator.info.rank * own, communicator.info.rank * 2 // world_size
+        mine = query[:, first : first + own], *(one[:, first_kv : first_kv + own_kv] for one in (key, value))
+        heads = torch.cat(mine, 1)
+        norm.normalise(heads)
+        assert torch.equal(heads[:, -own_kv:], mine[2])
+        torch.testing.assert_close(heads[:, own : own + own_kv], expected[1][:, first_kv : first_kv + own_kv])
+        return heads[:, :own], heads[:, own : own + own_kv]
+
+    found = run_ranks(world_size, body)
+    torch.testing.assert_close(torch.cat([heads for heads, _ in found], 1), expected[0])
+
+
+def test_joins() -> None:
+    """Oracle: the formulas, with and without a norm on the output, and without one for what follows."""
+    norms = [Norm(NormSpec(name=name, eps=1e-5), 8, context=ALONE) for name in ("out", "next")]
+    for norm in norms:
+        norm.weight.copy_(torch.randn(8))
+    part, residual = torch.randn(3, 8), torch.randn(3, 8)
+    for out_norm in (None, norms[0]):
+        for next_norm in (None, norms[1]):
+            stream = residual.clone()
+            found = Join(out_norm, next_norm, 0.5, context=ALONE)(part.clone(), stream)
+            output = part if out_norm is None else F.rms_norm(part, (8,), out_norm.weight, 1e-5)
+            total = residual + 0.5 * output
+            torch.testing.assert_close(stream, total)
+            torch.testing.assert_close(
+                found, total if next_norm is None else F.rms_norm(total, (8,), next_norm.weight, 1e-5)
+            )
+            first = Join(out_norm, next_norm, 1.0, context=ALONE)(None, residual)
+            torch.testing.assert_close(
+                first, residual if next_norm is None else F.rms_norm(residual, (8,), next_norm.weight, 1e-5)
+            )

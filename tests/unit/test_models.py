@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.families import FAMILIES
 from tests.simulated_ranks import run_ranks
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.dist.collectives import Communicator, SingleRank
 from tp_engine.kv_layout import MAX_GROUPS
+from tp_engine.layers.formats import dense
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.model_config import check_tensor_parallel, load_model_config
 from tp_engine.model_config.spec import ModelSpec
@@ -52,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"architecture": "qwen3", "attention_bias": True, "tie": True},
     "mistral": {"architecture": "mistral", "sliding_window": None},
     "mistral-window": {"architecture": "mistral", "sliding_window": 9, "head_dim": 12},
+    **{f"table-{name}": {"architecture": name} for name in FAMILIES},
 }
 
 
@@ -110,11 +114,12 @@ def logits_of(model: CausalLM, tokens: list[list[int]]) -> torch.Tensor | None:
 
 def oracle_logits(folder: Path, tokens: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """transformers, one prompt at a time, (N, vocab)."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model = getattr(transformers, name).from_pretrained(folder, dtype=dtype).eval()
     with torch.inference_mode():
-        return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in tokens])
+        return torch.cat([model(input_ids=torch.tensor([prompt])).logits[0] for prompt in tokens])
 
 
 def parallel_logits(config: ModelSpec, folder: Path, world_size: int, **options: Any) -> torch.Tensor:
@@ -130,13 +135,17 @@ def parallel_logits(config: ModelSpec, folder: Path, world_size: int, **options:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("finished", [False, True], ids=["plain", "packed"])
-def test_one_rank_equals_transformers(case: str, finished: bool, checkpoint: Callable[..., Path]) -> None:
-    """Oracle: transformers in float32, full logits of prompts longer than the windows, before and after packing."""
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "packed"])
+def test_one_rank_equals_transformers(
+    case: str, is_plain: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: transformers in float32, full logits of prompts longer than the windows; weights plain, or packed."""
+    if is_plain:
+        monkeypatch.setattr(dense, "native_library", lambda: None)
+        monkeypatch.setattr(dense, "_packed", lambda weight: None)
     config, folder = load_model_config(str(checkpoint(**CASES[case])))
     model = load(config, folder, SingleRank())
-    if finished:
-        model.finish_loading()
+    model.finish_loading()
     logits = logits_of(model, prompts(config))
     torch.testing.assert_close(logits, oracle_logits(folder, prompts(config)), atol=1e-4, rtol=1e-4)
 
@@ -210,8 +219,7 @@ def test_attention_layers_are_listed_in_order(checkpoint: Callable[..., Path]) -
     model = build_model(
         config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backends=NO_BACKENDS, max_model_len=16
     )
-    assert [layer.shape.sliding_window for layer in model.attention_layers] == [
-        layer.attention.window for layer in config.layers
-    ]
+    windows = [layer.shape.sliding_window for layer in model.attention_layers]
+    assert windows == [layer.attention.window for layer in config.layers]
     expected = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=8, scale=8**-0.5, sliding_window=None)
     assert model.attention_layers[0].shape == expected
