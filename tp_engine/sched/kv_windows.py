@@ -70,8 +70,6 @@ class KvWindows:
         """The most blocks of the pool that a sequence of ``num_logical`` blocks ever holds, which is computed in chunks
         of at most ``chunk_tokens``: all of its own in full groups; in the others what the window, the tile before it
         and a chunk may touch."""
-        if not self.has_windows:
-            return num_logical * self.num_groups
         total = 0
         for is_full, keys_before in zip(self.is_full.tolist(), self._keys_before.tolist(), strict=True):
             touched = keys_before + self._tile_tokens - 1 + chunk_tokens
