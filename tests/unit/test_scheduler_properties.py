@@ -113,7 +113,7 @@ def test_same_load_gives_same_plans() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Acts chosen, and shrunk, by hypothesis over a pool of 2 to 8 blocks."""
+    """Acts chosen, and shrunk, by hypothesis over a pool of 2 to 8 blocks for each group of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,16 +126,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 4),
         budget=st.integers(1, 12),
         caching=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (8,), (1,), (None, 8), (None, 8, 3), (4, 9)]),
+        tile=st.sampled_from([1, 2, 8]),
     )
-    def start(self, num_blocks: int, block_size: int, rows: int, budget: int, caching: bool) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        rows: int,
+        budget: int,
+        caching: bool,
+        windows: tuple[int | None, ...],
+        tile: int,
+    ) -> None:
         self.simulation = Simulation(
             limits(
-                num_blocks=num_blocks,
+                num_blocks=num_blocks * len(windows),
                 block_size=block_size,
                 max_num_seqs=rows,
                 max_num_batched_tokens=budget,
                 max_model_len=24,
                 enable_prefix_caching=caching,
+                windows=windows,
+                tile_tokens=tile,
             )
         )
 

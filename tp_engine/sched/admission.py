@@ -41,6 +41,8 @@ class Admitter:
 
     def admit(self, draft: StepDraft) -> None:
         """Admit while budget, rows and blocks last."""
+        if draft.budget == 0 or not self._rows.num_vacant:
+            return
         self._blocks.expire_all()
         deferred: list[Sequence] = []
         while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:

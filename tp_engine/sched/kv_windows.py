@@ -3,10 +3,10 @@
 A row computes tokens from ``position`` on.  In a group with a window its first query sees ``window`` keys, itself
 included, and kernels begin at the start of a tile before the first of them::
 
-    tokens    | . . . . | . . . . | . t t t | k k k k | k k q . | . .        window 8, blocks and tiles of 4
-                                    ^ tile    ^ first key ^ position
-    blocks      0         1         2         3         4
-                                    ^ first_needed: blocks 0 and 1 may be given back
+    tokens    | . . . . | . . . . | t t t k | k k k k | k k q . |        window 8, blocks and tiles of 4
+    blocks      0         1         2     ^     3         4   ^ position 18
+                                    ^     first key 11
+                                    first_needed: blocks 0 and 1 may be given back
 
 What is given back never comes again: positions only grow.
 """
