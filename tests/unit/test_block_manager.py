@@ -31,7 +31,7 @@ def seat(batch: Batch, sequence: Sequence) -> list[int]:
     """Enter with all hits and room for all tokens; returns the hits."""
     hits = batch.blocks.find_hits(sequence)
     batch.blocks.pool.share(hits.shared.held)
-    length, num_shared = len(sequence.token_ids), len(hits.shared)
+    length, num_shared = len(sequence.token_ids), len(hits.shared.table)
     batch.enter([Entry(sequence, hits.shared, hits.num_tokens, length, None, num_shared, hits.place)], 1)
     batch.blocks.check_integrity()
     return hits.shared.held.tolist()

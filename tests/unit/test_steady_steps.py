@@ -95,12 +95,14 @@ def test_rows_of_many_lengths_decode_as_ever(block_size: int, ahead: int) -> Non
     assert counted.plans > 100 and counted.results > 100
 
 
+@pytest.mark.parametrize("windows", [(None,), (8,), (None, 8, 24)], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_loads_are_planned_as_ever(seed: int) -> None:
-    """Arrivals, forks, aborts, preemptions between the runs of steady steps."""
+def test_random_loads_are_planned_as_ever(seed: int, windows: tuple[int | None, ...]) -> None:
+    """Arrivals, forks, aborts, preemptions between the runs of steady steps; windows give back the same blocks."""
 
     def run() -> Simulation:
-        simulation = Simulation(limits(num_blocks=40, max_model_len=200, max_num_seqs=6), ahead=seed % 3)
+        shape = limits(num_blocks=40 * len(windows), max_model_len=200, max_num_seqs=6, windows=windows, tile_tokens=8)
+        simulation = Simulation(shape, ahead=seed % 3)
         load = RandomLoad(simulation, seed=seed)
         for _ in range(600):
             load.act()
@@ -109,7 +111,7 @@ def test_random_loads_are_planned_as_ever(seed: int) -> None:
 
     steady, plain, counted = both_ways(run)
     assert_same(steady, plain)
-    assert counted.plans > 50
+    assert counted.plans > (50 if windows == (None,) else 15)
 
 
 def started(shape: SchedulerLimits, *, ahead: int = 0) -> Simulation:

@@ -41,6 +41,8 @@ class Admitter:
 
     def admit(self, draft: StepDraft) -> None:
         """Admit while budget, rows and blocks last."""
+        if draft.budget == 0 or not self._rows.num_vacant:
+            return
         self._blocks.expire_all()
         deferred: list[Sequence] = []
         while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
@@ -72,17 +74,19 @@ class Admitter:
         return self._begin(draft, sequence, hits)
 
     def _begin(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
-        num_shared, num_held = len(hits.shared), len(hits.shared.held)
-        chunk = min(draft.budget, self._blocks.chunk_limit(num_held, num_shared, hits.num_tokens))
+        blocks, held, num_shared = self._blocks, hits.shared.held, len(hits.shared.table)
+        chunk = min(draft.budget, blocks.chunk_limit(len(held), num_shared, hits.num_tokens))
         end = min(len(sequence.token_ids), hits.num_tokens + chunk)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
-        num_idle = self._blocks.pool.num_idle(hits.shared.held) if num_held else 0
-        if not self._has_room(self._blocks.most_blocks(reach) - num_held + num_idle):
+        num_needed = blocks.most_blocks(reach)
+        if len(held):
+            num_needed += blocks.pool.num_idle(held) - len(held)
+        if not self._has_room(num_needed):
             return Verdict.NO_ROOM
         self._count_hits(sequence, hits.num_tokens)
         entry = Entry(sequence, hits.shared, hits.num_tokens, end, hits.tail, num_shared, hits.place)
         self._enter(draft, entry)
-        if hits.next_name is not None and end // self._blocks.block_size > num_shared:
+        if hits.next_name is not None and end // blocks.block_size > num_shared:
             self._names.add(hits.next_name)
         if hits.tail is not None:  # while it is there to be copied
             self._seat(draft)
@@ -102,7 +106,7 @@ class Admitter:
         """It is decided; siblings must see at once that one of them runs."""
         if len(entry.shared.held):
             self._blocks.pool.share(entry.shared.held)
-        self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared)) * self._blocks.num_groups
+        self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared.table)) * self._blocks.num_groups
         self._entries.append(entry)
         draft.add_prefill(entry.sequence, entry.end - entry.num_computed)
         if len(entry.sequence.group.sequences) > 1:
@@ -119,7 +123,7 @@ class Admitter:
         for entry, table in zip(entries, tables, strict=True):
             entry.sequence.first_scheduled_s = entry.sequence.first_scheduled_s or now_s
             if entry.source is not None:
-                draft.add_copies(entry.source, table[len(entry.shared)])
+                draft.add_copies(entry.source, table[len(entry.shared.table)])
             draft.admitted.append(_admission(entry, table))
         self._blocks.publish((entry.sequence, entry.end) for entry in entries)
 

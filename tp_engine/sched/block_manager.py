@@ -67,12 +67,15 @@ class BlockManager:
         self.block_size = limits.block_size
         self.num_groups = limits.num_groups
         self.windows = limits.kv_windows
+        self._has_windows = self.windows.has_windows
         self.pool = BlockPool(limits.num_blocks)
         block_bytes = limits.block_size * np.dtype(np.int32).itemsize
         self.cache = PrefixCache(limits.num_blocks, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
+        self._full = self.windows.first_needed(0)
+        self._nothing = Shared(NO_BLOCKS.reshape(0, self.num_groups), self._full, NO_BLOCKS)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Logical blocks that ``num_tokens`` fill."""
@@ -86,7 +89,10 @@ class BlockManager:
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that a sequence of ``num_tokens`` holds on its way."""
-        return self.windows.most_blocks(self.blocks_for(num_tokens), self._max_chunk)
+        num_logical = ceil_div(num_tokens, self.block_size)
+        if not self._has_windows:
+            return num_logical * self.num_groups
+        return self.windows.most_blocks(num_logical, self._max_chunk)
 
     def chunk_limit(self, num_held: int, num_logical: int, start: int) -> int:
         """The most tokens from ``start`` on that a sequence can be given in one step, with the whole pool to itself.
@@ -94,7 +100,7 @@ class BlockManager:
         It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows all that it
         still lacks fits in one step, because its last tokens need no fewer blocks.
         """
-        if not self.windows.has_windows:
+        if not self._has_windows:
             return self._max_chunk
         spare = (self.pool.num_blocks - num_held) // self.num_groups
         return min(self._max_chunk, (num_logical + spare) * self.block_size - start)
@@ -103,11 +109,11 @@ class BlockManager:
         """What is cached of a waiting sequence's first tokens; at least one token is left to compute."""
         salt, windows = sequence.group.salt, self.windows
         if not self._caching or sequence.wants_prompt_logprobs:
-            return Hits(self._share(NO_BLOCKS.reshape(0, self.num_groups), 0), salt)
+            return Hits(self._nothing, salt)
         token_bytes = sequence.token_ids.tobytes()
         usable = (len(sequence.token_ids) - 1) // self.block_size
         blocks, place = self.cache.match(salt, token_bytes, usable)
-        if windows.has_windows:
+        if self._has_windows:
             sufficient = windows.longest_hit(blocks != NO_BLOCK)
             if sufficient < len(blocks):
                 blocks, place = self.cache.match(salt, token_bytes, sufficient)
@@ -117,19 +123,20 @@ class BlockManager:
         if found is not None:
             tail, num_in_tail = found
             num_tokens += num_in_tail
-        return Hits(self._share(blocks, num_tokens), place, num_tokens, tail, name)
+        shared = self._share(blocks, num_tokens) if len(blocks) else self._nothing
+        return Hits(shared, place, num_tokens, tail, name)
 
     def seat(self, entries: list[Entry]) -> list[IntArray]:
         """First tables of rows (n, G), int32: the blocks that they share, then new ones."""
         tables: list[IntArray] = []
         lengths = [self.blocks_for(entry.end) for entry in entries]
-        num_new = sum(lengths) - sum(len(entry.shared) for entry in entries)
+        num_new = sum(lengths) - sum(len(entry.shared.table) for entry in entries)
         taken = self.take(num_new * self.num_groups).reshape(num_new, self.num_groups)
         start = 0
         for entry, length in zip(entries, lengths, strict=True):
-            end = start + length - len(entry.shared)
+            end = start + length - len(entry.shared.table)
             table, row = taken[start:end], entry.sequence.row
-            if len(entry.shared):
+            if len(entry.shared.table):
                 table = np.concatenate((entry.shared.table, table), dtype=np.int32)
                 self._rows.first_block[row] = entry.shared.first
             self._rows.block_table[row, :length] = table
@@ -162,7 +169,7 @@ class BlockManager:
 
     def expire_all(self) -> None:
         """``expire`` for all rows, as far as they have been scheduled."""
-        if self.windows.has_windows:
+        if self._has_windows:
             rows = self._rows.occupied()
             self.expire(rows, self._rows.num_scheduled[rows])
 
@@ -172,7 +179,7 @@ class BlockManager:
         The plan in the making is the first that does not read these blocks, and may give them to other rows: all plans
         before it have run when it does.
         """
-        if not self.windows.has_windows:
+        if not self._has_windows:
             return
         first, old = self.windows.first_needed(positions), self._rows.first_block[rows]
         counts = first - old
@@ -208,7 +215,8 @@ class BlockManager:
                 if is_lost(sequence.place) and not self.windows.has_full:
                     first, sequence.place = 0, sequence.group.salt  # what led there was left behind, and evicted
                 blocks = self._rows.block_table[row, first:end].astype(np.intp)
-                blocks = self._without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
+                if self._has_windows:
+                    blocks = _without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
                 known = self._rows.tokens[row, first * size : end * size].tobytes()
                 new, sequence.place = self.cache.insert(blocks, sequence.place, known)
                 sequence.num_published = end
@@ -262,15 +270,16 @@ class BlockManager:
 
     def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
         """What a row needs of ``blocks`` (n, G) whose next token is at ``num_tokens``."""
+        if not self._has_windows:
+            return Shared(blocks, self._full, blocks.reshape(-1))
         first = self.windows.first_needed(num_tokens)
-        return Shared(self._without(blocks, first, 0), first, self.windows.held(blocks, first))
-
-    def _without(self, blocks: BlockIds, first: Counts, filler: int) -> BlockIds:
-        """``blocks`` (n, G) with ``filler`` before those with the numbers ``first`` (G,)."""
-        if not self.windows.has_windows:
-            return blocks
-        return np.where(np.arange(len(blocks))[:, None] < first, filler, blocks)
+        return Shared(_without(blocks, first, 0), first, self.windows.held(blocks, first))
 
     def _set_lengths(self, rows: int | BlockIds, num_blocks: int | npt.NDArray[np.int64]) -> None:
         self._rows.num_blocks[rows] = num_blocks
         self._rows.capacity[rows] = num_blocks * self.block_size
+
+
+def _without(blocks: BlockIds, first: Counts, filler: int) -> BlockIds:
+    """``blocks`` (n, G) with ``filler`` before those with the numbers ``first`` (G,)."""
+    return np.where(np.arange(len(blocks))[:, None] < first, filler, blocks)

@@ -18,14 +18,11 @@ class Shared(msgspec.Struct, frozen=True):
     first: Counts
     held: BlockIds
 
-    def __len__(self) -> int:
-        return len(self.table)
-
 
 class Entry(msgspec.Struct):
     """It begins with ``shared`` blocks, which it holds already, and needs more up to its first ``end`` tokens.
 
-    Its first ``num_computed`` tokens have K/V.  Logical block number ``len(shared)`` begins as a copy of ``source`` (G,), if there is one.
+    Its first ``num_computed`` tokens have K/V.  Logical block number ``len(shared.table)`` begins as a copy of ``source`` (G,), if there is one.
     ``num_published`` and ``place`` are where it goes on in the prefix cache.
     """
 

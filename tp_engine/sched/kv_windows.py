@@ -3,10 +3,10 @@
 A row computes tokens from ``position`` on.  In a group with a window its first query sees ``window`` keys, itself
 included, and kernels begin at the start of a tile before the first of them::
 
-    tokens    | . . . . | . . . . | . t t t | k k k k | k k q . | . .        window 8, blocks and tiles of 4
-                                    ^ tile    ^ first key ^ position
-    blocks      0         1         2         3         4
-                                    ^ first_needed: blocks 0 and 1 may be given back
+    tokens    | . . . . | . . . . | t t t k | k k k k | k k q . |        window 8, blocks and tiles of 4
+    blocks      0         1         2     ^     3         4   ^ position 18
+                                    ^     first key 11
+                                    first_needed: blocks 0 and 1 may be given back
 
 What is given back never comes again: positions only grow.
 """
@@ -70,8 +70,6 @@ class KvWindows:
         """The most blocks of the pool that a sequence of ``num_logical`` blocks ever holds, which is computed in chunks
         of at most ``chunk_tokens``: all of its own in full groups; in the others what the window, the tile before it
         and a chunk may touch."""
-        if not self.has_windows:
-            return num_logical * self.num_groups
         total = 0
         for is_full, keys_before in zip(self.is_full.tolist(), self._keys_before.tolist(), strict=True):
             touched = keys_before + self._tile_tokens - 1 + chunk_tokens

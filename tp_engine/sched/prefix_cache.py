@@ -36,7 +36,7 @@ from itertools import pairwise
 import numpy as np
 
 from tp_engine.plan import BoolArray
-from tp_engine.sched.cached_run import LOST, NO_BLOCK, TOKEN_BYTES, BlockName, Place, Run, identity, is_lost
+from tp_engine.sched.cached_run import LOST, NO_BLOCK, TOKEN_BYTES, BlockName, Place, Run, identity
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 
 _ONE_FULL_GROUP: BoolArray = np.array([True])
@@ -50,6 +50,7 @@ class PrefixCache:
 
     def __init__(self, num_blocks: int, block_bytes: int, is_full: BoolArray = _ONE_FULL_GROUP) -> None:
         self._block_bytes = block_bytes
+        self._no_blocks = NO_BLOCKS.reshape(0, len(is_full))
         self._is_full = is_full
         self._num_groups = len(is_full)
         self._has_full, self._has_windows = bool(is_full.any()), not is_full.all()
@@ -59,6 +60,7 @@ class PrefixCache:
         self._runs: dict[int, Run] = {}  # by serial
         self._serial_of = np.zeros(num_blocks, dtype=np.int64)  # of each block's run; 0: it is in none
         self._place_of = np.zeros(num_blocks, dtype=np.int64)  # of each block in its run's array, counted flat
+        self._numbers = np.arange(num_blocks)
         self._next_serial = 1
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
@@ -66,11 +68,13 @@ class PrefixCache:
 
         (n, G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``.
         """
-        parts, place = self._walk(salt, token_bytes, max_blocks)
+        parts, _, place = self._walk(salt, token_bytes, max_blocks)
+        if not parts:
+            return self._no_blocks, place
         found = [run.blocks[first : first + count] for run, first, count in parts]
         if len(found) == 1:
             return found[0], place
-        return np.concatenate(found) if found else NO_BLOCKS.reshape(0, self._num_groups), place
+        return np.concatenate(found), place
 
     def next_name(self, place: Place, token_bytes: bytes, num_tokens: int) -> BlockName:
         """Of the block at ``place`` that would hold a sequence's tokens from ``num_tokens`` on."""
@@ -108,11 +112,10 @@ class PrefixCache:
         cached already keeps its first block.  Nothing is added behind a block that has been evicted; what stands behind
         one already is found again when it comes with its own blocks before it.
         """
-        parts, place = self._walk(place, token_bytes, len(blocks))
+        parts, num_known, place = self._walk(place, token_bytes, len(blocks))
         added = self._fill(parts, blocks) if self._has_windows else NO_BLOCKS
-        num_known = sum(count for _, _, count in parts)
         new = blocks[num_known:]
-        if not len(new) or is_lost(place):
+        if not len(new) or (not isinstance(place, str) and place[1] >= place[0].length):
             return added, place
         if not self._has_full and not (new != NO_BLOCK).any():
             return added, LOST
@@ -122,12 +125,14 @@ class PrefixCache:
         run = Run((identity(place), token_bytes[:size]), self._next_serial, new, token_bytes)
         self._next_serial += len(new)
         self._run_named[run.name] = self._runs[run.serial] = run
+        flat = new.reshape(-1)
+        if not self._has_windows:
+            return self._enter(run, flat, self._numbers[: len(flat)]), (run, len(new) - 1)
         if not self._has_full and not isinstance(place, str):
             run.parent = place[0]
             run.parent.num_followers += 1
-        flat = new.reshape(-1)
-        ids = self._enter(run, flat, np.flatnonzero(flat != NO_BLOCK))
-        return np.concatenate((added, ids)) if len(added) else ids, (run, len(new) - 1)
+        there = np.flatnonzero(flat != NO_BLOCK)
+        return np.concatenate((added, self._enter(run, flat[there], there))), (run, len(new) - 1)
 
     def insert_tail(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> bool:
         """Publish a partly filled block of each group (G,) that follow ``place``; False if the same content is known."""
@@ -181,9 +186,9 @@ class PrefixCache:
             assert all(self._tail_names[block] == name for block in blocks.tolist())
         assert not self._serial_of[list(self._tail_names)].any(), "a block is cached, and a tail"
 
-    def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], Place]:
-        """What is known behind ``place`` of ``token_bytes``: of each run its first block and how many; the place behind
-        the last."""
+    def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], int, Place]:
+        """What is known behind ``place`` of ``token_bytes``: of each run its first block and how many, how many in all,
+        and the place behind the last."""
         size = self._block_bytes
         end = min(len(token_bytes) // size, max_blocks) * size
         parts: list[tuple[Run, int, int]] = []
@@ -195,7 +200,7 @@ class PrefixCache:
             parts.append((run, first, count))
             place = run, first + count - 1
             start += count * size
-        return parts, place
+        return parts, start // size, place
 
     def _agreement(self, place: Place, token_bytes: bytes, start: int, end: int) -> tuple[Run | None, int, int]:
         """Which run goes on at ``place`` with the tokens from ``start`` on, from which of its blocks, and how many
@@ -217,19 +222,18 @@ class PrefixCache:
                 flat = run.blocks.reshape(-1)
                 places = gaps + first * self._num_groups
                 flat[places] = ours.reshape(-1)[gaps]
-                added.append(self._enter(run, flat, places))
+                added.append(self._enter(run, flat[places], places))
             start += count
         return np.concatenate(added)
 
-    def _enter(self, run: Run, flat: BlockIds, places: BlockIds) -> BlockIds:
-        """The blocks at ``places`` of ``flat``, the run's array, are cached from now on; which these are."""
-        ids: BlockIds = flat[places]
-        if self._serial_of[ids].any():  # in runs that cannot be found any more
-            self.evict(ids[self._serial_of[ids] > 0])
-        self._serial_of[ids] = run.serial
-        self._place_of[ids] = places
-        run.num_held += len(ids)
-        return ids
+    def _enter(self, run: Run, blocks: BlockIds, places: BlockIds) -> BlockIds:
+        """These blocks, at ``places`` of the run's array, are cached from now on."""
+        if any(self._serial_of[blocks].tolist()):  # in runs that cannot be found any more
+            self.evict(blocks[self._serial_of[blocks] > 0])
+        self._serial_of[blocks] = run.serial
+        self._place_of[blocks] = places
+        run.num_held += len(blocks)
+        return blocks
 
     def _evict_from(self, serial: int, blocks: BlockIds) -> None:
         """These of one run are gone: in a full group with all behind them."""
@@ -237,18 +241,19 @@ class PrefixCache:
         if run is None:  # an earlier block of it has been evicted
             return
         run.num_held -= len(blocks)
-        numbers, groups = np.divmod(self._place_of[blocks], self._num_groups)
+        places = self._place_of[blocks]
+        length = run.length
         if self._has_windows:
-            here = numbers < run.length
+            numbers, groups = np.divmod(places, self._num_groups)
+            here = numbers < length
             run.blocks[numbers[here], groups[here]] = NO_BLOCK
-            numbers = numbers[self._is_full[groups]]
-        if len(numbers) and (length := int(numbers.min())) < run.length:
-            if length:
-                run.shorten(length)
-            else:
-                self._drop(run)
-        elif not self._has_full and not run.num_held and not run.num_followers:
+            length = min([length, *numbers[self._is_full[groups]].tolist()])
+        else:
+            length = min(length, int(np.minimum.reduce(places)) // self._num_groups)
+        if not length or not (self._has_full or run.num_held or run.num_followers):
             self._drop(run)
+        elif length < run.length:
+            run.shorten(length)
 
     def _drop(self, run: Run) -> None:
         """The run leads to nothing any more, and perhaps not the one before it either."""

@@ -25,6 +25,8 @@ class SteadySteps:
         self._blocks = batch.blocks
         self._stops = stops
         self._max_rows = batch.limits.max_num_batched_tokens
+        self._num_groups = batch.limits.num_groups
+        self._has_windows = batch.blocks.windows.has_windows
 
     def plan(self, step_id: int) -> StepPlan | None:
         """The next step, if nobody can enter or end in it, no prompt is computed, and no row has a grammar."""
@@ -43,8 +45,9 @@ class SteadySteps:
             rows.settle()
         growing, block_ids = run.growing(), NO_IDS
         if len(growing):
-            self._blocks.expire(growing, rows.capacity[growing])
-            count = len(growing) * self._blocks.num_groups
+            if self._has_windows:
+                self._blocks.expire(growing, rows.capacity[growing])
+            count = len(growing) * self._num_groups
             if count > self._blocks.pool.num_available:
                 return None
             block_ids = self._blocks.take(count)
