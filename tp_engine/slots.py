@@ -33,11 +33,14 @@ def slots_for(
     """
     blocks = block_tables[..., row_index_per_token, positions // block_size].astype(np.int64)
     slots: SlotArray = blocks * block_size + positions % block_size
+    if not slots.size:
+        return slots
     padding = positions < 0
     if padding.any():
-        slots[..., padding] = PAD_SLOT
-    assert slots.size == 0 or slots.max() <= MAX_SLOT, f"slot {slots.max()} does not fit in 32 bits"
-    assert (slots[..., ~padding] >= 0).all(), "a token lies in a block that its table does not hold"
+        slots[..., padding] = 0
+    assert slots.max() <= MAX_SLOT, f"slot {slots.max()} does not fit in 32 bits"
+    assert slots.min() >= 0, "a token lies in a block that its table does not hold"
+    slots[..., padding] = PAD_SLOT
     return slots
 
 

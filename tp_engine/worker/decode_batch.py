@@ -21,15 +21,15 @@ GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 class PrefillInputs:
     """Inputs of a step of N tokens whose P prefills are filled in; the decodes before them are not.
 
-    ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone
-    ``seq_lens`` (P,) int32 and ``block_table`` (G, P, columns in use) int32.
+    ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone ``rows``
+    (P,) int64 and ``seq_lens`` (P,) int32.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
+    rows: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
 
 
 class DecodeBatch:
@@ -78,10 +78,9 @@ class DecodeBatch:
 
         Its block tables are those of ``groups(n + P)``.
         """
-        first, num_requests = len(rows), len(rows) + len(prefills.seq_lens)
-        whole, num_columns = self.inputs(num_requests), prefills.block_table.shape[2]
+        first, whole = len(rows), self.inputs(len(rows) + len(prefills.rows))
         whole.seq_lens[first:].copy_(prefills.seq_lens)
-        whole.block_table[:, first:, :num_columns].copy_(prefills.block_table)
+        torch.index_select(self._tables.block_table, 1, prefills.rows, out=whole.block_table[:, first:])
         if first:
             self.set_rows(rows, first)
             own = self.inputs(first)

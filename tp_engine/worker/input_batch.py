@@ -21,7 +21,7 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
-from tp_engine.slots import slots_for
+from tp_engine.slots import SlotArray, slots_for
 from tp_engine.units import ceil_div
 from tp_engine.worker.batch_layout import BatchLayout, make_layout
 from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
@@ -145,20 +145,18 @@ class InputBatch:
 
     def _prefills(self, layout: BatchLayout, ends: IntArray) -> PrefillInputs:
         """The chunks end at ``ends`` (P,)."""
-        first, chunks, rows, device = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._device
-        num_tokens = first + len(rows)
-        positions, places = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int64)
-        own = positions[first:] = np.repeat(ends - chunks, chunks) + layout.offsets
-        places[first:] = rows * self._row_stride + own
-        slots = np.zeros((self._num_groups, padded_room(num_tokens, self._num_groups)), dtype=np.int64)
-        slots[:, first:num_tokens] = slots_for(self._block_table.host, rows, own, self._block_size)
-        tables = self._block_table.device[:, :, : ceil_div(int(ends.max()), self._block_size)]
+        room, chunks, rows, device = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._device
+        positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
+        slots = slots_for(self._block_table.host, rows, positions, self._block_size)
+        places = rows * self._row_stride + positions
+        num_tokens = room + len(rows)
+        num_slots = padded_room(num_tokens, self._num_groups)
         return PrefillInputs(
-            input_ids=self._flat_token_ids.index_select(0, upload(places, device)),
-            positions=upload(positions, device),
-            slot_mapping=upload(slots, device)[:, :num_tokens],
+            input_ids=self._flat_token_ids.index_select(0, upload(_behind(room, places, num_tokens), device)),
+            positions=upload(_behind(room, positions, num_tokens), device),
+            slot_mapping=upload(_behind(room, slots, num_slots), device)[:, :num_tokens],
+            rows=layout.prefill_index,
             seq_lens=upload(ends, device),
-            block_table=tables.index_select(1, layout.prefill_index),
         )
 
     def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
@@ -193,3 +191,13 @@ class InputBatch:
         if last is None or not np.array_equal(last.rows, plan.decode_rows):
             self._last_decodes = last = make_layout(plan, self._device)
         return last
+
+
+def _behind(room: int, values: SlotArray, width: int) -> SlotArray:
+    """``values`` (..., n) from column ``room`` on, in ``width`` columns, of which the others are zero."""
+    count = values.shape[-1]
+    if count == width:
+        return values
+    whole = np.zeros((*values.shape[:-1], width), dtype=np.int64)
+    whole[..., room : room + count] = values
+    return whole
