@@ -83,6 +83,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     from tp_engine.attention.needs import AttentionNeeds
     from tp_engine.attention.registry import select_backend
     from tp_engine.dist.collectives import SingleRank
+    from tp_engine.kv_layout import MAX_GROUPS
     from tp_engine.layers.forward_context import forward_context
     from tp_engine.model_config import load_model_config
     from tp_engine.models.registry import build_model
@@ -98,7 +99,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
         communicator=rank,
         dtype=dtype,
         device=device,
-        backend=select_backend("torch", needs),
+        backends=[select_backend("torch", needs)] * MAX_GROUPS,
         max_model_len=args.tokens,
         quantization=quantization,
     )
@@ -106,7 +107,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     load_weights(dict(model.named_parameters()), config, path, info=rank.info, load_format=load_format)
     model.finish_loading()
     tokens = torch.randint(3, config.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode(), forward_context(one_prompt(args.tokens)):
+    with torch.inference_mode(), forward_context([one_prompt(args.tokens)] * MAX_GROUPS):
         return model.compute_local_logits(model(tokens, torch.arange(args.tokens))).double()
 
 

@@ -61,6 +61,23 @@ class KvLayout:
         """Layers that a block has room for: those of the largest group."""
         return max(len(group.layers) for group in self.groups)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is one group, which keeps all of its blocks: as many as its tokens fill."""
+        return self.windows == (None,)
+
+    def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
+        """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.
+
+        A window's group holds the window and what kernels may read before it, the chunk of up to ``chunk_tokens`` that
+        is computed, and a block more, as none of them need begin with a block.
+        """
+        whole = ceil_div(num_tokens, block_size)
+        return sum(
+            whole if window is None else min(whole, ceil_div(window + TILE_TOKENS + chunk_tokens, block_size) + 1)
+            for window in self.windows
+        )
+
     def place_of(self, layer: int) -> tuple[int, int]:
         """The group of a layer, and its place in the group's blocks."""
         for index, group in enumerate(self.groups):

@@ -25,18 +25,22 @@ MAX_SLOT = int(np.iinfo(np.int32).max)
 def slots_for(
     block_tables: IntArray, row_index_per_token: AnyIntArray, positions: AnyIntArray, block_size: int
 ) -> SlotArray:
-    """Slots (N,) int64 of N tokens of many rows.
+    """Slots (..., N) int64 of N tokens of many rows.
 
-    ``block_tables`` (rows, blocks per row); token i is at ``positions[i]`` (N,) of row ``row_index_per_token[i]`` (N,).
-    A negative position is padding and gets ``PAD_SLOT``.  Every slot fits in 32 bits, which kernels rely on.
+    ``block_tables`` (..., rows, blocks per row), such as one for each group of layers; token i is at ``positions[i]``
+    (N,) of row ``row_index_per_token[i]`` (N,).  A negative position is padding and gets ``PAD_SLOT``.  Every slot fits
+    in 32 bits, which kernels rely on.
     """
-    blocks = block_tables[row_index_per_token, positions // block_size].astype(np.int64)
+    blocks = block_tables[..., row_index_per_token, positions // block_size].astype(np.int64)
     slots: SlotArray = blocks * block_size + positions % block_size
+    if not slots.size:
+        return slots
     padding = positions < 0
     if padding.any():
-        slots[padding] = PAD_SLOT
-    assert slots.size == 0 or slots.max() <= MAX_SLOT, f"slot {slots.max()} does not fit in 32 bits"
-    assert (slots[~padding] >= 0).all(), "a token lies in a block that its table does not hold"
+        slots[..., padding] = 0
+    assert slots.max() <= MAX_SLOT, f"slot {slots.max()} does not fit in 32 bits"
+    assert slots.min() >= 0, "a token lies in a block that its table does not hold"
+    slots[..., padding] = PAD_SLOT
     return slots
 
 

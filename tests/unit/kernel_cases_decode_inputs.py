@@ -14,11 +14,11 @@ from tp_engine.kernels.triton_support import has_triton
 from tp_engine.slots import slots_for
 
 
-def make_tables(num_rows: int, max_len: int, block_size: int, device: str, seed: int = 0) -> RowTables:
-    """Rows of random lengths with blocks that no other row holds."""
+def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, device: str, seed: int = 0) -> RowTables:
+    """Rows of random lengths with blocks that no other row and no other group holds."""
     rng = np.random.default_rng(seed)
     num_columns = -(-max_len // block_size)
-    table = rng.permutation(num_rows * num_columns).reshape(num_rows, num_columns)
+    table = rng.permutation(num_groups * num_rows * num_columns).reshape(num_groups, num_rows, num_columns)
     lengths = rng.integers(0, max_len, num_rows)
     lengths[:2] = (0, max_len - 1)
     tokens = rng.integers(0, 1000, (num_rows, max_len + 1))
@@ -28,9 +28,9 @@ def make_tables(num_rows: int, max_len: int, block_size: int, device: str, seed:
     return RowTables(token_ids=token_ids, num_computed=num_computed, block_table=block_table, block_size=block_size)
 
 
-def check(device: str, ops: DecodeOps, rows: list[int], max_len: int, block_size: int) -> None:
+def check(device: str, ops: DecodeOps, rows: list[int], max_len: int, block_size: int, num_groups: int) -> None:
     """Three steps of ``rows``; oracle: the host's own arithmetic (slots.py) on copies of the tables."""
-    tables = make_tables(9, max_len, block_size, device)
+    tables = make_tables(9, max_len, block_size, num_groups, device)
     token_ids, lengths, block_table = (
         tensor.cpu().numpy().copy() for tensor in (tables.token_ids, tables.num_computed, tables.block_table)
     )
@@ -60,18 +60,18 @@ def compare(
     block_size: int,
 ) -> None:
     """The inputs against what the host would have made; everything else is padding."""
-    expected = {
-        name: np.full(len(inputs.rows), -1 if name == "slot_mapping" else 0)
-        for name in ("input_ids", "positions", "slot_mapping", "seq_lens")
-    }
+    expected = {name: np.zeros(len(inputs.rows)) for name in ("input_ids", "positions", "seq_lens")}
+    expected["slot_mapping"] = np.full((len(block_table), len(inputs.rows)), -1)
     for request, row in kept:
         length = lengths[row]
         expected["input_ids"][request] = token_ids[row, length]
         expected["positions"][request] = length
-        expected["slot_mapping"][request] = slots_for(block_table, np.array([row]), np.array([length]), block_size)[0]
+        for group, table in enumerate(block_table):
+            slot = slots_for(table, np.array([row]), np.array([length]), block_size)
+            expected["slot_mapping"][group, request] = slot[0]
         expected["seq_lens"][request] = length + 1
         num_used = -(-(length + 1) // block_size)
-        np.testing.assert_array_equal(inputs.block_table[request, :num_used].cpu(), block_table[row, :num_used])
+        np.testing.assert_array_equal(inputs.block_table[:, request, :num_used].cpu(), block_table[:, row, :num_used])
     for name, values in expected.items():
         np.testing.assert_array_equal(getattr(inputs, name).cpu(), values, err_msg=name)
 
@@ -79,10 +79,10 @@ def compare(
 def make_cases(ops: DecodeOps) -> dict[str, Callable[[str], None]]:
     """Name -> check on a device; 5000 tokens in blocks of 16 are more columns than one turn of the kernel copies."""
     cases: dict[str, Callable[[str], None]] = {}
-    for max_len, block_size in ((37, 16), (60, 1), (5000, 16), (600, 256)):
+    for max_len, block_size, num_groups in ((37, 16, 1), (37, 16, 3), (60, 1, 1), (5000, 16, 2), (600, 256, 1)):
         for rows in ([3], [4, -1, 2, 8, -1], list(range(9)), [-1, -1]):
-            cases[f"{max_len}-{block_size}-{rows}"] = partial(
-                check, ops=ops, rows=rows, max_len=max_len, block_size=block_size
+            cases[f"{max_len}-{block_size}-{num_groups}-{rows}"] = partial(
+                check, ops=ops, rows=rows, max_len=max_len, block_size=block_size, num_groups=num_groups
             )
     return cases
 
@@ -92,13 +92,13 @@ CASES = make_cases(triton_decode_ops()) if has_triton() else {}
 
 
 def launch_all() -> None:
-    """A short and a long context, in blocks of 16."""
-    for max_len in (4096, 40960):
+    """A short and a long context, in blocks of 16; one group and several."""
+    for max_len, num_groups in ((4096, 1), (40960, 1), (4096, 3)):
         empty = partial(torch.empty, dtype=torch.int32, device="meta")
         tables = RowTables(
             token_ids=empty(256, max_len + 1),
             num_computed=empty(256),
-            block_table=empty(256, max_len // 16),
+            block_table=empty(num_groups, 256, max_len // 16),
             block_size=16,
         )
         inputs = DecodeInputs.allocate(256, tables)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import TORCH_DECODE_OPS, decode_ops
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker import decode_batch, input_batch
@@ -30,7 +31,8 @@ class TwoMemories(MirroredTable):
 class Plans:
     """Random plans that follow one another: rows come, are computed in chunks, decode and go."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
         self._rng = np.random.default_rng(seed)
         self._blocks = iter(self._rng.permutation(10_000).astype(np.int32))
         self._prompt_left: dict[int, int] = {}
@@ -88,24 +90,30 @@ class Plans:
         )
 
     def _take(self, count: int) -> IntArray:
-        return np.array([next(self._blocks) for _ in range(count)], dtype=np.int32)
+        """So many blocks of each group."""
+        return np.array([next(self._blocks) for _ in range(count * self._num_groups)], dtype=np.int32)
 
 
 class Rows:
     """The oracle: every row as lists, the inputs of a step token by token."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
         self.tokens: dict[int, list[int]] = {}
-        self.blocks: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[list[int]]] = {}
         self.computed: dict[int, int] = {}
 
     def apply(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
             self.tokens[admission.row] = admission.token_ids.tolist()
-            self.blocks[admission.row] = admission.block_ids.tolist()
+            self.blocks[admission.row] = self.by_group(admission.block_ids)
             self.computed[admission.row] = admission.num_computed_tokens
-        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
-            self.blocks[row].append(block)
+        for row, blocks in zip(plan.block_rows.tolist(), self.by_group(plan.block_ids), strict=True):
+            self.blocks[row].append(blocks)
+
+    def by_group(self, block_ids: IntArray) -> list[list[int]]:
+        ids = block_ids.tolist()
+        return [ids[i : i + self.num_groups] for i in range(0, len(ids), self.num_groups)]
 
     def check(self, plan: StepPlan, inputs: StepInputs) -> None:
         """Everything that the model and the sampler see; of a block table, the columns in use."""
@@ -113,24 +121,33 @@ class Rows:
         chunks += zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)
         places = [(row, self.computed[row] + i) for row, count in chunks for i in range(count)]
         ends = [self.computed[row] + count for row, count in chunks]
-        attention, counts = inputs.attention, [count for _, count in chunks]
+        counts = [count for _, count in chunks]
         assert inputs.input_ids.tolist() == [self.tokens[row][position] for row, position in places]
         assert inputs.positions.tolist() == [position for _, position in places]
-        assert attention.slot_mapping.tolist() == [self.slot(*place) for place in places]
-        assert attention.seq_lens.tolist() == attention.host_seq_lens.tolist() == ends
-        assert attention.query_start.tolist() == [0, *np.cumsum(counts).tolist()]
-        assert attention.host_query_lens.tolist() == counts
-        assert attention.num_decodes == len(plan.decode_rows) and not attention.is_padded
-        for request, (row, _) in enumerate(chunks):
-            used = self.blocks[row][: -(-ends[request] // BLOCK_SIZE)]
-            assert attention.block_table[request, : len(used)].tolist() == used
         end_of = dict(zip([row for row, _ in chunks], ends, strict=True))
         assert inputs.sampled_positions.tolist() == [end_of[row] for row in plan.sampled_rows.tolist()]
-        types = (inputs.input_ids.dtype, inputs.positions.dtype, attention.slot_mapping.dtype, attention.seq_lens.dtype)
-        assert types == (torch.int32, torch.int64, torch.int64, torch.int32)
+        assert (inputs.input_ids.dtype, inputs.positions.dtype) == (torch.int32, torch.int64)
+        assert len(inputs.attention) == self.num_groups
+        for group in range(self.num_groups):
+            self.check_group(group, plan, inputs.attention[group], places, ends)
+            assert inputs.attention[group].host_query_lens.tolist() == counts
 
-    def slot(self, row: int, position: int) -> int:
-        return self.blocks[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    def check_group(
+        self, group: int, plan: StepPlan, attention: AttentionMetadata, places: list[tuple[int, int]], ends: list[int]
+    ) -> None:
+        rows = [*plan.decode_rows.tolist(), *plan.prefill_rows.tolist()]
+        assert attention.slot_mapping.tolist() == [self.slot(group, *place) for place in places]
+        assert attention.seq_lens.tolist() == attention.host_seq_lens.tolist() == ends
+        assert attention.query_start.tolist() == [0, *np.cumsum(attention.host_query_lens).tolist()]
+        assert attention.num_decodes == len(plan.decode_rows) and not attention.is_padded
+        for request, row in enumerate(rows):
+            used = [blocks[group] for blocks in self.blocks[row][: -(-ends[request] // BLOCK_SIZE)]]
+            assert attention.block_table[request, : len(used)].tolist() == used
+        assert (attention.slot_mapping.dtype, attention.seq_lens.dtype) == (torch.int64, torch.int32)
+        assert attention.slot_mapping.is_contiguous() and attention.block_table.is_contiguous()
+
+    def slot(self, group: int, row: int, position: int) -> int:
+        return self.blocks[row][position // BLOCK_SIZE][group] * BLOCK_SIZE + position % BLOCK_SIZE
 
     def advance(self, plan: StepPlan, sampled: list[int]) -> None:
         for row in plan.decode_rows.tolist():
@@ -141,18 +158,22 @@ class Rows:
             self.tokens[row].append(token)
 
 
-def make_batch() -> InputBatch:
-    return InputBatch(max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=CPU)
+def make_batch(num_groups: int = 1) -> InputBatch:
+    return InputBatch(
+        max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_groups=num_groups, device=CPU
+    )
 
 
 @pytest.mark.parametrize("ops", [TORCH_DECODE_OPS, decode_ops("cpu")])
 @pytest.mark.parametrize("table", [MirroredTable, TwoMemories])
+@pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_inputs_of_steps(table: type, ops: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_steps(table: type, ops: Any, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: lists of tokens and blocks, over 60 random plans; with host and device apart, and with one memory."""
     monkeypatch.setattr(input_batch, "MirroredTable", table)
     monkeypatch.setattr(decode_batch, "decode_ops", lambda device_type: ops)
-    plans, rng, rows, batch = Plans(seed), np.random.default_rng(seed), Rows(), make_batch()
+    plans, rng = Plans(seed, num_groups), np.random.default_rng(seed)
+    rows, batch = Rows(num_groups), make_batch(num_groups)
     num_mixed = num_decoding = 0
     for _ in range(60):
         plan = plans.following()
@@ -195,8 +216,8 @@ def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> N
     inputs = batch.prepare(plan)
     assert inputs.positions.tolist() == [8, 5, *range(9)]
     assert inputs.input_ids.tolist() == [8, 15, *range(20, 29)]
-    assert inputs.attention.slot_mapping.tolist() == [2 * 4, 4 * 4 + 1, *range(6 * 4, 6 * 4 + 9)]
-    assert inputs.attention.seq_lens.tolist() == [9, 6, 9]
+    assert inputs.attention[0].slot_mapping.tolist() == [2 * 4, 4 * 4 + 1, *range(6 * 4, 6 * 4 + 9)]
+    assert inputs.attention[0].seq_lens.tolist() == [9, 6, 9]
     batch.advance(inputs, torch.tensor([100, 101, 102], dtype=torch.int32))
     assert counter.tolist()[:3] == [9, 6, 9]
     assert [int(batch.following_tokens(row, place, 1)) for row, place in ((0, 9), (1, 6), (2, 9))] == [100, 101, 102]
@@ -215,9 +236,9 @@ def test_padded_step() -> None:
     before = batch.num_computed.copy()
     batch.decodes.set_rows(np.array([3, 0], dtype=np.int32), 4)
     inputs = batch.decodes.prepare(4)
-    metadata = batch.decodes.metadata(inputs, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
+    (metadata,) = batch.decodes.metadata(inputs, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
     assert inputs.seq_lens.tolist() == metadata.host_seq_lens.tolist() and metadata.is_padded
-    assert inputs.slot_mapping.tolist()[2:] == [-1, -1]
+    assert metadata.slot_mapping.tolist()[2:] == [-1, -1]
     batch.decodes.advance(4, torch.tensor([7, 8, 9, 9], dtype=torch.int32))
     before[[3, 0]] += 1
     np.testing.assert_array_equal(batch.num_computed, before)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.simulated_ranks import run_ranks
-from tests.unit.test_models import CPU, NoBackend, logits_of, prompts
+from tests.unit.test_models import CPU, NO_BACKENDS, logits_of, prompts
 from tp_engine.config import EngineConfig
 from tp_engine.dist.collectives import Communicator
 from tp_engine.errors import ConfigError
@@ -116,7 +116,7 @@ def build(config: ModelConfig, folder: Path, communicator: Communicator, quantiz
         communicator=communicator,
         dtype=torch.float32,
         device=CPU,
-        backend=NoBackend(),
+        backends=NO_BACKENDS,
         max_model_len=128,
         quantization=quantization,
     )

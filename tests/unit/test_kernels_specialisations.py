@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
 from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.kernels.sampling_tables import SamplingTables
 
@@ -19,11 +21,11 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch_layer(num_tokens: int, cache: torch.Tensor) -> torch.Tensor:
+def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """What a layer does beside products and attention; its queries, which are a view of the merged heads."""
     from tp_engine.kernels.layer_ops import triton_ops
 
-    ops, weight, slots = triton_ops(), empty(HIDDEN), empty(num_tokens, dtype=torch.int64)
+    ops, weight = triton_ops(), empty(HIDDEN)
     ops.rms_norm(empty(num_tokens, HIDDEN), weight, 1e-6)
     ops.add_rms_norm(empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN), weight, 1e-6)
     ops.silu_and_mul(empty(num_tokens, 6144))
@@ -52,19 +54,20 @@ def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int,
         paged_prefill_triton(query, cache, table, seq_lens, starts, out, sizes=sizes_of_chunks, scale=0.1, **place)
 
 
-def launch_decode_inputs_and_sampling(num_rows: int) -> None:
-    """The other launches of a step of ``num_rows`` decodes."""
+def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
+    """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) are before those of prefills."""
     from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
     from tp_engine.kernels.decode_inputs import triton_decode_ops
 
     tables = RowTables(
         token_ids=empty(MAX_ROWS, 4097, dtype=torch.int32),
         num_computed=empty(MAX_ROWS, dtype=torch.int32),
-        block_table=empty(MAX_ROWS, 256, dtype=torch.int32),
+        block_table=empty(len(slots), MAX_ROWS, 256, dtype=torch.int32),
         block_size=BLOCK_SIZE,
     )
     inputs = DecodeInputs.allocate(MAX_ROWS, tables).first(num_rows)
     triton_decode_ops().prepare(tables, inputs)
+    triton_decode_ops().prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
     triton_decode_ops().advance(tables, inputs, empty(num_rows, dtype=torch.int32))
     rows, positions = (empty(num_rows, dtype=torch.int64) for _ in range(2))
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(MAX_ROWS, torch.device("meta"))
@@ -76,13 +79,16 @@ def launch_decode_inputs_and_sampling(num_rows: int) -> None:
 
 @needs_triton
 @quiet
-def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
     """Oracle: Triton's own cache: after three steps, which hold all numbers of splits, no step adds to it."""
     cache = empty(2, 100, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
 
     def step(num_decodes: int, num_chunks: int, num_tokens: int, width: int) -> None:
-        launch_attention(launch_layer(num_tokens, cache), cache, num_decodes, num_chunks, width)
-        launch_decode_inputs_and_sampling(num_decodes or 1)
+        slots = empty(num_groups, padded_room(num_tokens, num_groups), dtype=torch.int64)[:, :num_tokens]
+        for group_slots in slots.unbind():
+            launch_attention(launch_layer(num_tokens, cache, group_slots), cache, num_decodes, num_chunks, width)
+        launch_decode_inputs_and_sampling(num_decodes or 1, slots)
 
     with compiled_for(90) as kernels:
         for num_decodes in (2, 40, 1024):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, allocate_kv_scales, bind_kv_cache, resident_bytes
 
 CPU = torch.device("cpu")
@@ -21,9 +24,12 @@ class Layer:
         self.kv_cache, self.kv_scales = kv_cache, kv_scales
 
 
+THREE_ALIKE = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 3)
+
+
 def small_shape(dtype: torch.dtype = torch.bfloat16) -> KvCacheShape:
     """Three layers."""
-    return KvCacheShape(num_layers=3, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=dtype)
+    return KvCacheShape(layers_per_block=3, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -33,19 +39,37 @@ def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
     assert cache.shape == (2, 3, 5, 16, 2, 64)
     assert (cache.dtype, cache.device, cache.is_contiguous()) == (dtype, CPU, True)
     assert cache.numel() * cache.itemsize == 5 * small_shape(dtype).block_bytes
-    assert small_shape(dtype).bytes_per_token * 16 == small_shape(dtype).block_bytes
     assert not cache.any()
 
 
 def test_layers_are_bound_by_index_to_views() -> None:
     """Oracle: what layer i writes appears at [:, i] and nowhere else."""
     cache, layers = allocate_kv_cache(small_shape(), 5, CPU), [Layer() for _ in range(3)]
-    bind_kv_cache(cache, layers)
+    bind_kv_cache(cache, layers, THREE_ALIKE)
     for index, layer in enumerate(layers):
         assert layer.kv_cache.shape == (2, 5, 16, 2, 64)
         layer.kv_cache.fill_(index + 1)
     assert [int(cache[:, index].min()) for index in range(3)] == [1, 2, 3]
     assert [int(cache[:, index].max()) for index in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
+    """Oracle: the layout by hand: groups of layers 1, 5 (full), 0, 2 and 3, 4 (windows), so two layers to a block."""
+    windows = (8, None, 8, 8, 8, None)
+    layout = lay_out([KvKind(window=window, num_kv_heads=2, head_dim=64) for window in windows])
+    shape = dataclasses.replace(small_shape(dtype), layers_per_block=layout.layers_per_block)
+    cache, scales = allocate_kv_cache(shape, 5, CPU), allocate_kv_scales(shape, 5, CPU)
+    layers = [Layer() for _ in windows]
+    bind_kv_cache(cache, layers, layout, scales)
+    assert cache.shape == (2, 2, 5, 16, 2, 64) and 5 * shape.block_bytes == cache.nbytes + (
+        scales.nbytes if scales is not None else 0
+    )
+    for layer, place in zip(layers, (0, 0, 1, 0, 1, 1), strict=True):
+        assert layer.kv_cache.data_ptr() == cache[:, place].data_ptr()
+        assert layer.kv_cache.shape == (2, 5, 16, 2, 64)
+        if scales is not None and layer.kv_scales is not None:
+            assert layer.kv_scales.data_ptr() == scales[:, place].data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -57,7 +81,7 @@ def test_quantised_cache_has_scales_that_are_counted(dtype: torch.dtype) -> None
     assert cache.shape == (2, 3, 5, 16, 2, 64) and scales.shape == (2, 3, 5, 2, 16)
     assert 5 * shape.block_bytes == cache.numel() + 4 * scales.numel() == 5 * 2 * 3 * 16 * 2 * (64 + 4)
     assert not cache.float().any() and not scales.any()
-    bind_kv_cache(cache, layers, scales)
+    bind_kv_cache(cache, layers, THREE_ALIKE, scales)
     for index, layer in enumerate(layers):
         assert layer.kv_scales is not None and layer.kv_scales.shape == (2, 5, 2, 16)
         layer.kv_scales.fill_(index + 1)
@@ -68,7 +92,7 @@ def test_other_caches_have_no_scales() -> None:
     """Oracle: None, and None for the layers."""
     assert allocate_kv_scales(small_shape(), 5, CPU) is None
     layers = [Layer() for _ in range(3)]
-    bind_kv_cache(allocate_kv_cache(small_shape(), 5, CPU), layers)
+    bind_kv_cache(allocate_kv_cache(small_shape(), 5, CPU), layers, THREE_ALIKE)
     assert [layer.kv_scales for layer in layers] == [None, None, None]
 
 
@@ -76,7 +100,7 @@ def test_other_caches_have_no_scales() -> None:
 def test_another_number_of_layers_is_our_fault(count: int) -> None:
     """The count is checked."""
     with pytest.raises(AssertionError, match=f"{count} attention layers for a cache of 3"):
-        bind_kv_cache(allocate_kv_cache(small_shape(), 1, CPU), [Layer() for _ in range(count)])
+        bind_kv_cache(allocate_kv_cache(small_shape(), 1, CPU), [Layer() for _ in range(count)], THREE_ALIKE)
 
 
 def test_pages_are_taken_when_blocks_are_used() -> None:

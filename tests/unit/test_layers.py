@@ -151,11 +151,11 @@ def test_fresh_attention(window: int | None) -> None:
 
 
 def test_forward_context_ends_with_its_block() -> None:
-    """Oracle: the innermost block's metadata; none outside."""
-    outer, inner = prefill_metadata((1,)), prefill_metadata((2,))
-    with forward_context(outer):
-        with forward_context(inner):
-            assert current_metadata() is inner
+    """Oracle: the innermost block's metadata, that of the group asked for; none outside."""
+    outer, inner, second = (prefill_metadata((length,)) for length in (1, 2, 3))
+    with forward_context([outer]):
+        with forward_context([inner, second]):
+            assert current_metadata() is inner and current_metadata(1) is second
         assert current_metadata() is outer
     with pytest.raises(AssertionError, match="outside"):
         current_metadata()

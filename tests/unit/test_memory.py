@@ -11,10 +11,13 @@ import torch
 
 from tests.unit.memory_cases import FakeDevice, on_ranks
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kv_layout import KvKind, KvLayout, lay_out
+from tp_engine.kv_size import KvCapacity, kv_cache_lines
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.memory import MemoryProfiler, choose_blocks, log_memory, settle_blocks
+from tp_engine.worker.memory_agreement import HostGroup
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
     compute_ledger,
@@ -22,9 +25,12 @@ from tp_engine.worker.memory_ledger import (
     requested_bytes,
     single_snapshot_available,
 )
-from tp_engine.worker.memory_report import kv_cache_lines, ledger_json, ledger_table
+from tp_engine.worker.memory_report import ledger_json, ledger_table
 
-SHAPE = KvCacheShape(num_layers=4, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+SHAPE = KvCacheShape(layers_per_block=4, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+ONE_GROUP = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 4)
+# A block for each of a full layer and three with a window of 48.
+FOUR_GROUPS = lay_out([KvKind(window=window, num_kv_heads=2, head_dim=64) for window in (48, None, 48, 48)])
 LEDGER = MemoryLedger(
     total=80 * GIB,
     requested=72 * GIB,
@@ -71,7 +77,7 @@ def test_single_snapshot_formula() -> None:
 
 def test_size_of_the_guides_cache() -> None:
     """GOLDEN A6: (2, 80, 10800, 16, 8, 64) fp16 is 28,311,552,000 bytes, 26.37 GiB, 172,800 tokens."""
-    shape = KvCacheShape(num_layers=80, block_size=16, local_num_kv_heads=8, head_dim=64, dtype=torch.float16)
+    shape = KvCacheShape(layers_per_block=80, block_size=16, local_num_kv_heads=8, head_dim=64, dtype=torch.float16)
     assert shape.with_blocks(10_800) == (2, 80, 10_800, 16, 8, 64)
     assert 10_800 * shape.block_bytes == 28_311_552_000
     assert format_gib(28_311_552_000) == "26.37 GiB"
@@ -79,7 +85,9 @@ def test_size_of_the_guides_cache() -> None:
 
 def test_lines_on_the_cache() -> None:
     """GOLDEN A7: the three lines that users look for."""
-    assert kv_cache_lines(num_blocks=2_526, block_size=16, bytes_per_token=131_072, max_model_len=4_096) == (
+    capacity = KvCapacity(layout=ONE_GROUP, block_size=16, max_model_len=4_096, chunk_tokens=2_048)
+    num_tokens, num_bytes = capacity.num_tokens(2_526), 2_526 * 16 * 131_072
+    assert kv_cache_lines(num_bytes=num_bytes, num_tokens=num_tokens, max_model_len=4_096) == (
         "Available KV cache memory: 4.93 GiB",
         "GPU KV cache size: 40,416 tokens",
         "Maximum concurrency for 4,096 tokens per request: 9.87x",
@@ -174,12 +182,20 @@ def test_nothing_left() -> None:
         choose_blocks(poor, SHAPE)
 
 
-def settle(blocks: list[int], **options: Any) -> list[Any]:
+def capacity(layout: KvLayout = ONE_GROUP, max_model_len: int = 160) -> KvCapacity:
+    """In blocks of 16 tokens, with chunks of 16."""
+    return KvCapacity(layout=layout, block_size=16, max_model_len=max_model_len, chunk_tokens=16)
+
+
+def settle(blocks: list[int], holds: KvCapacity | None = None, *, is_override: bool = False) -> list[Any]:
     """``settle_blocks`` on one rank per number."""
-    defaults: dict[str, Any] = {"max_model_len": 160, "is_override": False}
-    return on_ranks(
-        len(blocks), lambda group: settle_blocks(lambda: blocks[group.info.rank], group, SHAPE, **defaults | options)
-    )
+
+    def settle_one(group: HostGroup) -> int:
+        return settle_blocks(
+            lambda: blocks[group.info.rank], group, SHAPE, holds or capacity(), is_override=is_override
+        )
+
+    return on_ranks(len(blocks), settle_one)
 
 
 def test_settle_takes_the_smallest() -> None:
@@ -195,6 +211,26 @@ def test_less_than_one_longest_request_is_refused_on_all_ranks() -> None:
     assert "max_model_len 160 needs 10 KV blocks" in str(results[0])
     assert "lower max_model_len to at most 144" in str(results[0])
     assert str(results[0]) == str(results[1])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_blocks"), [(0, 0), (1, 4), (16, 4), (17, 8), (208, 52), (224, 53), (225, 54), (1_000, 102)]
+)
+def test_blocks_of_a_sequence_with_windows(num_tokens: int, num_blocks: int) -> None:
+    """Oracle: by hand.  A window of 48, a tile of 128 and a chunk of 16 are 12 blocks, and one more as they need not
+    begin with a block: beyond 13 blocks only the full layer takes more."""
+    assert FOUR_GROUPS.blocks_for(num_tokens, 16, 16) == num_blocks
+    assert ONE_GROUP.blocks_for(num_tokens, 16, 16) == -(-num_tokens // 16)
+
+
+def test_what_a_cache_with_windows_holds() -> None:
+    """Oracle: by hand.  A request of 1,000 tokens takes 102 blocks, so 306 hold three; 101 hold one of 992 tokens."""
+    holds = capacity(FOUR_GROUPS, 1_000)
+    assert (holds.blocks_per_request, holds.num_tokens(306), holds.num_tokens(51)) == (102, 3_000, 500)
+    assert (holds.longest_request(102), holds.longest_request(101), holds.longest_request(3)) == (1_000, 992, 0)
+    assert settle([102, 110], holds) == [102, 102]
+    (error,) = settle([101], holds)
+    assert "max_model_len 1000 needs 102 KV blocks" in str(error) and "max_model_len to at most 992" in str(error)
 
 
 def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +254,7 @@ def test_report(caplog: pytest.LogCaptureFixture) -> None:
     assert (report["rank"], report["num_kv_blocks"], spent) == (1, 7, report["requested"])
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         for rank in range(2):
-            log_memory(LEDGER, SHAPE, rank=rank, num_blocks=100, max_model_len=160)
+            log_memory(LEDGER, SHAPE, capacity(), rank=rank, num_blocks=100)
     text = caplog.text
     assert text.count("Memory of rank") == text.count("memory: {") == 2
     assert text.count("GPU KV cache size: 1,600 tokens") == 1

@@ -187,7 +187,7 @@ def test_monitor_counts_what_the_process_gained() -> None:
 
 def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
     """A cache of 64 MiB comes into use: the process's memory grows by it, the monitor's figure does not."""
-    shape = KvCacheShape(num_layers=2, block_size=16, local_num_kv_heads=4, head_dim=64, dtype=torch.float32)
+    shape = KvCacheShape(layers_per_block=2, block_size=16, local_num_kv_heads=4, head_dim=64, dtype=torch.float32)
     cache = allocate_kv_cache(shape, 64 * MIB // shape.block_bytes, torch.device("cpu"))
     monitor = MemoryMonitor(CpuDevice(1), cache)
     before = process_memory().resident

@@ -13,6 +13,7 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.dist.collectives import Communicator, SingleRank
+from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.model_config import ModelConfig, check_tensor_parallel, load_model_config
 from tp_engine.models.causal_lm import CausalLM
@@ -66,6 +67,9 @@ class NoBackend:
         raise AssertionError
 
 
+NO_BACKENDS = [NoBackend()] * MAX_GROUPS
+
+
 def prefill_metadata(lengths: tuple[int, ...]) -> AttentionMetadata:
     """New requests of the given lengths, all of their tokens in one step."""
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
@@ -89,7 +93,7 @@ def prompts(config: ModelConfig) -> list[list[int]]:
 def load(config: ModelConfig, folder: Path, communicator: Communicator, **options: Any) -> CausalLM:
     dtype = options.pop("dtype", torch.float32)
     model = build_model(
-        config, communicator=communicator, dtype=dtype, device=CPU, backend=NoBackend(), max_model_len=128
+        config, communicator=communicator, dtype=dtype, device=CPU, backends=NO_BACKENDS, max_model_len=128
     )
     load_weights(dict(model.named_parameters()), config, folder, info=communicator.info, **options)
     return model
@@ -100,7 +104,7 @@ def logits_of(model: CausalLM, tokens: list[list[int]]) -> torch.Tensor | None:
     flat = torch.tensor([token for prompt in tokens for token in prompt])
     positions = torch.cat([torch.arange(len(prompt)) for prompt in tokens])
     lengths = tuple(len(prompt) for prompt in tokens)
-    with torch.inference_mode(), forward_context(prefill_metadata(lengths)):
+    with torch.inference_mode(), forward_context([prefill_metadata(lengths)] * MAX_GROUPS):
         return model.compute_logits(model(flat, positions))
 
 
@@ -181,7 +185,7 @@ def test_only_wanted_tokens_come_out(world_size: int, checkpoint: Callable[..., 
         model.finish_loading()
         tokens = torch.tensor([token for prompt in prompts(config) for token in prompt])
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
-        with torch.inference_mode(), forward_context(prefill_metadata(LENGTHS)):
+        with torch.inference_mode(), forward_context([prefill_metadata(LENGTHS)] * MAX_GROUPS):
             return model(tokens, positions, wanted), model(tokens, positions)
 
     for alone, among_all in run_ranks(world_size, body):
@@ -204,7 +208,7 @@ def test_attention_layers_are_listed_in_order(checkpoint: Callable[..., Path]) -
     """Oracle: the configuration's windows, layer by layer; each rank's share of the heads."""
     config, _ = load_model_config(str(checkpoint(**CASES["qwen2-windows"])))
     model = build_model(
-        config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backend=NoBackend(), max_model_len=16
+        config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backends=NO_BACKENDS, max_model_len=16
     )
     assert [layer.shape.sliding_window for layer in model.attention_layers] == list(config.sliding_windows)
     expected = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=8, scale=8**-0.5, sliding_window=None)

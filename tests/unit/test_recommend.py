@@ -113,7 +113,7 @@ def test_golden_guide_block_bytes() -> None:
 def test_quantised_blocks_are_those_of_the_cache(dtype: str) -> None:
     """Oracle: the shape that the worker allocates."""
     kind = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[dtype]
-    shape = KvCacheShape(num_layers=28, block_size=16, local_num_kv_heads=4, head_dim=128, dtype=kind)
+    shape = KvCacheShape(layers_per_block=28, block_size=16, local_num_kv_heads=4, head_dim=128, dtype=kind)
     assert sizes.block_bytes(model(QWEN3_06B), 2, 16, dtype) == shape.block_bytes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +12,16 @@ import torch
 
 from tp_engine.dist.rank import RankInfo
 from tp_engine.kernels import sampling_tables
+from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.worker import runner_parts
 from tp_engine.worker.runner_parts import RunnerParts
 
 ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 6, 100, 16, 203
 INPUTS = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)  # of decodes, a block table among them
+ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 
 
-def parts(device_type: str, world_size: int = 1) -> RunnerParts:
+def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE) -> RunnerParts:
     """Of a rank that has a configuration, but no model."""
     effective: Any = SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE),
@@ -27,7 +31,7 @@ def parts(device_type: str, world_size: int = 1) -> RunnerParts:
     groups: Any = SimpleNamespace(info=RankInfo(rank=0, world_size=world_size, local_world_size=world_size))
     device: Any = SimpleNamespace(type=device_type, torch_device=torch.device("cpu"))
     nothing: Any = None
-    return RunnerParts(effective, groups, nothing, nothing, nothing, device, None)
+    return RunnerParts(effective, groups, nothing, lay_out(kinds), nothing, nothing, device, None)
 
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
@@ -36,6 +40,13 @@ def test_on_a_cpu(world_size: int, width: int) -> None:
     the inputs of decodes."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
     assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + INPUTS
+
+
+def test_of_three_groups() -> None:
+    """Oracle: by hand: two more block tables, and slots in the inputs of decodes, of 8 rows, a multiple of 4."""
+    kinds = [dataclasses.replace(ALIKE[0], window=window) for window in (None, 9, 9)]
+    inputs = 8 * (4 + 4 + 8 + 4 + 3 * (8 + 4 * 7)) + 4 * 9
+    assert parts("cpu", 1, kinds).table_bytes - parts("cpu").table_bytes == ROWS * 2 * 4 * 7 + inputs - INPUTS
 
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.tape import Tape, call, naming_calls, recording
 from tp_engine.layers import linear_method
-from tp_engine.model_config import load_model_config
+from tp_engine.model_config import kv_layout_of, load_model_config
 from tp_engine.models.registry import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.choice import make_sampler, recorded_sampler
@@ -45,7 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "qwen2", "tie": True},
     "qwen3": {"architecture": "qwen3", "head_dim": 24, "tie": True},
     "window": {"architecture": "mistral", "sliding_window": 9, "head_dim": 12},
-}
+    "groups": {
+        "architecture": "qwen2", "num_layers": 3, "use_sliding_window": True, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
 
 
 class Rows:
@@ -54,33 +58,37 @@ class Rows:
     def __init__(self, folder: Path, dtype: torch.dtype, lengths: tuple[int, ...] = (3, 4, 250, 17)) -> None:
         assert LIBRARY is not None
         config, folder = load_model_config(str(folder))
-        backend, alone = NativeBackend(), SingleRank()
+        layout, alone = kv_layout_of(config), SingleRank()
+        num_groups = len(layout.groups)
+        backends = [NativeBackend() for _ in layout.groups]
         self.model = build_model(
-            config, communicator=alone, dtype=dtype, device=CPU, backend=backend, max_model_len=MAX_LEN
+            config, communicator=alone, dtype=dtype, device=CPU, backends=backends, max_model_len=MAX_LEN
         )
         load_weights(dict(self.model.named_parameters()), config, folder, info=RankInfo())
         with patch.object(linear_method, "_packed", lambda weight: None):  # C, whatever the processor
             self.model.finish_loading()
         columns = MAX_LEN // BLOCK_SIZE
         shape = KvCacheShape(
-            num_layers=config.num_layers,
+            layers_per_block=layout.layers_per_block,
             block_size=BLOCK_SIZE,
             local_num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=dtype,
         )
-        self.cache = allocate_kv_cache(shape, columns * NUM_ROWS, CPU).normal_()
-        bind_kv_cache(self.cache, self.model.attention_layers, None)
-        self.batch = InputBatch(max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=CPU)
-        blocks = torch.randperm(columns * NUM_ROWS).view(NUM_ROWS, columns).to(torch.int32).numpy()
+        num_blocks = columns * NUM_ROWS * num_groups
+        self.cache = allocate_kv_cache(shape, num_blocks, CPU).normal_()
+        bind_kv_cache(self.cache, self.model.attention_layers, layout)
+        self.batch = InputBatch(
+            max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_groups=num_groups, device=CPU
+        )
+        blocks = torch.randperm(num_blocks).view(NUM_ROWS, -1).to(torch.int32).numpy()
         self.batch.apply(StepPlan(step_id=1, admitted=tuple(map(admission, range(NUM_ROWS), lengths, blocks))))
         state = SamplingState(max_num_seqs=NUM_ROWS, vocab_size=config.vocab_size, device=CPU, info=RankInfo())
-        assert self.batch.decodes is not None
         self.captured = CapturedDecodes(
             range(1, NUM_ROWS + 1),
             TapeRecorder(LIBRARY, alone),
             model=self.model,
-            backend=backend,
+            backends=backends,
             decodes=self.batch.decodes,
             sampler=recorded_sampler(make_sampler(state, alone), state, alone),
         )
@@ -88,7 +96,6 @@ class Rows:
     def expected(self, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, greedy tokens and the cache of the next step of ``rows``, without a tape."""
         before = self.cache.clone()
-        assert self.batch.decodes is not None
         self.batch.decodes.set_rows(rows, len(rows))
         with torch.inference_mode():
             hidden = self.captured._run_model(len(rows)).clone()

@@ -24,7 +24,8 @@ PARAMS = SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_
 class PlanReader:
     """A runner that keeps the plans; its steps end at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
         self.plans: list[StepPlan] = []
 
     def run(self, plan: StepPlan) -> PlanReader:
@@ -37,9 +38,10 @@ class PlanReader:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 8), (2, 2), (5, 5), (256, 2048)])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int) -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int, num_groups: int) -> None:
     """Oracle: the limits; each step releases what the one before admitted and lies in block 0."""
-    runner: Any = PlanReader()
+    runner: Any = PlanReader(num_groups)
     warm_up(runner, EngineConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, block_size=block_size))
     for plan in runner.plans:
         scheduled = [*plan.decode_rows, *plan.prefill_rows]
@@ -47,7 +49,8 @@ def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int)
         assert scheduled == [admission.row for admission in plan.admitted] == list(range(len(scheduled)))
         assert len(plan.released) == rows and len(plan.prefill_samples) == len(plan.prefill_rows)
         for admission in plan.admitted:
-            assert not admission.block_ids.any() and len(admission.block_ids) * block_size >= len(admission.token_ids)
+            assert not admission.block_ids.any() and len(admission.block_ids) % num_groups == 0
+            assert len(admission.block_ids) // num_groups * block_size >= len(admission.token_ids)
     assert max(len(plan.decode_rows) for plan in runner.plans) == rows
     assert len(runner.plans[0].prefill_rows) == 1
     is_mixed = [bool(len(plan.decode_rows) and len(plan.prefill_rows)) for plan in runner.plans]

@@ -5,7 +5,8 @@
     block size      the largest whose half-empty last block wastes little of a mean request
     KV cache        memory x utilization - weights - largest step - runtime
     blocks          KV cache / block bytes
-    concurrency     (blocks - those of the shared prefix) / blocks of a mean request's own tokens
+    concurrency     (blocks - those of the shared prefix) / blocks of a mean request's own tokens; where layers have
+                    windows, of those that they still see
     max_num_seqs    concurrency, rounded; the largest step depends on it, so it is worked out twice
 """
 
@@ -19,8 +20,9 @@ from tp_engine.advice.hardware import Hardware
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.advice.workload import Workload
 from tp_engine.errors import ConfigError
-from tp_engine.model_config import MAX_WORLD_SIZE, ModelConfig, check_tensor_parallel
-from tp_engine.units import ceil_div, format_gib
+from tp_engine.kv_size import KvCapacity
+from tp_engine.model_config import MAX_WORLD_SIZE, ModelConfig, check_tensor_parallel, kv_layout_of
+from tp_engine.units import format_gib
 
 BLOCK_SIZES = (16, 32, 64)
 MAX_WASTE = 0.02
@@ -98,9 +100,14 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     available = requested - weights - activations - overhead
     block_bytes = sizes.block_bytes(model, world_size, block_size, kv_dtype)
     num_blocks = max(0, available // block_bytes)
-    max_model_len = question.max_model_len or min(model.max_position, workload.longest)
-    concurrency = _concurrency(workload, block_size, num_blocks)
-    problems = _problems(question, available, num_blocks * block_size, max_model_len)
+    capacity = KvCapacity(
+        layout=kv_layout_of(model),
+        block_size=block_size,
+        max_model_len=question.max_model_len or min(model.max_position, workload.longest),
+        chunk_tokens=num_batched_tokens,
+    )
+    concurrency = _concurrency(workload, capacity, num_blocks)
+    problems = _problems(question, available, capacity, num_blocks)
     return Recommendation(
         model=question.name,
         device=hardware.name,
@@ -117,23 +124,25 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         kv_cache_bytes=available,
         block_size=block_size,
         block_bytes=block_bytes,
-        bytes_per_token=block_bytes // block_size,
+        bytes_per_token=block_bytes // block_size * len(capacity.layout.groups),
         num_blocks=num_blocks,
-        num_tokens=num_blocks * block_size,
-        max_model_len=max_model_len,
+        num_tokens=capacity.num_tokens(num_blocks),
+        longest_request=capacity.longest_request(num_blocks),
+        max_model_len=capacity.max_model_len,
         max_num_seqs=_num_sequences(concurrency),
         max_num_batched_tokens=num_batched_tokens,
         expected_concurrency=concurrency,
         fits=not problems,
-        reasons=_reasons(question, block_size, max_model_len, num_batched_tokens, concurrency),
+        reasons=_reasons(question, capacity, concurrency),
         problems=problems,
     )
 
 
-def _concurrency(workload: Workload, block_size: int, num_blocks: int) -> float:
-    """Mean requests at once; full blocks of the shared prefix are held once, by all."""
-    num_shared = workload.shared_prefix // block_size
-    own_blocks = ceil_div(workload.live_tokens - num_shared * block_size, block_size)
+def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int) -> float:
+    """Mean requests at once; full blocks of the shared prefix are held once, by all, where no window lets them go."""
+    block_size, layout = capacity.block_size, capacity.layout
+    num_shared = workload.shared_prefix // block_size * layout.windows.count(None)
+    own_blocks = layout.blocks_for(workload.live_tokens, block_size, 1) - num_shared
     return max(0, num_blocks - num_shared) / own_blocks
 
 
@@ -142,8 +151,8 @@ def _num_sequences(concurrency: float) -> int:
     return whole if whole < 8 else whole // 8 * 8
 
 
-def _problems(question: Question, available: int, num_tokens: int, max_model_len: int) -> tuple[str, ...]:
-    model, workload = question.model, question.workload
+def _problems(question: Question, available: int, capacity: KvCapacity, num_blocks: int) -> tuple[str, ...]:
+    model, workload, max_model_len = question.model, question.workload, capacity.max_model_len
     found = []
     if max_model_len > model.max_position:
         found.append(f"max_model_len is {max_model_len:,}; the model has {model.max_position:,} positions")
@@ -154,15 +163,15 @@ def _problems(question: Question, available: int, num_tokens: int, max_model_len
         )
     if available <= 0:
         found.append(f"weights, largest step and runtime alone are {format_gib(-available)} more than may be used")
-    elif num_tokens < max_model_len:
-        found.append(f"the KV cache holds {num_tokens:,} tokens; one request may have {max_model_len:,}")
+    elif num_blocks < capacity.blocks_per_request:
+        longest = capacity.longest_request(num_blocks)
+        found.append(f"the KV cache holds {longest:,} tokens; one request may have {max_model_len:,}")
     return tuple(found)
 
 
-def _reasons(
-    question: Question, block_size: int, max_model_len: int, num_batched_tokens: int, concurrency: float
-) -> tuple[str, ...]:
+def _reasons(question: Question, capacity: KvCapacity, concurrency: float) -> tuple[str, ...]:
     workload, model = question.workload, question.model
+    block_size, max_model_len = capacity.block_size, capacity.max_model_len
     waste = block_size / 2 / workload.live_tokens
     length = f"the longest request of {workload.name}"
     if max_model_len == model.max_position and max_model_len < workload.longest:
@@ -177,7 +186,7 @@ def _reasons(
         f"holds on the average{shared}",
         f"max_model_len {max_model_len:,}: {length}; the model could {model.max_position:,}",
         f"{sequences}; {limit}",
-        f"max_num_batched_tokens {num_batched_tokens:,}: a step holds that much of the prompts, and a token of each "
+        f"max_num_batched_tokens {capacity.chunk_tokens:,}: a step holds that much of the prompts, and a token of each "
         "running request",
     )
 
@@ -195,9 +204,9 @@ def _with_remedies(question: Question, found: Recommendation) -> Recommendation:
     if found.kv_cache_dtype not in sizes.QUANTISED and _for_ranks(half, found.tensor_parallel_size).fits:
         remedies.append("kv_cache_dtype fp8, which halves the KV cache")
     workload = question.workload
-    mean = workload.prompt + workload.output
-    if found.num_tokens < found.max_model_len and mean <= found.num_tokens <= question.model.max_position:
-        remedies.append(f"max_model_len {found.num_tokens // 256 * 256 or found.num_tokens}, if no request is longer")
+    mean, longest = workload.prompt + workload.output, found.longest_request
+    if longest < found.max_model_len and mean <= longest <= question.model.max_position:
+        remedies.append(f"max_model_len {longest // 256 * 256 or longest}, if no request is longer")
     if found.max_model_len < mean or found.max_model_len > question.model.max_position:
         remedies.append("a model with more positions")
     if not remedies:

@@ -26,7 +26,8 @@ class Recommendation:
 
     Bytes are one rank's.  ``fits`` False: ``problems`` say why not, ``remedies`` what to change, and there is no
     ``command``.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at
-    once; ``max_num_seqs`` follows from it.  ``reasons`` explain each choice.
+    once; ``max_num_seqs`` follows from it.  ``longest_request`` is the longest one that it holds, up to
+    ``max_model_len``.  ``reasons`` explain each choice.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Recommendation:
     bytes_per_token: int
     num_blocks: int
     num_tokens: int
+    longest_request: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -101,9 +103,8 @@ class Recommendation:
     def _capacity(self) -> list[str]:
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each"
         lines = kv_cache_lines(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            bytes_per_token=self.bytes_per_token,
+            num_bytes=self.num_blocks * self.block_bytes,
+            num_tokens=self.num_tokens,
             max_model_len=self.max_model_len,
         )
         expected = f"Expected concurrency for this workload: {self.expected_concurrency:.1f} requests"

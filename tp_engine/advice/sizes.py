@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tp_engine.kv_size import kv_block_bytes, kv_scale_bytes
-from tp_engine.model_config import ModelConfig, local_num_kv_heads
+from tp_engine.model_config import ModelConfig, kv_layout_of, local_num_kv_heads
 from tp_engine.units import GIB, MIB, round_up
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -35,7 +35,7 @@ def local_vocab_size(model: ModelConfig, world_size: int) -> int:
 def block_bytes(model: ModelConfig, world_size: int, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block on one rank."""
     shape = {
-        "num_layers": model.num_layers,
+        "num_layers": kv_layout_of(model).layers_per_block,
         "block_size": block_size,
         "local_num_kv_heads": local_num_kv_heads(model, world_size),
     }

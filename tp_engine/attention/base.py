@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -18,7 +19,8 @@ class AttentionMetadata:
     int32; ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
     On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32, from which backends may plan without a
     synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  ``is_padded`` False promises that there is
-    no padding, so that nobody has to ask the device.
+    no padding, so that nobody has to ask the device.  ``slot_mapping`` and ``block_table`` are those of one group of
+    layers (``kv_layout``), all else is the same for all groups.
     """
 
     num_decodes: int
@@ -77,3 +79,13 @@ class AttentionBackend(Protocol):
         ``query`` (N, heads, head_dim), ``key`` and ``value`` (N, KV heads, head_dim), both None where they are already
         stored; ``kv_scales`` (2, blocks, KV heads, block_size) of a quantised cache; returns (N, heads, head_dim).
         """
+
+
+Backends: TypeAlias = Sequence[AttentionBackend]
+"""One for each group of layers (``kv_layout``): a backend keeps what it works out of one group's step."""
+
+
+def prepare_groups(backends: Backends, metadata: Sequence[AttentionMetadata]) -> None:
+    """``prepare`` of each group's backend."""
+    for backend, own in zip(backends, metadata, strict=True):
+        backend.prepare(own)

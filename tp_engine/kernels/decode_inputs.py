@@ -4,14 +4,16 @@
 A decode step needs nothing from the host but the list of its rows, which seldom changes::
 
     R rows of T tokens and M blocks          B requests, one token each; row -1 is padding
-    token_ids    (R, T) int32                rows         (B,)   int32  r                                padding:
-    num_computed (R,)   int32                input_ids    (B,)   int32  token_ids[r, n]                        0
-      n = num_computed[r]                    positions    (B,)   int64  n                                      0
-    block_table  (R, M) int32                slot_mapping (B,)   int64  table[r, n // size] * size + n % size -1
-                                             seq_lens     (B,)   int32  n + 1                                  0
-                                             block_table  (B, M) int32  table[r], the columns in use
+    token_ids    (R, T)    int32             rows         (B,)      int32  r                             padding:
+    num_computed (R,)      int32             input_ids    (B,)      int32  token_ids[r, n]                     0
+      n = num_computed[r]                    positions    (B,)      int64  n                                   0
+    block_table  (G, R, M) int32             slot_mapping (G, B)    int64  table[g, r, n // size] * size
+                                                                             + n % size                       -1
+                                             seq_lens     (B,)      int32  n + 1                               0
+                                             block_table  (G, B, M) int32  table[g, r], the columns in use
 
-The sampled token goes to ``token_ids[r, n + 1]`` and the row has ``n + 1`` computed tokens: ``advance_decodes``.
+G groups of layers have a table each (``kv_layout``).  The sampled token goes to ``token_ids[r, n + 1]`` and the row has
+``n + 1`` computed tokens: ``advance_decodes``.
 Nothing waits for the device and no shape depends on a length, so a CUDA graph can hold both.
 """
 
@@ -26,13 +28,14 @@ import torch
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.plan import PAD_SLOT
+from tp_engine.units import round_up
 
 PAD_ROW = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTables:
-    """The rows, on the device; see the module's text.  ``block_size`` in tokens."""
+    """The rows, on the device, contiguous; see the module's text.  ``block_size`` in tokens."""
 
     token_ids: torch.Tensor
     num_computed: torch.Tensor
@@ -42,8 +45,9 @@ class RowTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
-    """Inputs of one step at a fixed place; see the module's text.  Columns of ``block_table`` behind a request's last
-    block hold whatever block ids they held before.  ``query_start`` (B + 1,) int32 never changes."""
+    """Inputs of one step; see the module's text.  Each group's part of ``slot_mapping`` and ``block_table`` is
+    contiguous.  Columns of ``block_table`` behind a request's last block hold whatever block ids they held before.
+    ``query_start`` (B + 1,) int32 never changes."""
 
     rows: torch.Tensor
     input_ids: torch.Tensor
@@ -55,20 +59,21 @@ class DecodeInputs:
 
     @staticmethod
     def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
-        """Room for ``max_requests``, all of them padding."""
-        device, num_columns = tables.block_table.device, tables.block_table.shape[1]
-        starts = torch.arange(max_requests + 1, dtype=torch.int32)  # on the meta device this would import sympy
+        """Room for ``max_requests``, all of them padding; for a few more where several groups follow one another."""
+        device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
+        room = padded_room(max_requests, num_groups)
+        starts = torch.arange(room + 1, dtype=torch.int32)  # on the meta device this would import sympy
 
-        def filled(value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((max_requests,), value, dtype=dtype, device=device)
+        def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full((*shape, room), value, dtype=dtype, device=device)
 
         return DecodeInputs(
             rows=filled(PAD_ROW, torch.int32),
             input_ids=filled(0, torch.int32),
             positions=filled(0, torch.int64),
-            slot_mapping=filled(PAD_SLOT, torch.int64),
+            slot_mapping=filled(PAD_SLOT, torch.int64, num_groups),
             seq_lens=filled(0, torch.int32),
-            block_table=torch.zeros((max_requests, num_columns), dtype=torch.int32, device=device),
+            block_table=torch.zeros((num_groups, room, num_columns), dtype=torch.int32, device=device),
             query_start=starts.to(device),
         )
 
@@ -83,11 +88,19 @@ class DecodeInputs:
             rows=self.rows[:num_requests],
             input_ids=self.input_ids[:num_requests],
             positions=self.positions[:num_requests],
-            slot_mapping=self.slot_mapping[:num_requests],
+            slot_mapping=self.slot_mapping[:, :num_requests],
             seq_lens=self.seq_lens[:num_requests],
-            block_table=self.block_table[:num_requests],
+            block_table=self.block_table[:, :num_requests],
             query_start=self.query_start[: num_requests + 1],
         )
+
+
+def padded_room(count: int, num_groups: int) -> int:
+    """Room for ``count`` entries of each of ``num_groups`` groups that follow one another in one tensor.
+
+    All groups begin at multiples of 16 bytes: for others Triton would compile a kernel anew.
+    """
+    return count if num_groups == 1 else round_up(count, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +116,13 @@ def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
     is_padding = inputs.rows < 0
     rows = inputs.rows.clamp(min=0).to(torch.int64)
     computed = tables.num_computed.index_select(0, rows).to(torch.int64)
-    block = tables.block_table[rows, computed // tables.block_size].to(torch.int64)
+    block = tables.block_table[:, rows, computed // tables.block_size].to(torch.int64)
     slots = block * tables.block_size + computed % tables.block_size
     inputs.input_ids.copy_(tables.token_ids[rows, computed].masked_fill_(is_padding, 0))
     inputs.positions.copy_(computed.masked_fill(is_padding, 0))
     inputs.slot_mapping.copy_(slots.masked_fill_(is_padding, PAD_SLOT))
     inputs.seq_lens.copy_((computed + 1).masked_fill_(is_padding, 0))
-    inputs.block_table.copy_(tables.block_table.index_select(0, rows))
+    inputs.block_table.copy_(tables.block_table.index_select(1, rows))
 
 
 def advance_decodes(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:

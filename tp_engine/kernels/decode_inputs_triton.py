@@ -2,7 +2,8 @@
 
 ::
 
-    prepare: program b gathers request b; of its block table it copies the columns in use, BLOCK at a time
+    prepare: program (b, g) gathers request b; of its block table of group g it copies the columns in use, BLOCK at
+             a time
     advance: program i ends the step of requests [i * BLOCK, (i + 1) * BLOCK)
 """
 
@@ -21,7 +22,7 @@ _ADVANCE_BLOCK = 128
 _PAD_SLOT = tl.constexpr(PAD_SLOT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slot_stride"])  # type: ignore[untyped-decorator]
 def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
     token_ids,
     num_computed,
@@ -33,31 +34,36 @@ def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
     seq_lens,
     tables,
     token_stride,
+    source_stride,
+    slot_stride,
+    table_stride,
     NUM_COLUMNS: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one request."""
+    """One program: one request, in one group; the strides are those from group to group."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     request = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
+    slot = slot_mapping + group * slot_stride + request
     row = tl.load(rows + request).to(tl.int64)
     if row < 0:
         tl.store(input_ids + request, 0)
         tl.store(positions + request, 0)
-        tl.store(slot_mapping + request, _PAD_SLOT)
+        tl.store(slot, _PAD_SLOT)
         tl.store(seq_lens + request, 0)
     else:
         computed = tl.load(num_computed + row)
-        own_table = block_table + row * NUM_COLUMNS
+        own_table = block_table + group * source_stride + row * NUM_COLUMNS
         last_block = tl.load(own_table + computed // BLOCK_SIZE).to(tl.int64)
         tl.store(input_ids + request, tl.load(token_ids + row * token_stride + computed))
         tl.store(positions + request, computed.to(tl.int64))
-        tl.store(slot_mapping + request, last_block * BLOCK_SIZE + computed % BLOCK_SIZE)
+        tl.store(slot, last_block * BLOCK_SIZE + computed % BLOCK_SIZE)
         tl.store(seq_lens + request, computed + 1)
         num_used = computed // BLOCK_SIZE + 1
-        target = tables + request.to(tl.int64) * NUM_COLUMNS
+        target = tables + group * table_stride + request.to(tl.int64) * NUM_COLUMNS
         for start in range(0, num_used, BLOCK):
             column = start + tl.arange(0, BLOCK)
             in_use = column < num_used
@@ -89,10 +95,10 @@ def advance_decodes_kernel(  # type: ignore[no-untyped-def]
 
 def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
     """``decode_inputs.prepare_decodes``, which copies only the columns of the block tables that are in use."""
-    num_columns = tables.block_table.shape[1]
-    assert tables.block_table.is_contiguous() and inputs.block_table.is_contiguous()
-    assert tables.token_ids.stride(1) == 1 and inputs.block_table.shape[1] == num_columns
-    prepare_decodes_kernel[(len(inputs.rows),)](
+    num_groups, _, num_columns = tables.block_table.shape
+    assert tables.block_table.is_contiguous() and inputs.block_table.stride()[1:] == (num_columns, 1)
+    assert tables.token_ids.stride(1) == inputs.slot_mapping.stride(1) == 1
+    prepare_decodes_kernel[(len(inputs.rows), num_groups)](
         tables.token_ids,
         tables.num_computed,
         tables.block_table,
@@ -103,6 +109,9 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
         inputs.seq_lens,
         inputs.block_table,
         tables.token_ids.stride(0),
+        tables.block_table.stride(0),
+        inputs.slot_mapping.stride(0),
+        inputs.block_table.stride(0),
         NUM_COLUMNS=num_columns,
         BLOCK_SIZE=tables.block_size,
         BLOCK=_TABLE_BLOCK,

@@ -13,13 +13,15 @@ from tp_engine.layers.forward_context import current_metadata
 class Attention(nn.Module):
     """Causal attention of one layer over this rank's heads.
 
+    ``group`` is the layer's in the model's ``kv_layout``, ``backend`` that group's own: a backend keeps a group's step.
     ``kv_cache`` (and ``kv_scales``, if it is quantised) is None until ``bind_kv_cache``: memory is profiled before
     there is a cache, on new requests whose keys and values are all in the step itself.
     """
 
-    def __init__(self, shape: AttentionShape, backend: AttentionBackend) -> None:
+    def __init__(self, shape: AttentionShape, backend: AttentionBackend, group: int = 0) -> None:
         super().__init__()
         self.shape = shape
+        self.group = group
         self.kv_cache: torch.Tensor | None = None
         self.kv_scales: torch.Tensor | None = None
         self._backend = backend
@@ -42,7 +44,7 @@ class Attention(nn.Module):
         The inputs may be strided views whose last dimension is contiguous.  Without ``key`` and ``value`` the caller
         has stored them already.
         """
-        metadata = current_metadata()
+        metadata = current_metadata(self.group)
         if self.kv_cache is None:
             assert key is not None and value is not None, "there is no cache yet that could hold them"
             return attend_fresh(query, key, value, metadata, self.shape)

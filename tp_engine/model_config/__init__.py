@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
+from tp_engine.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import FAMILIES, read_architecture, read_windows
 from tp_engine.model_config.rope import RopeConfig, read_rope
@@ -176,6 +177,16 @@ def _split_problem(config: ModelConfig, world_size: int) -> str | None:
     if config.num_kv_heads % world_size and world_size % config.num_kv_heads:
         return f"the {config.num_kv_heads} KV heads can be neither divided equally nor repeated equally often"
     return None
+
+
+def kv_layout_of(model: ModelConfig) -> KvLayout:
+    """Which of the model's layers share block tables."""
+    return lay_out(
+        [
+            KvKind(window=window, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+            for window in model.sliding_windows
+        ]
+    )
 
 
 def local_num_kv_heads(config: ModelConfig, world_size: int) -> int:

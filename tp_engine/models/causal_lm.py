@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -28,9 +28,7 @@ class CausalLM(nn.Module):
 
     self_attention: ClassVar[type[SelfAttention]] = SelfAttention
 
-    def __init__(
-        self, config: ModelConfig, *, backend: AttentionBackend, max_model_len: int, context: LayerContext
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, backends: Backends, max_model_len: int, context: LayerContext) -> None:
         super().__init__()
         sizes = (config.vocab_size, config.hidden_size)
         self.embed_tokens = VocabParallelEmbedding(*sizes, context=context)
@@ -38,7 +36,7 @@ class CausalLM(nn.Module):
             config.rope, config.head_dim, max_model_len, dtype=context.dtype, device=context.device
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, backend, context, self.self_attention) for index in range(config.num_layers)
+            DecoderLayer(config, index, backends, context, self.self_attention) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
         tied = self.embed_tokens if config.tie_word_embeddings else None

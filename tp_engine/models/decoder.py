@@ -9,20 +9,23 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tp_engine.attention.base import AttentionShape, Backends
 from tp_engine.kernels.rope import Rotation
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.forward_context import current_metadata
 from tp_engine.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import QKNorm, RMSNorm
-from tp_engine.model_config import ModelConfig
+from tp_engine.model_config import ModelConfig, kv_layout_of
 
 
 class SelfAttention(nn.Module):
-    """Projections, rotation, attention, this rank's part of the projection back; ``index`` is the layer's."""
+    """Projections, rotation, attention, this rank's part of the projection back.
 
-    def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
+    ``index`` is the layer's; ``backends`` has one entry for each group of layers.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, backends: Backends, context: LayerContext) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -42,7 +45,8 @@ class SelfAttention(nn.Module):
             scale=config.head_dim**-0.5,
             sliding_window=config.sliding_windows[index],
         )
-        self.attention = Attention(shape, backend)
+        group, _ = kv_layout_of(config).place_of(index)
+        self.attention = Attention(shape, backends[group], group)
         self.qk_norm: QKNorm | None = None
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
         self._prepare_heads = context.ops.prepare_heads
@@ -59,7 +63,7 @@ class SelfAttention(nn.Module):
                 rotation,
                 attention.kv_cache,
                 attention.kv_scales,
-                current_metadata().slot_mapping,
+                current_metadata(attention.group).slot_mapping,
             )
         )
         return self.o_proj.part(_only(wanted, attended.reshape(len(x), -1)))
@@ -68,8 +72,8 @@ class SelfAttention(nn.Module):
 class QKNormSelfAttention(SelfAttention):
     """Self-attention that normalises every query and key head before the rotation."""
 
-    def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
-        super().__init__(config, index, backend, context)
+    def __init__(self, config: ModelConfig, index: int, backends: Backends, context: LayerContext) -> None:
+        super().__init__(config, index, backends, context)
         shape = self.attention.shape
         self.qk_norm = QKNorm(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.rms_norm_eps, context=context)
 
@@ -94,12 +98,12 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         index: int,
-        backend: AttentionBackend,
+        backends: Backends,
         context: LayerContext,
         self_attention: type[SelfAttention],
     ) -> None:
         super().__init__()
-        self.self_attn = self_attention(config, index, backend, context)
+        self.self_attn = self_attention(config, index, backends, context)
         self.mlp = GatedMLP(config, context)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)

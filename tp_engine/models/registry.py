@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.int8_linear import make_int8_gated, make_int8_linear
@@ -28,16 +28,17 @@ def build_model(
     communicator: Communicator,
     dtype: torch.dtype,
     device: torch.device,
-    backend: AttentionBackend,
+    backends: Backends,
     max_model_len: int,
     quantization: str | None = None,
 ) -> CausalLM:
     """This rank's part of the model, its weights allocated on ``device`` but not yet set.
 
-    ``quantization`` is that of ``EngineConfig``; ``finish_loading`` of the model applies it.
+    ``backends`` has one entry for each group of layers (``kv_layout_of``).  ``quantization`` is that of
+    ``EngineConfig``; ``finish_loading`` of the model applies it.
     """
     context = LayerContext(communicator=communicator, dtype=dtype, device=device)
     if quantization is not None:
         context = replace(context, make_linear=make_int8_linear, make_gated=make_int8_gated)
-    model = MODELS[config.architecture](config, backend=backend, max_model_len=max_model_len, context=context)
+    model = MODELS[config.architecture](config, backends=backends, max_model_len=max_model_len, context=context)
     return model.eval()

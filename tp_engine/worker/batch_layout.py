@@ -72,12 +72,15 @@ class BatchLayout:
 def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
     """The layout of ``plan``: its decodes, then its prefills."""
     num_decodes, chunks = len(plan.decode_rows), plan.prefill_tokens
+    num_requests = num_decodes + len(chunks)
+    query_lens, samples = np.empty(num_requests, dtype=np.int32), np.empty(num_requests, dtype=np.bool_)
+    query_lens[:num_decodes], query_lens[num_decodes:] = 1, chunks
+    samples[:num_decodes], samples[num_decodes:] = True, plan.prefill_samples
+    query_start = np.zeros(num_requests + 1, dtype=np.int32)
+    query_lens.cumsum(out=query_start[1:])
+    prefill_rows = plan.prefill_rows.astype(np.int64)
     rows = np.concatenate((plan.decode_rows, plan.prefill_rows))
-    query_lens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
-    samples = np.concatenate((np.ones(num_decodes, dtype=np.bool_), plan.prefill_samples))
-    query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=query_start[1:])
-    offsets = np.arange(num_decodes, query_start[-1], dtype=np.int32) - np.repeat(query_start[num_decodes:-1], chunks)
+    starts, num_tokens = query_start[num_decodes:-1], int(query_start[-1])
     return BatchLayout(
         num_decodes=num_decodes,
         rows=rows,
@@ -86,7 +89,7 @@ def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
         sampled_rows=rows[samples],
         query_start=upload(query_start, device),
         logit_index=upload(query_start[1:][samples].astype(np.int64) - 1, device),
-        token_rows=np.repeat(plan.prefill_rows, chunks).astype(np.int64),
-        offsets=offsets,
-        prefill_index=upload(plan.prefill_rows.astype(np.int64), device),
+        token_rows=prefill_rows.repeat(chunks),
+        offsets=np.arange(num_decodes, num_tokens, dtype=np.int32) - starts.repeat(chunks),
+        prefill_index=upload(prefill_rows, device),
     )

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray
@@ -41,12 +41,12 @@ class CapturedDecodes:
         recorder: Recorder,
         *,
         model: CausalLM,
-        backend: AttentionBackend,
+        backends: Backends,
         decodes: DecodeBatch,
         sampler: RecordedSampler,
     ) -> None:
         self._model = model
-        self._backend = backend
+        self._backends = backends
         self._decodes = decodes
         self._sampler = sampler
         decodes.set_rows(NO_IDS, sizes[-1])
@@ -84,7 +84,7 @@ class CapturedDecodes:
         """Hidden states (size, hidden); those of padding rows mean nothing."""
         inputs = self._decodes.prepare(size)
         metadata = self._decodes.metadata(inputs, self._decodes.recorded_seq_lens(inputs))
-        self._backend.prepare(metadata)
+        prepare_groups(self._backends, metadata)
         with forward_context(metadata):
             hidden: torch.Tensor = self._model(inputs.input_ids, inputs.positions)
         return hidden

@@ -1,6 +1,9 @@
-"""Decode steps whose inputs the device makes from its rows: the host says which rows, when they change."""
+"""Inputs of decodes, which the device makes from its rows: the host says which rows, when they change."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -10,9 +13,27 @@ from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables, de
 from tp_engine.layers.upload import upload
 from tp_engine.plan import NO_IDS, IntArray
 
+GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Each group's ``slot_mapping`` (B,) and ``block_table`` (B, M)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillInputs:
+    """Inputs of a step of N tokens whose P prefills are filled in; the decodes before them are not.
+
+    ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone ``rows``
+    (P,) int64 and ``seq_lens`` (P,) int32.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+
 
 class DecodeBatch:
-    """Inputs of decode steps of up to ``max_requests`` rows of ``tables``, always at the same place.
+    """Inputs of decodes of up to ``max_requests`` rows of ``tables``; of steps that only decode, always at one place.
 
     ``set_rows`` is the host's part of a step.  ``prepare`` and ``advance`` are the device's: what they launch depends
     on ``size`` alone, so a CUDA graph may hold them and what lies between.
@@ -23,6 +44,7 @@ class DecodeBatch:
         self._ops = decode_ops(tables.token_ids.device.type)
         self._inputs = DecodeInputs.allocate(max_requests, tables)
         self._inputs_of_size: dict[int, DecodeInputs] = {}
+        self._groups_of_size: dict[int, GroupViews] = {}
         self._ones: IntArray = np.ones(max_requests, dtype=np.int32)
         self._rows: IntArray = np.full(max_requests, PAD_ROW, dtype=np.int32)
         self._given: tuple[IntArray, int] = (NO_IDS, 0)
@@ -51,6 +73,29 @@ class DecodeBatch:
         self._ops.prepare(self._tables, inputs)
         return inputs
 
+    def prepare_before(self, rows: IntArray, prefills: PrefillInputs) -> torch.Tensor:
+        """Make the inputs of ``rows`` (n,) in the room before the prefills'; the step's ``seq_lens`` (n + P,).
+
+        Its block tables are those of ``groups(n + P)``.
+        """
+        first, whole = len(rows), self.inputs(len(rows) + len(prefills.rows))
+        whole.seq_lens[first:].copy_(prefills.seq_lens)
+        torch.index_select(self._tables.block_table, 1, prefills.rows, out=whole.block_table[:, first:])
+        if first:
+            self.set_rows(rows, first)
+            own = self.inputs(first)
+            decodes = DecodeInputs(
+                rows=own.rows,
+                input_ids=prefills.input_ids[:first],
+                positions=prefills.positions[:first],
+                slot_mapping=prefills.slot_mapping[:, :first],
+                seq_lens=own.seq_lens,
+                block_table=own.block_table,
+                query_start=own.query_start,
+            )
+            self._ops.prepare(self._tables, decodes)
+        return whole.seq_lens
+
     def inputs(self, size: int) -> DecodeInputs:
         """Where the inputs of a step of ``size`` requests are."""
         inputs = self._inputs_of_size.get(size)
@@ -69,16 +114,29 @@ class DecodeBatch:
             return lengths
         return np.zeros(len(inputs.seq_lens), dtype=np.int32)
 
-    def metadata(self, inputs: DecodeInputs, host_seq_lens: IntArray) -> AttentionMetadata:
-        """What attention sees of ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""
+    def groups(self, size: int) -> GroupViews:
+        """The groups' parts of ``inputs(size)``."""
+        views = self._groups_of_size.get(size)
+        if views is None:
+            inputs = self.inputs(size)
+            views = tuple(zip(inputs.slot_mapping.unbind(), inputs.block_table.unbind(), strict=True))
+            self._groups_of_size[size] = views
+        return views
+
+    def metadata(self, inputs: DecodeInputs, host_seq_lens: IntArray) -> tuple[AttentionMetadata, ...]:
+        """What each group's attention sees of ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""
         size = len(host_seq_lens)
-        return AttentionMetadata(
-            num_decodes=size,
-            slot_mapping=inputs.slot_mapping,
-            block_table=inputs.block_table,
-            seq_lens=inputs.seq_lens,
-            query_start=inputs.query_start,
-            host_query_lens=self._ones[:size],
-            host_seq_lens=host_seq_lens,
-            is_padded=bool(size and host_seq_lens.min() == 0),
+        is_padded = bool(size and host_seq_lens.min() == 0)
+        return tuple(
+            AttentionMetadata(
+                num_decodes=size,
+                slot_mapping=slot_mapping,
+                block_table=block_table,
+                seq_lens=inputs.seq_lens,
+                query_start=inputs.query_start,
+                host_query_lens=self._ones[:size],
+                host_seq_lens=host_seq_lens,
+                is_padded=is_padded,
+            )
+            for slot_mapping, block_table in self.groups(size)
         )

@@ -3,7 +3,7 @@
 Per row, changed only by plans::
 
     token_ids    device           prompt, then generated tokens; written by the sampler, read by the next step
-    block_table  host and device  block ids in order
+    block_table  host and device  block ids in order, a table for each group of layers (kv_layout.py)
     num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
 
@@ -18,28 +18,31 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload
 from tp_engine.plan import Admission, IntArray, StepPlan
-from tp_engine.slots import slots_for
+from tp_engine.slots import SlotArray, slots_for
 from tp_engine.units import ceil_div
 from tp_engine.worker.batch_layout import BatchLayout, make_layout
-from tp_engine.worker.decode_batch import DecodeBatch
+from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
 from tp_engine.worker.mirrored import MirroredTable
-from tp_engine.worker.step_inputs import InputPart, StepInputs
+from tp_engine.worker.step_inputs import StepInputs
 
 
 class InputBatch:
     """Owner of the rows.  ``apply`` takes a plan's changes, ``prepare`` makes its inputs, ``advance`` ends the step."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+    ) -> None:
         self._block_size = block_size
+        self._num_groups = num_groups
         self._device = device
         self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, though nobody reads it
         self._token_ids = torch.zeros((max_num_seqs, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
-        self._block_table = MirroredTable((max_num_seqs, ceil_div(max_model_len, block_size)), device)
+        self._block_table = MirroredTable((num_groups, max_num_seqs, ceil_div(max_model_len, block_size)), device)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self._computed = MirroredTable((max_num_seqs,), device)
         self.num_computed = self._computed.host
@@ -71,7 +74,8 @@ class InputBatch:
             self._append_blocks(plan.block_rows, plan.block_ids)
 
     def _admit(self, admission: Admission) -> None:
-        row, num_tokens, num_blocks = admission.row, len(admission.token_ids), len(admission.block_ids)
+        row, num_tokens = admission.row, len(admission.token_ids)
+        num_blocks = len(admission.block_ids) // self._num_groups
         self._token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
         self.num_prompt[row] = admission.num_prompt_tokens
         self.num_computed[row] = admission.num_computed_tokens
@@ -79,14 +83,17 @@ class InputBatch:
         self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray, start: int | None = None) -> None:
-        """Append blocks to the tables of ``rows``, which are grouped by row; ``start`` overrides the column."""
+        """Append a block to the table of each of ``rows`` (n,), which stand together; ``start`` overrides the column.
+
+        ``block_ids`` (n x G,): each block's ids, group by group.
+        """
         if not len(rows):
             return
         first_of_run = np.flatnonzero(np.diff(rows, prepend=-1))
         run_lengths = np.diff(first_of_run, append=len(rows))
         place_in_run = np.arange(len(rows)) - np.repeat(first_of_run, run_lengths)
         columns = (self._num_blocks[rows] if start is None else start) + place_in_run
-        self._block_table.host[rows, columns] = block_ids
+        self._block_table.host[:, rows, columns] = block_ids.reshape(len(rows), self._num_groups).T
         self._num_blocks[rows[first_of_run]] = columns[first_of_run + run_lengths - 1] + 1
         self._block_table.push(rows, columns)
 
@@ -96,7 +103,9 @@ class InputBatch:
         seq_lens = self.num_computed[layout.rows] + layout.query_lens
         if not layout.is_decode_only:
             return self._with_prefills(layout, seq_lens)
-        inputs = self._prepare_decodes(layout.rows)
+        num_decodes = layout.num_decodes
+        self.decodes.set_rows(layout.rows, num_decodes)
+        inputs = self.decodes.prepare(num_decodes)
         return StepInputs(
             layout=layout,
             input_ids=inputs.input_ids,
@@ -106,59 +115,48 @@ class InputBatch:
         )
 
     def _with_prefills(self, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
-        """The inputs of the decodes, if there are any, then those of the prefills, whose chunks end at ``seq_lens``."""
-        first = layout.num_decodes
-        num_blocks = ceil_div(int(seq_lens.max()), self._block_size)
-        part = self._prefill_part(layout, seq_lens[first:], num_blocks)
-        if first:
-            part = self._decode_part(layout.rows[:first], num_blocks).then(part)
+        """The host makes the inputs of the prefills, the device those of the decodes before them."""
+        first, stride = layout.num_decodes, np.int64(self._row_stride)
+        prefills = self._prefills(layout, seq_lens[first:])
+        lengths = self.decodes.prepare_before(layout.rows[:first], prefills)
         is_sampled = layout.samples[first:]
-        rows, ends = layout.prefill_rows[is_sampled], seq_lens[first:][is_sampled]
+        places = layout.prefill_rows[is_sampled] * stride + seq_lens[first:][is_sampled]
+        tables = (table for _, table in self.decodes.groups(len(layout.rows)))
         return StepInputs(
             layout=layout,
-            input_ids=part.input_ids,
-            positions=part.positions,
-            attention=AttentionMetadata(
-                num_decodes=first,
-                slot_mapping=part.slot_mapping,
-                block_table=part.block_table,
-                seq_lens=part.seq_lens,
-                query_start=layout.query_start,
-                host_query_lens=layout.query_lens,
-                host_seq_lens=seq_lens,
-                is_padded=False,
+            input_ids=prefills.input_ids,
+            positions=prefills.positions,
+            attention=tuple(
+                AttentionMetadata(
+                    num_decodes=first,
+                    slot_mapping=slot_mapping,
+                    block_table=block_table,
+                    seq_lens=lengths,
+                    query_start=layout.query_start,
+                    host_query_lens=layout.query_lens,
+                    host_seq_lens=seq_lens,
+                    is_padded=False,
+                )
+                for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)
             ),
             sampled_positions=seq_lens[layout.samples],
-            prefill_places=upload(rows * np.int64(self._row_stride) + ends, self._device) if len(rows) else None,
+            prefill_places=upload(places, self._device) if len(places) else None,
         )
 
-    def _prepare_decodes(self, rows: IntArray) -> DecodeInputs:
-        """Made by the device, from what it knows of ``rows``."""
-        self.decodes.set_rows(rows, len(rows))
-        return self.decodes.prepare(len(rows))
-
-    def _decode_part(self, rows: IntArray, num_blocks: int) -> InputPart:
-        inputs = self._prepare_decodes(rows)
-        return InputPart(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            seq_lens=inputs.seq_lens,
-            block_table=inputs.block_table[:, :num_blocks],
-        )
-
-    def _prefill_part(self, layout: BatchLayout, ends: IntArray, num_blocks: int) -> InputPart:
-        """Made by the host: each chunk ends at one of ``ends`` (P,)."""
-        device, chunks = self._device, layout.prefill_tokens
-        positions = np.repeat(ends - chunks, chunks) + layout.offsets
-        slots = slots_for(self._block_table.host, layout.token_rows, positions, self._block_size)
-        places = layout.token_rows * self._row_stride + positions
-        return InputPart(
-            input_ids=self._flat_token_ids.index_select(0, upload(places, device)),
-            positions=upload(positions.astype(np.int64), device),
-            slot_mapping=upload(slots, device),
+    def _prefills(self, layout: BatchLayout, ends: IntArray) -> PrefillInputs:
+        """The chunks end at ``ends`` (P,)."""
+        room, chunks, rows, device = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._device
+        positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
+        slots = slots_for(self._block_table.host, rows, positions, self._block_size)
+        places = rows * self._row_stride + positions
+        num_tokens = room + len(rows)
+        num_slots = padded_room(num_tokens, self._num_groups)
+        return PrefillInputs(
+            input_ids=self._flat_token_ids.index_select(0, upload(_behind(room, places, num_tokens), device)),
+            positions=upload(_behind(room, positions, num_tokens), device),
+            slot_mapping=upload(_behind(room, slots, num_slots), device)[:, :num_tokens],
+            rows=layout.prefill_index,
             seq_lens=upload(ends, device),
-            block_table=self._block_table.device[:, :num_blocks].index_select(0, layout.prefill_index),
         )
 
     def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
@@ -193,3 +191,13 @@ class InputBatch:
         if last is None or not np.array_equal(last.rows, plan.decode_rows):
             self._last_decodes = last = make_layout(plan, self._device)
         return last
+
+
+def _behind(room: int, values: SlotArray, width: int) -> SlotArray:
+    """``values`` (..., n) from column ``room`` on, in ``width`` columns, of which the others are zero."""
+    count = values.shape[-1]
+    if count == width:
+        return values
+    whole = np.zeros((*values.shape[:-1], width), dtype=np.int64)
+    whole[..., room : room + count] = values
+    return whole

@@ -9,9 +9,11 @@ from tp_engine.worker.step_inputs import StepInputs
 
 def digest_inputs(inputs: StepInputs) -> int:
     """64 bits over token ids, positions, slots, block tables and lengths; waits for the device."""
-    attention, layout = inputs.attention, inputs.layout
+    groups, layout = inputs.attention, inputs.layout
     digest = xxhash.xxh3_64()
-    on_device = (inputs.input_ids, inputs.positions, attention.slot_mapping, attention.block_table, attention.seq_lens)
+    on_device = [inputs.input_ids, inputs.positions, groups[0].seq_lens]
+    for group in groups:
+        on_device += [group.slot_mapping, group.block_table]
     for array in (*(tensor.cpu().numpy() for tensor in on_device), layout.query_lens, layout.sampled_rows):
         digest.update(str(array.shape).encode())
         digest.update(array.tobytes())

@@ -2,10 +2,11 @@
 
 ::
 
-    kv_cache  (2, layers, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
-    kv_scales (2, layers, blocks, local KV heads, block_size) float32         kernels/kv_quant.py
-    kv_cache[:, i] is layer i's (2, blocks, block_size, local KV heads, head_dim), a view
+    kv_cache  (2, layers per block, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
+    kv_scales (2, layers per block, blocks, local KV heads, block_size) float32         kernels/kv_quant.py
+    kv_cache[:, i] is (2, blocks, block_size, local KV heads, head_dim), a view: of the layer with place i in its group
 
+A block belongs to one group of layers at a time (kv_layout.py), so the layers at one place share a view, not a block.
 What lies where inside a block is the attention backend's own affair: on CPUs it has another order.
 """
 
@@ -23,6 +24,7 @@ import torch
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.kv_quant import SCALE_DTYPE, is_quantised
+from tp_engine.kv_layout import KvLayout
 from tp_engine.units import format_gib
 from tp_engine.worker.memory_ledger import kv_block_bytes
 
@@ -31,7 +33,7 @@ from tp_engine.worker.memory_ledger import kv_block_bytes
 class KvCacheShape:
     """All of the cache's dimensions but the number of blocks."""
 
-    num_layers: int
+    layers_per_block: int
     block_size: int
     local_num_kv_heads: int
     head_dim: int
@@ -41,7 +43,7 @@ class KvCacheShape:
     def block_bytes(self) -> int:
         """Bytes of one block on one rank."""
         return kv_block_bytes(
-            num_layers=self.num_layers,
+            num_layers=self.layers_per_block,
             block_size=self.block_size,
             local_num_kv_heads=self.local_num_kv_heads,
             head_dim=self.head_dim,
@@ -53,20 +55,15 @@ class KvCacheShape:
     def _scale_bytes(self) -> int:
         if not is_quantised(self.dtype):
             return 0
-        return 2 * self.num_layers * self.block_size * self.local_num_kv_heads * SCALE_DTYPE.itemsize
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token on one rank."""
-        return self.block_bytes // self.block_size
+        return 2 * self.layers_per_block * self.block_size * self.local_num_kv_heads * SCALE_DTYPE.itemsize
 
     def with_blocks(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
         """The tensor's full shape."""
-        return (2, self.num_layers, num_blocks, self.block_size, self.local_num_kv_heads, self.head_dim)
+        return (2, self.layers_per_block, num_blocks, self.block_size, self.local_num_kv_heads, self.head_dim)
 
     def scales_with_blocks(self, num_blocks: int) -> tuple[int, int, int, int, int]:
         """The full shape of a quantised cache's scales."""
-        return (2, self.num_layers, num_blocks, self.local_num_kv_heads, self.block_size)
+        return (2, self.layers_per_block, num_blocks, self.local_num_kv_heads, self.block_size)
 
 
 class KvCacheLayer(Protocol):
@@ -111,12 +108,15 @@ def _no_room(shape: KvCacheShape, num_blocks: int, device: torch.device, error: 
 
 
 def bind_kv_cache(
-    kv_cache: torch.Tensor, layers: Sequence[KvCacheLayer], kv_scales: torch.Tensor | None = None
+    kv_cache: torch.Tensor, layers: Sequence[KvCacheLayer], layout: KvLayout, kv_scales: torch.Tensor | None = None
 ) -> None:
-    """Give layer i its view ``kv_cache[:, i]``; the number of attention layers must be that of the cache."""
-    assert len(layers) == kv_cache.shape[1], f"{len(layers)} attention layers for a cache of {kv_cache.shape[1]}"
+    """Give each layer the view ``kv_cache[:, i]`` of its place i; there must be as many layers as ``layout`` has."""
+    num_layers = sum(len(group.layers) for group in layout.groups)
+    assert len(layers) == num_layers, f"{len(layers)} attention layers for a cache of {num_layers}"
+    assert kv_cache.shape[1] == layout.layers_per_block, (kv_cache.shape, layout)
     for index, layer in enumerate(layers):
-        layer.bind_kv_cache(kv_cache[:, index], None if kv_scales is None else kv_scales[:, index])
+        _, place = layout.place_of(index)
+        layer.bind_kv_cache(kv_cache[:, place], None if kv_scales is None else kv_scales[:, place])
 
 
 def resident_bytes(kv_cache: torch.Tensor) -> int:

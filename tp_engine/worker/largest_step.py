@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionBackend, AttentionMetadata
+from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
 from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
@@ -23,14 +23,14 @@ _PROFILED_LAYERS = 2  # the second has what the first has not: a part of the res
 @torch.inference_mode()
 def run_largest_step(
     model: CausalLM,
-    backend: AttentionBackend,
+    backends: Backends,
     effective: EffectiveConfig,
     device: torch.device,
     communicator: Communicator,
 ) -> None:
     """``max_num_batched_tokens`` tokens of new prompts; ``max_num_seqs`` rows sampled, with log-probabilities.
 
-    Where the model's layers have a KV cache, ``backend`` attends to its first block, again and again; it may be of one
+    Where the model's layers have a KV cache, ``backends`` attend to its first block, again and again; it may be of one
     block alone.  A collective: every rank calls it.
 
     On CPUs only two layers run: the others are equal, and each frees what it took before the next begins.  There are
@@ -40,10 +40,11 @@ def run_largest_step(
     num_tokens = config.max_num_batched_tokens
     input_ids = torch.arange(num_tokens, device=device) % effective.model.vocab_size
     metadata = _fresh_prompts(num_tokens, effective.max_model_len, config.block_size, device)
+    groups = [metadata] * len(backends)
     positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
-    backend.prepare(metadata)
+    prepare_groups(backends, groups)
     part = model.shortened(_PROFILED_LAYERS) if device.type == "cpu" else nullcontext()
-    with part, forward_context(metadata):
+    with part, forward_context(groups):
         hidden = model(input_ids, positions)
     state = SamplingState(
         max_num_seqs=config.max_num_seqs,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kv_size import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
 from tp_engine.worker.device import Device, MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape, resident_bytes
@@ -19,7 +20,7 @@ from tp_engine.worker.memory_ledger import (
     compute_ledger,
     requested_bytes,
 )
-from tp_engine.worker.memory_report import kv_cache_lines, ledger_json, ledger_table
+from tp_engine.worker.memory_report import ledger_json, ledger_table
 
 logger = get_logger(__name__)
 
@@ -97,8 +98,8 @@ def settle_blocks(
     choose: Callable[[], int],
     group: HostGroup,
     shape: KvCacheShape,
+    capacity: KvCapacity,
     *,
-    max_model_len: int,
     is_override: bool,
 ) -> int:
     """The number of KV blocks of every rank.  ``choose`` finds this rank's own; its failure is every rank's.
@@ -113,33 +114,28 @@ def settle_blocks(
         local = error
     num_blocks = agree_on_blocks(local, group).num_blocks
     if not is_override:
-        check_longest_request(
-            num_blocks=num_blocks,
-            block_size=shape.block_size,
-            block_bytes=shape.block_bytes,
-            max_model_len=max_model_len,
-        )
-    elif num_blocks * shape.block_size < max_model_len and group.info.is_first:
+        check_longest_request(capacity, num_blocks=num_blocks, block_bytes=shape.block_bytes)
+    elif num_blocks < capacity.blocks_per_request and group.info.is_first:
         logger.warning(
             "num_gpu_blocks_override %d holds %d tokens: longer requests are refused although max_model_len is %d",
             num_blocks,
-            num_blocks * shape.block_size,
-            max_model_len,
+            capacity.longest_request(num_blocks),
+            capacity.max_model_len,
         )
     return num_blocks
 
 
-def log_memory(ledger: MemoryLedger, shape: KvCacheShape, *, rank: int, num_blocks: int, max_model_len: int) -> None:
+def log_memory(ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, *, rank: int, num_blocks: int) -> None:
     """The report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
     logger.info("%s", ledger_table(ledger, rank=rank))
-    report = ledger_json(ledger, rank=rank, num_blocks=num_blocks, kv_cache_bytes=num_blocks * shape.block_bytes)
+    num_bytes = num_blocks * shape.block_bytes
+    report = ledger_json(ledger, rank=rank, num_blocks=num_blocks, kv_cache_bytes=num_bytes)
     logger.info("memory: %s", report)
     if rank == 0:
         lines = kv_cache_lines(
-            num_blocks=num_blocks,
-            block_size=shape.block_size,
-            bytes_per_token=shape.bytes_per_token,
-            max_model_len=max_model_len,
+            num_bytes=num_bytes,
+            num_tokens=capacity.num_tokens(num_blocks),
+            max_model_len=capacity.max_model_len,
         )
         for line in lines:
             logger.info("%s", line)

@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.kv_size import KvCapacity
 from tp_engine.kv_size import kv_block_bytes as kv_block_bytes
-from tp_engine.units import ceil_div, format_gib
+from tp_engine.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 
 
@@ -107,14 +108,15 @@ def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
     )
 
 
-def check_longest_request(*, num_blocks: int, block_size: int, block_bytes: int, max_model_len: int) -> None:
+def check_longest_request(capacity: KvCapacity, *, num_blocks: int, block_bytes: int) -> None:
     """Raise ``MemoryBudgetError`` unless one request of ``max_model_len`` tokens fits in ``num_blocks``."""
-    needed = ceil_div(max_model_len, block_size)
+    needed = capacity.blocks_per_request
     if needed <= num_blocks:
         return
     raise MemoryBudgetError(
-        f"one request of max_model_len {max_model_len} needs {needed} KV blocks ({format_gib(needed * block_bytes)} a "
-        f"rank), but only {num_blocks} ({format_gib(num_blocks * block_bytes)}) fit; lower max_model_len to at most "
-        f"{num_blocks * block_size}, raise gpu_memory_utilization or kv_cache_memory_bytes, or raise "
+        f"one request of max_model_len {capacity.max_model_len} needs {needed} KV blocks "
+        f"({format_gib(needed * block_bytes)} a rank), but only {num_blocks} "
+        f"({format_gib(num_blocks * block_bytes)}) fit; lower max_model_len to at most "
+        f"{capacity.longest_request(num_blocks)}, raise gpu_memory_utilization or kv_cache_memory_bytes, or raise "
         "tensor_parallel_size"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from tp_engine.kv_size import kv_cache_lines as kv_cache_lines
 from tp_engine.units import format_gib
 from tp_engine.worker.memory_ledger import MemoryLedger
 

@@ -5,6 +5,8 @@ On a CPU the two share their memory and pushing costs nothing; on CUDA only the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,8 +28,9 @@ class MirroredTable:
         self.is_shared = device.type == "cpu"
 
     def push(self, *index: npt.NDArray[np.integer]) -> None:
-        """Send ``host[index]`` to the device, without a synchronisation."""
+        """Send ``host[..., *index]`` to the device, without a synchronisation."""
         if self.is_shared:
             return
-        where = tuple(upload(axis.astype(np.int64), self.device.device) for axis in index)
-        self.device.index_put_(where, upload(self.host[index], self.device.device))
+        on_host: tuple[Any, ...] = (..., *index)
+        on_device: tuple[Any, ...] = (..., *(upload(axis.astype(np.int64), self.device.device) for axis in index))
+        self.device[on_device] = upload(self.host[on_host], self.device.device)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.dist.collectives import Communicator
 from tp_engine.faults import Phase, PhaseNote
 from tp_engine.layers.forward_context import forward_context
@@ -52,14 +52,15 @@ class PendingStep:
 class ModelRunner:
     """One rank's model, persistent batch, KV cache (``kv_tensors``: it, and its scales if it has some) and sampler.
 
-    ``named`` gives the parts of a step their names, for profilers.
+    ``backends`` and the tables of ``batch`` are for as many groups of layers (``kv_layout``).  ``named`` gives the
+    parts of a step their names, for profilers.
     """
 
     def __init__(
         self,
         *,
         model: CausalLM,
-        backend: AttentionBackend,
+        backends: Backends,
         batch: InputBatch,
         kv_cache: torch.Tensor,
         kv_scales: torch.Tensor | None,
@@ -69,7 +70,7 @@ class ModelRunner:
         note_inputs: NoteInputs | None = None,
     ) -> None:
         self._model = model
-        self._backend = backend
+        self._backends = backends
         self._batch = batch
         self.kv_tensors = (kv_cache,) if kv_scales is None else (kv_cache, kv_scales)
         self._communicator = communicator
@@ -82,6 +83,11 @@ class ModelRunner:
         self.named: Named = unnamed
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with block tables of its own."""
+        return len(self._backends)
+
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:
         """Record decode steps of each of ``sizes`` (rising) rows; a collective.  ``graph_plan`` says whether it can."""
@@ -89,7 +95,7 @@ class ModelRunner:
             sizes,
             recorder,
             model=self._model,
-            backend=self._backend,
+            backends=self._backends,
             decodes=self._batch.decodes,
             sampler=recorded_sampler(self._sampler, self._sampling, self._communicator),
         )
@@ -128,7 +134,7 @@ class ModelRunner:
         inputs = self._batch.prepare(plan)
         if self._note_inputs is not None:
             self._note_inputs(plan.step_id, digest_inputs(inputs))
-        self._backend.prepare(inputs.attention)
+        prepare_groups(self._backends, inputs.attention)
         return inputs
 
     def _replay(self, plan: StepPlan, captured: CapturedDecodes) -> PendingStep:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.base import Backends
 from tp_engine.dist.groups import RankGroups
 from tp_engine.faults import PhaseNote
 from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kv_layout import KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.device import Device
@@ -28,7 +29,8 @@ class RunnerParts:
     effective: EffectiveConfig
     groups: RankGroups
     model: CausalLM
-    backend: AttentionBackend
+    layout: KvLayout
+    backends: Backends
     kv_shape: KvCacheShape
     device: Device
     note_inputs: NoteInputs | None
@@ -50,10 +52,10 @@ class RunnerParts:
         torch_device = self.device.torch_device
         kv_cache = allocate_kv_cache(self.kv_shape, num_blocks, torch_device)
         kv_scales = allocate_kv_scales(self.kv_shape, num_blocks, torch_device)
-        bind_kv_cache(kv_cache, self.model.attention_layers, kv_scales)
+        bind_kv_cache(kv_cache, self.model.attention_layers, self.layout, kv_scales)
         return ModelRunner(
             model=self.model,
-            backend=self.backend,
+            backends=self.backends,
             batch=self._make_batch(torch_device),
             kv_cache=kv_cache,
             kv_scales=kv_scales,
@@ -76,6 +78,7 @@ class RunnerParts:
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.effective.max_model_len,
             block_size=config.block_size,
+            num_groups=len(self.layout.groups),
             device=device,
         )
 

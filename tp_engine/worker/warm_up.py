@@ -37,7 +37,7 @@ def warms_up(device_type: str) -> bool:
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     """Run the first steps on ``runner``, which has no rows; a collective.  Its rows mean nothing afterwards."""
-    for plan in _steps_of_every_kind(config):
+    for plan in _steps_of_every_kind(config, runner.num_groups):
         runner.run(plan).result()
     run_largest_decodes(runner, config)
 
@@ -45,17 +45,17 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
 def run_largest_decodes(runner: ModelRunner, config: EngineConfig) -> None:
     """Decodes of 1, 2, 4, ... rows: attention needs the most memory for parts of its keys anywhere among them."""
     for num_rows in _decode_sizes(config.max_num_seqs):
-        runner.run(_plan(config, [_GREEDY] * num_rows)).result()
+        runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows)).result()
 
 
-def _steps_of_every_kind(config: EngineConfig) -> Iterator[StepPlan]:
+def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:
     """As far as the limits on rows and tokens go."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
     steps += [(samplings, ()) for samplings in _KINDS]
     for decodes, chunks in steps:
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
-            yield _plan(config, decodes, chunks)
+            yield _plan(config, num_groups, decodes, chunks)
 
 
 def _decode_sizes(max_num_seqs: int) -> list[int]:
@@ -64,7 +64,9 @@ def _decode_sizes(max_num_seqs: int) -> list[int]:
     return [*powers, max_num_seqs]
 
 
-def _plan(config: EngineConfig, decodes: Sequence[RowSampling], chunks: Sequence[int] = ()) -> StepPlan:
+def _plan(
+    config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = ()
+) -> StepPlan:
     """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step."""
     samplings = [*decodes, *[_GREEDY] * len(chunks)]
     computed = [_LENGTH - 1] * len(decodes) + [0] * len(chunks)
@@ -78,7 +80,7 @@ def _plan(config: EngineConfig, decodes: Sequence[RowSampling], chunks: Sequence
                 token_ids=np.zeros(_LENGTH, dtype=np.int32),
                 num_prompt_tokens=1,
                 num_computed_tokens=computed[row],
-                block_ids=np.zeros(ceil_div(_LENGTH, config.block_size), dtype=np.int32),
+                block_ids=np.zeros(num_groups * ceil_div(_LENGTH, config.block_size), dtype=np.int32),
                 sampling=sampling,
             )
             for row, sampling in enumerate(samplings)

@@ -12,8 +12,9 @@ import torch
 from tp_engine.attention.registry import select_backend
 from tp_engine.dist.groups import RankGroups
 from tp_engine.faults import Phase
+from tp_engine.kv_size import KvCapacity
 from tp_engine.log import get_logger
-from tp_engine.model_config import local_num_kv_heads
+from tp_engine.model_config import kv_layout_of, local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.registry import build_model
 from tp_engine.plan import Control, StepPlan
@@ -52,9 +53,18 @@ class Worker:
         self._groups = groups
         self._phases = Phases(groups.host, groups.note)
         config, model = effective.config, effective.model
-        self._backend = select_backend(config.attention_backend, effective.attention_needs)
+        self._layout = kv_layout_of(model)
+        self._backends = tuple(
+            select_backend(config.attention_backend, effective.attention_needs) for _ in self._layout.groups
+        )
+        self._capacity = KvCapacity(
+            layout=self._layout,
+            block_size=config.block_size,
+            max_model_len=effective.max_model_len,
+            chunk_tokens=config.max_num_batched_tokens,
+        )
         self._kv_shape = KvCacheShape(
-            num_layers=model.num_layers,
+            layers_per_block=self._layout.layers_per_block,
             block_size=config.block_size,
             local_num_kv_heads=local_num_kv_heads(model, config.tensor_parallel_size),
             head_dim=model.head_dim,
@@ -74,8 +84,10 @@ class Worker:
         share_memory(effective, self._groups, self._phases, device.torch_device)
         model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
         self._phases.run_together("packing weights", model.finish_loading)
-        parts = RunnerParts(effective, self._groups, model, self._backend, self._kv_shape, device, self._note_inputs)
-        graphs = graph_plan(effective.config, self._backend, self._groups.communicator, model)
+        parts = RunnerParts(
+            effective, self._groups, model, self._layout, self._backends, self._kv_shape, device, self._note_inputs
+        )
+        graphs = graph_plan(effective.config, self._backends[0], self._groups.communicator, model)
         graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
         profiler.weights_loaded()
         ledger = self._phases.run("profiling memory", lambda: self._profile(parts, profiler, graph_bytes))
@@ -89,7 +101,7 @@ class Worker:
         self.memory = memory_lines(ledger, kv_cache_bytes=num_blocks * self._kv_shape.block_bytes)
         names = names_for(effective.config.device)
         runner.named = names if self._profiler is None else self._profiler.named(names)
-        log_memory(ledger, self._kv_shape, rank=info.rank, num_blocks=num_blocks, max_model_len=effective.max_model_len)
+        log_memory(ledger, self._kv_shape, self._capacity, rank=info.rank, num_blocks=num_blocks)
         self._keep_out_of_garbage_collection()
         return num_blocks
 
@@ -170,7 +182,7 @@ class Worker:
             communicator=self._groups.communicator,
             dtype=effective.dtype,
             device=device,
-            backend=self._backend,
+            backends=self._backends,
             max_model_len=effective.max_model_len,
             quantization=config.quantization,
         )
@@ -201,7 +213,7 @@ class Worker:
             if runner is not None:
                 profiler.steps_begin()
             run_largest_step(
-                parts.model, self._backend, self._effective, device.torch_device, self._groups.communicator
+                parts.model, self._backends, self._effective, device.torch_device, self._groups.communicator
             )
             if runner is not None:
                 run_largest_decodes(runner, self._effective.config)
@@ -225,6 +237,6 @@ class Worker:
             choose,
             self._groups.host,
             self._kv_shape,
-            max_model_len=self._effective.max_model_len,
+            self._capacity,
             is_override=config.num_gpu_blocks_override is not None,
         )

@@ -3,26 +3,32 @@
 #include "simd.h"
 #include "tape.h"
 
-/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Of a block table only what is in use is copied. */
+/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Of a block table only what is in use is copied.
+   A row of a table has `num_columns`; from one group to the next it is `source_stride` in the rows' tables, `slot_stride`
+   and `table_stride` in the inputs. */
 int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
-                    const int32_t *num_computed, const int32_t *tables, int64_t table_stride, int64_t block_size,
-                    int32_t *input_ids, int64_t *positions, int64_t *slots, int32_t *seq_lens, int32_t *block_table)
+                    const int32_t *num_computed, const int32_t *tables, int64_t num_groups, int64_t source_stride,
+                    int64_t num_columns, int64_t block_size, int32_t *input_ids, int64_t *positions, int64_t *slots,
+                    int64_t slot_stride, int32_t *seq_lens, int32_t *block_table, int64_t table_stride)
 {
     for (int64_t i = 0; i < num_requests; i++) {
         const int64_t row = rows[i];
         if (row < 0) {
             input_ids[i] = seq_lens[i] = 0;
             positions[i] = 0;
-            slots[i] = -1;
+            for (int64_t group = 0; group < num_groups; group++)
+                slots[group * slot_stride + i] = -1;
             continue;
         }
-        const int64_t computed = num_computed[row];
-        const int32_t *const table = tables + row * table_stride;
+        const int64_t computed = num_computed[row], last = computed / block_size;
         input_ids[i] = token_ids[row * token_stride + computed];
         positions[i] = computed;
-        slots[i] = table[computed / block_size] * block_size + computed % block_size;
         seq_lens[i] = (int32_t)computed + 1;
-        memcpy(block_table + i * table_stride, table, (computed / block_size + 1) * sizeof(int32_t));
+        for (int64_t group = 0; group < num_groups; group++) {
+            const int32_t *const table = tables + group * source_stride + row * num_columns;
+            slots[group * slot_stride + i] = table[last] * block_size + computed % block_size;
+            memcpy(block_table + group * table_stride + i * num_columns, table, (last + 1) * sizeof(int32_t));
+        }
     }
     return 0;
 }
@@ -30,7 +36,8 @@ int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *to
 int play_prepare_decodes(const Word *a)
 {
     return prepare_decodes(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].pointer, a[5].pointer, a[6].integer,
-                           a[7].integer, a[8].pointer, a[9].pointer, a[10].pointer, a[11].pointer, a[12].pointer);
+                           a[7].integer, a[8].integer, a[9].integer, a[10].pointer, a[11].pointer, a[12].pointer,
+                           a[13].integer, a[14].pointer, a[15].pointer, a[16].integer);
 }
 
 /* The end of that step: its tokens are computed, and `sampled` follow.  Doing it twice changes nothing. */

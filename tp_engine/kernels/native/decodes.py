@@ -18,21 +18,27 @@ class NativeDecodes:
 
     def prepare(self, tables: RowTables, inputs: DecodeInputs) -> None:
         """See ``prepare_decodes``."""
-        assert inputs.block_table.stride(0) == tables.block_table.stride(0)
+        source, target = tables.block_table, inputs.block_table
+        num_columns = source.stride(1)
+        assert target.stride(1) == num_columns
         self._prepare(
             inputs.rows.data_ptr(),
             len(inputs.rows),
             tables.token_ids.data_ptr(),
             tables.token_ids.stride(0),
             tables.num_computed.data_ptr(),
-            tables.block_table.data_ptr(),
-            tables.block_table.stride(0),
+            source.data_ptr(),
+            len(source),
+            source.stride(0),
+            num_columns,
             tables.block_size,
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
             inputs.slot_mapping.data_ptr(),
+            inputs.slot_mapping.stride(0),
             inputs.seq_lens.data_ptr(),
-            inputs.block_table.data_ptr(),
+            target.data_ptr(),
+            target.stride(0),
         )
 
     def advance(self, tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:

@@ -23,7 +23,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT, _INT),
     "prepare_heads": (_POINTER, _INT, *[_POINTER] * 3, _FLOAT, *[_INT] * 5),
     "silu_and_mul": (_POINTER, _POINTER, *[_INT] * 4),
-    "prepare_decodes": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 5),
+    "prepare_decodes": (
+        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
+        *(_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT),
+    ),
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
     "embed": (*[_POINTER] * 3, *[_INT] * 4),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
@@ -39,6 +42,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
     "run_tape": (_POINTER, _INT, _POINTER),
+    "max_words": (),
 }
 # Those that a tape can hold have a player of the same name.
 _UNRECORDED = (
@@ -52,6 +56,7 @@ _UNRECORDED = (
     "shared_all_reduce",
     "shared_all_gather",
     "run_tape",
+    "max_words",
 )
 
 

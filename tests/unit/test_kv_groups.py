@@ -1,0 +1,197 @@
+"""A model whose layers have windows, run with a block table for each group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tp_engine import kv_layout
+from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.dist.collectives import SingleRank
+from tp_engine.dist.rank import RankInfo
+from tp_engine.faults import PhaseNote
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kv_layout import TILE_TOKENS
+from tp_engine.model_config import kv_layout_of, load_model_config
+from tp_engine.models.registry import build_model
+from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan, StepResult
+from tp_engine.sampling.state import SamplingState
+from tp_engine.weights.loader import load_weights
+from tp_engine.worker.graph_recorder import RepeatingRecorder
+from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
+from tp_engine.worker.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+NUM_ROWS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 4, 256, 4, 400
+WINDOWED: dict[str, Any] = {
+    "architecture": "qwen2", "num_layers": 4, "use_sliding_window": True, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+}  # fmt: skip
+BACKENDS = [TorchBackend, *([NativeBackend] if native_library() else [])]
+
+
+class Engine:
+    """A runner, and plans for it made by hand: blocks that are behind a window go back to the pool at once."""
+
+    def __init__(self, folder: Path, make_backend: Callable[[], AttentionBackend]) -> None:
+        config, path = load_model_config(str(folder))
+        layout, alone = kv_layout_of(config), SingleRank()
+        self.windows, self.backends = layout.windows, [make_backend() for _ in layout.groups]
+        model = build_model(
+            config, communicator=alone, dtype=torch.float32, device=CPU, backends=self.backends, max_model_len=MAX_LEN
+        )
+        load_weights(dict(model.named_parameters()), config, path, info=RankInfo())
+        model.finish_loading()
+        shape = KvCacheShape(
+            layers_per_block=layout.layers_per_block,
+            block_size=BLOCK_SIZE,
+            local_num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+        )
+        self.cache = allocate_kv_cache(shape, NUM_BLOCKS, CPU).fill_(torch.nan)  # what is not a row's must not be read
+        bind_kv_cache(self.cache, model.attention_layers, layout)
+        self.runner = ModelRunner(
+            model=model,
+            backends=self.backends,
+            batch=InputBatch(
+                max_num_seqs=NUM_ROWS,
+                max_model_len=MAX_LEN,
+                block_size=BLOCK_SIZE,
+                num_groups=len(layout.groups),
+                device=CPU,
+            ),
+            kv_cache=self.cache,
+            kv_scales=None,
+            communicator=alone,
+            sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=config.vocab_size, device=CPU, info=RankInfo()),
+            note=PhaseNote(0),
+        )
+        self.free = [*range(1, NUM_BLOCKS, 2), *range(2, NUM_BLOCKS, 2)]  # no two of a row's lie side by side
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.tables: dict[int, list[list[int]]] = {}
+        self.freed = 0
+
+    def enter(self, row: int, tokens: Sequence[int], like: int | None = None) -> Admission:
+        """A new row; ``like`` another that leaves, it takes over its blocks and all but its last token."""
+        self.tokens[row] = list(tokens)
+        self.computed[row] = 0 if like is None else len(tokens) - 1
+        self.tables[row] = [] if like is None else self.tables.pop(like)
+        return Admission(
+            row=row,
+            token_ids=np.array(tokens, dtype=np.int32),
+            num_prompt_tokens=len(tokens),
+            num_computed_tokens=self.computed[row],
+            block_ids=np.array(self.tables[row], dtype=np.int32).reshape(-1),
+            sampling=RowSampling(logprobs=3),
+        )
+
+    def step(
+        self, decodes: Sequence[int], chunks: dict[int, int], admitted: tuple[Admission, ...] = (), **options: Any
+    ) -> StepResult:
+        counts = dict.fromkeys(decodes, 1) | chunks
+        grown = [(row, blocks) for row, count in counts.items() for blocks in self._grow(row, count)]
+        ends = [self.computed[row] == len(self.tokens[row]) for row in chunks]
+        plan = StepPlan(
+            step_id=1,
+            admitted=admitted,
+            block_rows=_ints(row for row, _ in grown),
+            block_ids=_ints(block for _, blocks in grown for block in blocks),
+            decode_rows=_ints(decodes),
+            prefill_rows=_ints(chunks),
+            prefill_tokens=_ints(chunks.values()),
+            prefill_samples=np.array(ends, dtype=np.bool_),
+            **options,
+        )
+        result = self.runner.run(plan).result()
+        for row, token in zip(plan.sampled_rows.tolist(), result.token_ids.tolist(), strict=True):
+            self.tokens[row].append(token)
+        for row in counts:
+            self._expire(row)
+        return result
+
+    def _grow(self, row: int, count: int) -> list[list[int]]:
+        self.computed[row] += count
+        missing = -(-self.computed[row] // BLOCK_SIZE) - len(self.tables[row])
+        new = [[self.free.pop(0) for _ in self.windows] for _ in range(missing)]
+        self.tables[row] += new
+        return new
+
+    def _expire(self, row: int) -> None:
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            for blocks in self.tables[row][: max(0, self.computed[row] + 1 - window - TILE_TOKENS) // BLOCK_SIZE]:
+                if blocks[group]:
+                    self.cache[:, :, blocks[group]] = torch.nan
+                    self.free.append(blocks[group])
+                    blocks[group] = 0
+                    self.freed += 1
+
+
+def _ints(values: Any) -> IntArray:
+    return np.fromiter(values, dtype=np.int32)
+
+
+def serve(engine: Engine) -> list[StepResult]:
+    """Chunks, mixed steps, decodes, and a row that goes on with the blocks of another."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 200, length).tolist() for length in (150, 30)]
+    results = [engine.step([], {0: 100}, (engine.enter(0, prompts[0]),))]
+    results.append(engine.step([], {0: 50, 1: 20}, (engine.enter(1, prompts[1]),)))
+    results.append(engine.step([0], {1: 10}))
+    results += [engine.step([0, 1], {}) for _ in range(40)]
+    moved = engine.enter(3, engine.tokens[0], like=0)
+    results.append(engine.step([1], {3: 1}, (moved,), released=_ints([0])))
+    results += [engine.step([3, 1], {}) for _ in range(5)]
+    return results
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_groups_compute_what_one_group_does(
+    make_backend: Callable[[], AttentionBackend],
+    is_recorded: bool,
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows 8, none, 8, 8.  Oracle: the same model with one table for all layers, which keeps all blocks: tokens and
+    log-probabilities, bit by bit.  What is not a row's, or behind a window, is NaN."""
+    folder = checkpoint(**WINDOWED)
+    engines = [Engine(folder, make_backend)]
+    monkeypatch.setattr(kv_layout, "MAX_GROUPS", 1)
+    engines.append(Engine(folder, make_backend))
+    assert [len(engine.windows) for engine in engines] == [4, 1]
+    found = []
+    for engine in engines:
+        if is_recorded:
+            engine.runner.capture((1, 2, 4), RepeatingRecorder())
+        found.append(serve(engine))
+    for grouped, single in zip(*found, strict=True):
+        np.testing.assert_array_equal(grouped.token_ids, single.token_ids)
+        if single.logprobs is None or grouped.logprobs is None:
+            assert single.logprobs is grouped.logprobs
+            continue
+        np.testing.assert_array_equal(grouped.logprobs.token_ids, single.logprobs.token_ids)
+        np.testing.assert_array_equal(grouped.logprobs.logprobs, single.logprobs.logprobs)
+        assert np.isfinite(grouped.logprobs.logprobs).all()
+    assert engines[0].freed > 30 and engines[1].freed == 0
+
+
+def test_a_copy_is_of_all_layers_of_a_block(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the block's bytes before."""
+    engine = Engine(checkpoint(**WINDOWED), TorchBackend)
+    engine.cache.normal_()
+    before = engine.cache.clone()
+    engine.runner.run(StepPlan(step_id=1, copies=np.array([[5, 9], [6, 2]], dtype=np.int32)))
+    before[:, :, [9, 2]] = before[:, :, [5, 6]]
+    assert torch.equal(engine.cache, before)
