@@ -23,6 +23,13 @@ def test_interpreted_masks() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+def test_interpreted_groups() -> None:
+    """Oracle: the same model with one block table for all layers, its tokens and log-probabilities bit by bit."""
+    interpreted("kernel_cases_kv_groups", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_warm_up() -> None:
     """Oracle: the launches of the start: serving adds no specialisation of a kernel, so nothing is compiled then."""
     interpreted("kernel_cases_warm_up", timeout_s=270)

@@ -142,18 +142,30 @@ def _ints(values: Any) -> IntArray:
     return np.fromiter(values, dtype=np.int32)
 
 
-def serve(engine: Engine) -> list[StepResult]:
+def serve(engine: Engine, num_decodes: int = 40) -> list[StepResult]:
     """Chunks, mixed steps, decodes, and a row that goes on with the blocks of another."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 200, length).tolist() for length in (150, 30)]
     results = [engine.step([], {0: 100}, (engine.enter(0, prompts[0]),))]
     results.append(engine.step([], {0: 50, 1: 20}, (engine.enter(1, prompts[1]),)))
     results.append(engine.step([0], {1: 10}))
-    results += [engine.step([0, 1], {}) for _ in range(40)]
+    results += [engine.step([0, 1], {}) for _ in range(num_decodes)]
     moved = engine.enter(3, engine.tokens[0], like=0)
     results.append(engine.step([1], {3: 1}, (moved,), released=_ints([0])))
     results += [engine.step([3, 1], {}) for _ in range(5)]
     return results
+
+
+def compare(grouped: list[StepResult], single: list[StepResult]) -> None:
+    """Bit by bit."""
+    for found, expected in zip(grouped, single, strict=True):
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        if found.logprobs is None or expected.logprobs is None:
+            assert found.logprobs is expected.logprobs
+            continue
+        np.testing.assert_array_equal(found.logprobs.token_ids, expected.logprobs.token_ids)
+        np.testing.assert_array_equal(found.logprobs.logprobs, expected.logprobs.logprobs)
+        assert np.isfinite(found.logprobs.logprobs).all()
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -176,14 +188,7 @@ def test_groups_compute_what_one_group_does(
         if is_recorded:
             engine.runner.capture((1, 2, 4), RepeatingRecorder())
         found.append(serve(engine))
-    for grouped, single in zip(*found, strict=True):
-        np.testing.assert_array_equal(grouped.token_ids, single.token_ids)
-        if single.logprobs is None or grouped.logprobs is None:
-            assert single.logprobs is grouped.logprobs
-            continue
-        np.testing.assert_array_equal(grouped.logprobs.token_ids, single.logprobs.token_ids)
-        np.testing.assert_array_equal(grouped.logprobs.logprobs, single.logprobs.logprobs)
-        assert np.isfinite(grouped.logprobs.logprobs).all()
+    compare(*found)
     assert engines[0].freed > 30 and engines[1].freed == 0
 
 

@@ -117,6 +117,28 @@ def test_quantised_blocks_are_those_of_the_cache(dtype: str) -> None:
     assert sizes.block_bytes(model(QWEN3_06B), 2, 16, dtype) == shape.block_bytes
 
 
+def test_windows_let_blocks_go() -> None:
+    """Oracle: by hand.  Every second of 28 layers sees 1,024 tokens: two groups of 14 layers, whose blocks of 16 tokens
+    are half of one group's.  A document of 32,768 tokens takes 2,048 blocks of the full group; of the other group those
+    of the window, a tile of 128 and a chunk of 8,192, and one more; a mean one of 12,250 decodes with 766 and 74."""
+    windows = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "head_dim": None,
+        "use_sliding_window": True,
+        "sliding_window": 1_024,
+        "layer_types": ["full_attention", "sliding_attention"] * 14,
+    }
+    full = {**windows, "layer_types": ["full_attention"] * 28}
+    options: dict[str, Any] = {"workload": "long-doc", "gpu": "rtx4090", "block_size": 16}
+    found, plain = (recommend(model(QWEN3_06B | more), **options) for more in (windows, full))
+    assert found.block_bytes * 2 == plain.block_bytes and found.bytes_per_token == plain.bytes_per_token
+    per_request = 2_048 + (1_024 + 128 + 8_192) // 16 + 1
+    assert found.num_tokens == found.num_blocks * 32_768 // per_request
+    assert found.expected_concurrency == pytest.approx(found.num_blocks / (766 + (1_024 + 128) // 16 + 1 + 1))
+    assert found.longest_request == 32_768 and found.expected_concurrency > 1.7 * plain.expected_concurrency
+
+
 def test_the_numbers_of_7b_for_chat_on_24_gb() -> None:
     """Oracle: by hand.  8 MiB a block (2 x 32 layers x 16 tokens x 32 heads x 128 x 2 bytes), 12.55 GiB of weights;
     512 + 256 / 2 tokens held on the average, 128 of them shared: 32 own blocks beside 8 shared ones."""
