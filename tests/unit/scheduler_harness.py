@@ -1,10 +1,10 @@
 """A worker without a model, which proves that a scheduler's plans are right.
 
 It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there, the group
-of layers that stored it, and a hash of the whole sequence up to it.  In each step every row must find its own history in
-the slots of each group, as far back as that group's window and the tile before it reach, whatever was shared, copied,
-given back, evicted or recomputed.  The next token is computed from what the *cache* holds in the windows of all groups,
-so a wrong block also gives wrong tokens; ``expected_tokens`` computes them from the sequence alone.
+of layers that stored it, and a hash of the whole sequence up to it.  In each step every row must find its own history
+in the slots of each group, as far back as that group's window and the tile before it reach, whatever was shared,
+copied, given back, evicted or recomputed.  The next token is computed from what the *cache* holds in the windows of all
+groups, so a wrong block also gives wrong tokens; ``expected_tokens`` computes them from the sequence alone.
 """
 
 from __future__ import annotations

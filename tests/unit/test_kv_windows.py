@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,25 @@ import pytest
 from tests.unit.kernel_harness import needs_triton
 from tests.unit.scheduler_harness import limits
 from tp_engine.kv_layout import TILE_TOKENS
+from tp_engine.plan import BoolArray
 from tp_engine.sched.kv_windows import KvWindows
 
 NATIVE_TYPES = Path(__file__).parents[2] / "tp_engine" / "kernels" / "native" / "attention_types.h"
 
 
 def keys_read(position: int, window: int | None, tile: int) -> range:
-    """What a kernel touches for a query at ``position``: the visible keys, and those before them in their first tile."""
+    """What a kernel touches for a query at ``position``: the visible keys, those before them in their first tile."""
     first = 0 if window is None else max(0, position - window + 1)
     while first % tile:
         first -= 1
     return range(first, position + 1)
+
+
+def suffices(there: BoolArray, number: int, windows: Sequence[int | None], size: int, tile: int) -> bool:
+    """Whether all keys before the end of block ``number`` that the next query reads are in blocks that are there."""
+    end = number * size
+    keys = [(key, group) for group, window in enumerate(windows) for key in keys_read(end, window, tile) if key < end]
+    return all(there[key // size, group] for key, group in keys)
 
 
 def test_golden_first_block() -> None:
@@ -51,14 +60,7 @@ def test_the_longest_hit_is_the_longest_that_suffices() -> None:
         there = np.array([[rng.random() < 0.6 or window is None for window in given] for _ in range(count)])
         there = there.reshape(count, len(given))
 
-        def suffices(number: int, given: tuple[int | None, ...] = given, there: object = there) -> bool:
-            needed = [
-                {key // size for key in keys_read(number * size, window, tile) if key < number * size}
-                for window in given
-            ]
-            return all(there[block, group] for group, blocks in enumerate(needed) for block in blocks)
-
-        expected = next(number for number in range(count, -1, -1) if suffices(number))
+        expected = next(number for number in range(count, -1, -1) if suffices(there, number, given, size, tile))
         assert KvWindows(given, size, tile).longest_hit(there) == expected
 
 
@@ -78,8 +80,8 @@ def test_most_blocks_is_never_exceeded_and_reached(window: int | None, chunk: in
 
 
 def test_capacity_of_a_pool() -> None:
-    """By hand, blocks of 4: ten blocks hold 40 tokens in one group and 20 in two; with a window of 8 and tiles of 4 that
-    takes 4 blocks, six are left for the full group; a model of windows alone has no end but its own."""
+    """By hand, blocks of 4: ten blocks hold 40 tokens in one group and 20 in two; with a window of 8 and tiles of 4,
+    which take 4 blocks, six are left for the full group; a model of windows alone has no end but its own."""
     assert limits(num_blocks=10).capacity_tokens == 40
     assert limits(num_blocks=10, windows=(None, None)).capacity_tokens == 20
     assert limits(num_blocks=10, windows=(None, 8), tile_tokens=4).capacity_tokens == 24
@@ -99,7 +101,7 @@ def test_a_chunk_takes_a_quarter_of_the_pool_at_most() -> None:
 
 @needs_triton
 def test_no_kernel_begins_further_before_a_window_than_a_tile() -> None:
-    """Oracle: the kernels' own sizes.  Their tiles must divide ``TILE_TOKENS``: what is kept begins where theirs may."""
+    """Oracle: the kernels' own sizes.  Their tiles must divide ``TILE_TOKENS``, where what is kept begins."""
     from tp_engine.kernels.paged_decode_triton import decode_sizes
     from tp_engine.kernels.paged_prefill_triton import prefill_sizes
 

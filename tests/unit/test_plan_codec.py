@@ -50,7 +50,8 @@ def samplings(draw: st.DrawFn) -> RowSampling:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    num_blocks, num_prefills = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    """Half of them only decode, which has a fast way of its own."""
+    num_blocks, num_prefills, num_groups = draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(1, 8))
     num_masks, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     admission = st.builds(
         Admission,
@@ -61,15 +62,20 @@ def plans(draw: st.DrawFn) -> StepPlan:
         block_ids=ids(st.integers(0, 9)),
         sampling=samplings(),
     )
-    return StepPlan(
+    decodes = StepPlan(
         step_id=draw(st.integers(0, 2**63 - 1)),
+        block_rows=draw(ids(num_blocks)),
+        block_ids=draw(ids(num_blocks * num_groups)),
+        decode_rows=draw(ids(st.integers(0, 20))),
+    )
+    if draw(st.booleans()):
+        return decodes
+    return msgspec.structs.replace(
+        decodes,
         control=Control(draw(st.integers(0, 15))),
         released=draw(ids(st.integers(0, 9))),
         admitted=tuple(draw(st.lists(admission, max_size=3))),
-        block_rows=draw(ids(num_blocks)),
-        block_ids=draw(ids(num_blocks)),
         copies=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
-        decode_rows=draw(ids(st.integers(0, 20))),
         prefill_rows=draw(ids(num_prefills)),
         prefill_tokens=draw(ids(num_prefills)),
         prefill_samples=draw(arrays.arrays(np.bool_, num_prefills)),
@@ -133,6 +139,22 @@ def small_plan() -> StepPlan:
     )
 
 
+def small_plan_of_three_groups() -> StepPlan:
+    """One of everything, each logical block of three groups."""
+    plain = small_plan()
+    admission = msgspec.structs.replace(plain.admitted[0], block_ids=int32(7, 8, 9))
+    return msgspec.structs.replace(
+        plain,
+        admitted=(admission,),
+        block_rows=int32(0, 0),
+        block_ids=int32(10, 11, 12, 13, 14, 15),
+        copies=int32(5, 6, 3, 4, 1, 2).reshape(3, 2),
+    )
+
+
+SMALL_PLANS = pytest.mark.parametrize("plan", [small_plan(), small_plan_of_three_groups()], ids=["one", "three"])
+
+
 def resealed(data: bytes) -> bytes:
     """The same bytes with the checksum that they should have."""
     return data[:8] + xxhash.xxh3_64_intdigest(data[16:]).to_bytes(8, "little") + data[16:]
@@ -144,6 +166,20 @@ GOLDEN = (
     "0300000003000000000000000300000001000000010000000100000000000000000000000000e03f000000000000f03f"
     "000000000000000000000000000000000000000000000000000000000000f03ffeffffffffffffff2800000003000000"
     "ffffffff000000000b0000000c0000000d000000070000005d500200090000000000c0bf00000000"
+)
+
+
+GOLDEN_OF_THREE_GROUPS = (
+    "54505350020000009d13cb406918522a18010000020000022a0000000000000001000000020000000300000002000000"
+    "01000000010000000200000000000000000000000a0000000b0000000c0000000d0000000e0000000f00000005000000"
+    "060000000300000004000000010000000200000000000000010000000300000003000000010000000300000003000000"
+    "000000000300000003000000010000000100000000000000000000000000e03f000000000000f03f0000000000000000"
+    "00000000000000000000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff00000000"
+    "0b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf00000000"
+)
+GOLDEN_STEADY_OF_TWO_GROUPS = (
+    "54505350020000009ba80df151aa740f48000000000000412a0000000000000000000000010000000000000002000000"
+    "000000000000000001000000070000000800000000000000"
 )
 
 
@@ -176,9 +212,42 @@ def test_golden_bytes() -> None:
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
-def test_every_flipped_byte_is_seen() -> None:
+def test_golden_bytes_of_groups() -> None:
+    """Oracle: bytes written down when plans got groups: those of the drawing, G - 1 in the last byte of control."""
+    plan = small_plan_of_three_groups()
+    assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
+    assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
+    steady = StepPlan(step_id=42, block_rows=int32(1), block_ids=int32(7, 8), decode_rows=int32(0, 1))
+    data = encode_plan(steady, repeats_rows=True)
+    assert data.hex() == GOLDEN_STEADY_OF_TWO_GROUPS
+    assert_equal(decode_plan(data, steady.decode_rows), steady)
+
+
+def test_groups_without_blocks_are_malformed() -> None:
+    """Oracle: ``encode_plan`` never says so; in a plan that only decodes and in one of everything."""
+    for plan in (StepPlan(step_id=1, decode_rows=int32(0)), StepPlan(step_id=1, released=int32(3))):
+        data = bytearray(encode_plan(plan))
+        data[23] |= 3
+        with pytest.raises(PlanError, match="malformed step plan: it says 4 groups of layers, and has no new blocks"):
+            decode_plan(resealed(bytes(data)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.integers(0, 7), plan=plans())
+def test_a_wrong_number_of_groups_never_reads_past_the_end(value: int, plan: StepPlan) -> None:
+    """Oracle: with the groups changed and a checksum that fits, a PlanError or another whole plan."""
+    data = bytearray(encode_plan(plan))
+    data[23] = data[23] & 0xF8 | value
+    try:
+        decode_plan(resealed(bytes(data)))
+    except PlanError as error:
+        assert "malformed" in str(error)
+
+
+@SMALL_PLANS
+def test_every_flipped_byte_is_seen(plan: StepPlan) -> None:
     """Oracle: each single byte of a plan, with one bit and with all bits flipped, makes it invalid."""
-    data = encode_plan(small_plan())
+    data = encode_plan(plan)
     for position in range(len(data)):
         for mask in (1, 255):
             flipped = bytearray(data)
@@ -187,9 +256,10 @@ def test_every_flipped_byte_is_seen() -> None:
                 decode_plan(flipped)
 
 
-def test_every_truncation_and_extension_is_seen() -> None:
+@SMALL_PLANS
+def test_every_truncation_and_extension_is_seen(plan: StepPlan) -> None:
     """Oracle: the error gives the length in the plan and the length received."""
-    data = encode_plan(small_plan())
+    data = encode_plan(plan)
     for size in range(len(data)):
         with pytest.raises(PlanError, match=f"{size} received"):
             decode_plan(data[:size])
@@ -256,8 +326,9 @@ def test_wrong_dtypes_are_our_own_fault() -> None:
     """Oracle: int64 ids would lose bits, so encoding refuses them."""
     with pytest.raises(TypeError):
         encode_plan(StepPlan(step_id=0, decode_rows=np.arange(3, dtype=np.int64)))  # type: ignore[arg-type]
-    with pytest.raises(AssertionError):
-        encode_plan(StepPlan(step_id=0, block_rows=int32(1)))
+    for block_rows, block_ids in ((int32(1), int32()), (int32(1, 2), int32(1, 2, 3)), (int32(), int32(1))):
+        with pytest.raises(AssertionError, match=f"{len(block_ids)} ids for {len(block_rows)} new blocks"):
+            encode_plan(StepPlan(step_id=0, block_rows=block_rows, block_ids=block_ids))
 
 
 def test_arrays_received_are_writable_views() -> None:
@@ -269,7 +340,8 @@ def test_arrays_received_are_writable_views() -> None:
 
 
 def test_a_steady_decode_is_small() -> None:
-    """Oracle: a header, three columns of 256, 16 and 16 ids; how quick it is, scripts/bench_control_plane.py shows."""
+    """Oracle: a header, three columns of 256, 16 and 16 ids; 16 more for a second group.  How quick it is,
+    scripts/bench_control_plane.py shows."""
     plan = StepPlan(
         step_id=9,
         block_rows=np.arange(16, dtype=np.int32),
@@ -277,3 +349,5 @@ def test_a_steady_decode_is_small() -> None:
         decode_rows=np.arange(256, dtype=np.int32),
     )
     assert (len(encode_plan(plan)), len(encode_plan(plan, repeats_rows=True))) == (1208, 184)
+    of_two = msgspec.structs.replace(plan, block_ids=np.arange(100, 132, dtype=np.int32))
+    assert (len(encode_plan(of_two)), len(encode_plan(of_two, repeats_rows=True))) == (1272, 248)

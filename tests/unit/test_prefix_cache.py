@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tp_engine.sched.cached_run import Place
+from tp_engine.sched.cached_run import NO_BLOCK, Place, is_lost
 from tp_engine.sched.prefix_cache import PrefixCache
 
 SIZE = 4
@@ -218,3 +218,122 @@ def test_clear_forgets_all(cache: PrefixCache) -> None:
     cache.clear()
     cache.check_integrity()
     assert cache.cached_blocks() == [] and match(cache, EIGHT) == []
+
+
+TWELVE = tokens(*range(12))
+FULL_AND_WINDOW, WINDOWS = np.array([True, False]), np.array([False, False])
+
+
+def publish_groups(cache: PrefixCache, blocks: list[list[int]], data: bytes, place: Place = "") -> list[int]:
+    """Insert logical blocks; those added."""
+    added, _ = cache.insert(np.array(blocks, dtype=np.intp), place, data)
+    cache.check_integrity()
+    return added.tolist()
+
+
+def match_groups(cache: PrefixCache, data: bytes, salt: str = "") -> list[list[int]]:
+    """The known logical blocks of a sequence, -1 where one is missing."""
+    return cache.match(salt, data, 99)[0].tolist()
+
+
+def test_a_windows_block_leaves_a_gap_that_is_filled_again() -> None:
+    """By hand: the window's first two are gone, the full group's own stay; who brings all of them fills the gaps."""
+    cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
+    assert publish_groups(cache, [[0, 1], [2, 3], [4, 5]], TWELVE) == [0, 1, 2, 3, 4, 5]
+    evict(cache, 3, 1)
+    assert match_groups(cache, TWELVE) == [[0, -1], [2, -1], [4, 5]]
+    assert publish_groups(cache, [[6, -1], [7, 8], [9, 10]], TWELVE) == [8], "what is there keeps its first block"
+    assert match_groups(cache, TWELVE) == [[0, -1], [2, 8], [4, 5]]
+    assert cache.groups() == {0: 0, 2: 0, 4: 0, 5: 1, 8: 1}
+
+
+def test_a_full_groups_block_still_cuts_the_run() -> None:
+    """By hand: behind it nothing is found, whatever the window's column holds, until it comes again with its own."""
+    cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
+    publish_groups(cache, [[0, 1], [2, 3], [4, 5]], TWELVE)
+    evict(cache, 2)
+    assert match_groups(cache, TWELVE) == [[0, 1]]
+    assert publish_groups(cache, [[0, 1], [6, 3], [7, -1]], TWELVE) == [6, 3, 7]
+    assert match_groups(cache, TWELVE) == [[0, 1], [6, 3], [7, -1]]
+    evict(cache, 4, 5)
+    assert match_groups(cache, TWELVE) == [[0, 1], [6, 3], [7, -1]]
+
+
+def test_without_a_full_group_a_run_without_blocks_leads_to_those_behind_it() -> None:
+    """By hand: all blocks of the first run are gone, but the second follows it; when that is gone too, both are."""
+    cache = PrefixCache(12, SIZE * 4, WINDOWS)
+    _, place = cache.insert(np.array([[0, 1]]), "", TWELVE[:16])
+    _, last = cache.insert(np.array([[2, 3], [4, 5]]), place, TWELVE[16:])
+    evict(cache, 0, 1)
+    assert match_groups(cache, TWELVE) == [[-1, -1], [2, 3], [4, 5]]
+    evict(cache, 2, 5, 3)
+    assert match_groups(cache, TWELVE) == [[-1, -1], [-1, -1], [4, -1]] and not is_lost(last)
+    evict(cache, 4)
+    assert match_groups(cache, TWELVE) == [] and is_lost(place) and is_lost(last)
+
+
+def test_nothing_is_published_of_what_all_windows_have_left_behind() -> None:
+    """By hand: no block is there, so no run is made, and the place is lost; with the last block there, it is."""
+    cache = PrefixCache(12, SIZE * 4, WINDOWS)
+    added, place = cache.insert(np.full((3, 2), NO_BLOCK), "", TWELVE)
+    assert added.tolist() == [] and is_lost(place) and match_groups(cache, TWELVE) == []
+    assert publish_groups(cache, [[-1, -1], [-1, -1], [4, 5]], TWELVE) == [4, 5]
+    assert match_groups(cache, TWELVE) == [[-1, -1], [-1, -1], [4, 5]]
+
+
+def test_a_tail_needs_its_block_of_every_group() -> None:
+    """By hand: one of two is gone, and with it the tail; the other is free for a tail of the same name to come."""
+    cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
+    assert cache.insert_tail(np.array([3, 4]), "", tokens(5, 6))
+    found = cache.match_tail("", tokens(5, 6, 7), 0)
+    assert found is not None and (found[0].tolist(), found[1]) == ([3, 4], 2)
+    evict(cache, 3)
+    assert cache.match_tail("", tokens(5, 6, 7), 0) is None and cache.cached_blocks() == [4]
+    assert cache.insert_tail(np.array([6, 7]), "", tokens(5, 6))
+    evict(cache, 4)
+    assert cache.match_tail("", tokens(5, 6, 7), 0) is not None
+    evict(cache, 7, 6)
+    assert cache.cached_blocks() == []
+
+
+@pytest.mark.parametrize("is_full", [[True, False], [False], [False, False], [True, True, False]], ids=str)
+def test_random_acts_on_groups_match_a_map_of_prefixes(is_full: list[bool]) -> None:
+    """Oracle: a dictionary from whole prefixes and groups to blocks, over 2500 acts on few tokens.
+
+    Windows lose blocks anywhere.  Full groups lose them from the ends, and what windows had there is lost with them.
+    """
+    rng, groups = random.Random(len(is_full)), range(len(is_full))
+    cache, free = PrefixCache(60, SIZE * 4, np.array(is_full)), list(range(60))
+    model: dict[tuple[bytes, int], int] = {}
+    for _ in range(2500):
+        length = rng.randint(1, 6)
+        data = b"".join(tokens(*[rng.randrange(2)] * SIZE) for _ in range(length))
+        prefixes = [data[: end * SIZE * 4] for end in range(1, length + 1)]
+        known = [[model.get((prefix, group), NO_BLOCK) for group in groups] for prefix in prefixes]
+        depth = max((end for end, blocks in enumerate(known, 1) if max(blocks) >= 0), default=0)
+        found = match_groups(cache, data)
+        assert found[:depth] == known[:depth] and all(max(blocks) < 0 for blocks in found[depth:])
+        new = [[group for group in groups if blocks[group] < 0] for blocks in known]
+        if sum(map(len, new)) <= len(free) and rng.random() < 0.5:
+            first = [0 if full else rng.randint(0, length) for full in is_full]
+            blocks = [
+                [known[i][g] if known[i][g] >= 0 else free.pop() if i >= first[g] else NO_BLOCK for g in groups]
+                for i in range(length)
+            ]
+            fresh = {(prefixes[i], g): blocks[i][g] for i in range(length) for g in new[i] if blocks[i][g] >= 0}
+            assert sorted(publish_groups(cache, blocks, data)) == sorted(fresh.values())
+            model |= fresh
+        elif model:
+            chosen = rng.sample(sorted(model), min(len(model), rng.randint(1, 6)))
+            lost = [name for name in chosen if not is_full[name[1]]]
+            ends = [prefix for prefix, group in chosen if is_full[group] and _is_end(prefix, model)]
+            lost += [name for name in model if name[0] in ends and name not in lost]
+            rng.shuffle(lost)
+            if lost:
+                evict(cache, *[model[name] for name in lost])
+            free += [model.pop(name) for name in lost]
+    assert sorted(cache.cached_blocks()) == sorted(model.values())
+
+
+def _is_end(prefix: bytes, model: dict[tuple[bytes, int], int]) -> bool:
+    return not any(other != prefix and other.startswith(prefix) for other, _ in model)

@@ -61,7 +61,7 @@ def test_random_load(shape: str, caching: bool, ahead: int) -> None:
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_load_of_a_model_with_windows(layout: str, caching: bool, ahead: int) -> None:
-    """As above.  The fake cache is checked as far back as each group may read; what is behind belongs to others soon."""
+    """As above.  The fake cache is checked as far back as each group may read; what is behind goes to other rows."""
     shape = replace(LAYOUTS[layout], enable_prefix_caching=caching)
     simulation = Simulation(shape, ahead=ahead)
     load = RandomLoad(simulation, seed=len(layout) + ahead)
@@ -86,8 +86,8 @@ def test_loads_reach_the_hard_cases() -> None:
 
 @pytest.mark.parametrize("layout", ["window", "full and window", "one in four"])
 def test_loads_reach_the_hard_cases_of_windows(layout: str) -> None:
-    """By count: requests enter without the blocks that a window has left behind, in which another group may have some;
-    sequences are preempted, and tails and forks copied in all groups."""
+    """By count: requests enter without the blocks that a window has left behind; sequences are preempted, tails and
+    forks copied in all groups."""
     simulation = Simulation(LAYOUTS[layout])
     load = RandomLoad(simulation, seed=1)
     for _ in range(1500):

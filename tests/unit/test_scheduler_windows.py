@@ -1,5 +1,5 @@
-"""Groups of layers with windows, whole lives by hand.  Oracle: tables worked out, and the fake worker, which checks what
-each group may read."""
+"""Groups of layers with windows, whole lives by hand.  Oracle: tables worked out, and the fake worker, which checks
+what each group may read."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def without_model(plan: StepPlan) -> StepResult:
 
 
 def test_golden_a_window_gives_blocks_back_when_its_row_grows() -> None:
-    """By hand, blocks and tiles of 4, a window of 4: at position 8 keys 5 and 4 on are read, at 12 keys 8 on.
+    """By hand, blocks and tiles of 4, a window of 4: at position 8 the tile of key 5 is read, at 12 that of key 9.
 
-    Blocks 0 and 1 are the first of the two groups; position 8 takes 4 and 5 and gives 1 back; position 12 takes 1 first.
+    So the first block is given back at 8: it is of the prompt, and stays cached.  The second follows at 12: nothing
+    knows it, and the full group takes it at once.
     """
     simulation = Simulation(limits(windows=(None, 4), tile_tokens=4))
     simulation.add([1] * 7, max_tokens=30, **ENDLESS)
@@ -103,9 +104,8 @@ def _expect(simulation: Simulation) -> None:
 
 
 def test_a_window_that_lost_a_block_shortens_the_hit_to_where_it_suffices() -> None:
-    """By hand: of five known blocks of 4 the window's fourth is taken for something else.  A window of 8 reaches into the
-    third block from the end of the fourth or fifth, so that it is missed behind both, but not behind the third.
-    Computing the rest puts the fourth back."""
+    """By hand: of five known blocks of 4 the window's fourth is taken for something else.  A window of 8 needs the last
+    two blocks, so that the fourth is missed behind the fourth and the fifth.  Computing both puts it back."""
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=40))
     simulation.add([1] * 20, max_tokens=1)
     simulation.run()
@@ -177,7 +177,9 @@ def test_a_fork_of_what_is_copied_in_the_same_step_copies_the_origin(windows: tu
 def test_what_can_never_fit_is_refused_with_numbers() -> None:
     """By hand: 10 blocks of 4 and a window that takes 4 of them leave 6 for the full group: 24 tokens."""
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=10))
-    with pytest.raises(RequestError, match=r"25 tokens; the KV cache holds 24 .*10 blocks of 4, one for each of 2 groups"):
+    with pytest.raises(
+        RequestError, match=r"25 tokens; the KV cache holds 24 .*10 blocks of 4, one for each of 2 groups"
+    ):
         simulation.add([1] * 25)
     simulation.add([1] * 24, max_tokens=None, **ENDLESS)
     simulation.run()

@@ -91,7 +91,9 @@ def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes | bytear
         return _encode_any(plan, control, sent)
     body = rows.tobytes() + ids.tobytes() if len(rows) else b""
     if len(sent):
-        body += sent.tobytes() + _PADDING if len(sent) % 2 else sent.tobytes()
+        body += sent.tobytes()
+    if len(body) % ALIGNMENT:
+        body += _PADDING
     total = _HEADER.size + len(body)
     summed = _SUMMED.pack(total, control, plan.step_id, 0, len(rows), 0, len(decodes), 0, 0) + body
     return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed

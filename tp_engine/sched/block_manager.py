@@ -146,7 +146,7 @@ class BlockManager:
         return tables
 
     def donation(self, row: int, num_tokens: int) -> Donation | None:
-        """What a fork needs that goes on after the first ``num_tokens`` of ``row``; None if a window has left it behind."""
+        """What a fork needs that goes on after the first ``num_tokens`` of ``row``; None if a window left it behind."""
         if (self._rows.first_block[row] > self.windows.first_needed(num_tokens)).any():
             return None
         num_full, num_in_last = divmod(num_tokens, self.block_size)

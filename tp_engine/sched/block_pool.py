@@ -109,7 +109,7 @@ class BlockPool:
         self._content[blocks] = _FULL
 
     def mark_tail(self, blocks: BlockIds) -> None:
-        """The prefix cache knows the first tokens of these partly filled blocks, which their only holder will release."""
+        """The prefix cache knows the first tokens of these partly filled blocks, which their only holder releases."""
         counts = self._ref_count[blocks]
         assert np.all(counts == 1), f"blocks {blocks} have {counts} holders: they can be no tail"
         self._content[blocks] = _TAIL

@@ -19,8 +19,8 @@ class DecodeRun:
 
     What a step changes may be *noted* here instead of being entered into the arrays of ``RowState`` at once, and
     ``RowState.settle`` enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for
-    which ``grown_rows`` took ``grown_blocks`` (G of each), no row twice, and the rows got the first ``num_results`` of ``results``,
-    (steps, rows) int32.
+    which ``grown_rows`` took ``grown_blocks``, G for each row and no row twice, and the rows got the first
+    ``num_results`` of ``results``, (steps, rows) int32.
     """
 
     def __init__(self, rows: RowSet, room: npt.NDArray[np.int64], num_steps: int, block_size: int) -> None:

@@ -22,8 +22,8 @@ class Shared(msgspec.Struct, frozen=True):
 class Entry(msgspec.Struct):
     """It begins with ``shared`` blocks, which it holds already, and needs more up to its first ``end`` tokens.
 
-    Its first ``num_computed`` tokens have K/V.  Logical block number ``len(shared.table)`` begins as a copy of ``source`` (G,), if there is one.
-    ``num_published`` and ``place`` are where it goes on in the prefix cache.
+    Its first ``num_computed`` tokens have K/V.  The first logical block behind the shared ones begins as a copy of
+    ``source`` (G,), if there is one.  ``num_published`` and ``place`` are where it goes on in the prefix cache.
     """
 
     sequence: Sequence

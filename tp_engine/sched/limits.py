@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.sched.kv_windows import KvWindows
@@ -56,12 +57,9 @@ class SchedulerLimits:
         With windows it must be computed in small enough chunks, down to one block (``BlockManager.chunk_limit``), and
         no more than ``max_model_len`` are counted, because a sequence may hold no more blocks the longer it gets.
         """
-        windows = self.kv_windows
-        if not windows.has_windows:
+        if not any(self.windows):
             return self.num_blocks // self.num_groups * self.block_size
-        numbers = range(ceil_div(self.max_model_len, self.block_size) + 1)
-        fitting = bisect_right(numbers, self.num_blocks, key=lambda number: windows.most_blocks(number, 1))
-        return (fitting - 1) * self.block_size
+        return _most_logical_blocks(self) * self.block_size
 
     @property
     def max_chunk_tokens(self) -> int:
@@ -70,7 +68,7 @@ class SchedulerLimits:
         A group with a window needs room for a whole chunk, most of which it gives back one step later.  So that a
         prompt does not make others wait or give way for that, a chunk takes at most a quarter of the pool.
         """
-        if not self.kv_windows.has_windows:
+        if not any(self.windows):
             return self.max_num_batched_tokens
         num_blocks = max(1, self.num_blocks // (_CHUNKS_PER_POOL * self.num_groups))
         return min(self.max_num_batched_tokens, num_blocks * self.block_size)
@@ -84,3 +82,11 @@ class SchedulerLimits:
     def max_blocks_per_row(self) -> int:
         """Width of a block table."""
         return ceil_div(min(self.max_sequence_tokens, self.capacity_tokens), self.block_size)
+
+
+@lru_cache(maxsize=8)  # asked for by every request
+def _most_logical_blocks(limits: SchedulerLimits) -> int:
+    """Of a sequence that fits alone in the pool, and in the model."""
+    windows = limits.kv_windows
+    numbers = range(ceil_div(limits.max_model_len, limits.block_size) + 1)
+    return bisect_right(numbers, limits.num_blocks, key=lambda number: windows.most_blocks(number, 1)) - 1

@@ -105,8 +105,8 @@ class PrefixCache:
         return dict(zip(blocks.tolist(), (self._place_of[blocks] % self._num_groups).tolist(), strict=True))
 
     def insert(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> tuple[BlockIds, Place]:
-        """Publish computed, full logical blocks (n, G) that follow each other and ``place``; ``token_bytes`` are theirs.
-        ``NO_BLOCK`` stands for those that a window has left behind.
+        """Publish computed, full logical blocks (n, G) that follow each other and ``place``; a block that a window has
+        left behind is ``NO_BLOCK``.  ``token_bytes`` are theirs.
 
         Returns the blocks that are cached now and were not before, and the place behind the last.  Content that is
         cached already keeps its first block.  Nothing is added behind a block that has been evicted; what stands behind
@@ -135,7 +135,7 @@ class PrefixCache:
         return np.concatenate((added, self._enter(run, flat[there], there))), (run, len(new) - 1)
 
     def insert_tail(self, blocks: BlockIds, place: Place, token_bytes: bytes) -> bool:
-        """Publish a partly filled block of each group (G,) that follow ``place``; False if the same content is known."""
+        """Publish a partly filled block of each group (G,) that follow ``place``; False if their content is known."""
         assert 0 < len(token_bytes) < self._block_bytes and not self._serial_of[blocks].any()
         name = identity(place), token_bytes
         if name in self._tail_named:
@@ -145,7 +145,7 @@ class PrefixCache:
         return True
 
     def evict(self, blocks: BlockIds) -> None:
-        """These blocks are about to be overwritten: nothing leads to them any more."""
+        """These blocks, at least one, are about to be overwritten: nothing leads to them any more."""
         serials = self._serial_of[blocks]
         self._serial_of[blocks] = 0
         changes = (np.flatnonzero(serials[1:] != serials[:-1]) + 1).tolist()

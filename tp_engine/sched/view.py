@@ -49,8 +49,8 @@ class PoolGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSequence:
-    """A sequence with a row.  ``request_id`` is cut short; ``blocks`` are the first of the ``num_blocks`` that it holds in
-    the first group of layers, which keeps all if any group does.
+    """A sequence with a row.  ``request_id`` is cut short; ``blocks`` are the first of the ``num_blocks`` that it holds
+    in the first group of layers, which keeps all if any group does.
 
     ``phase`` is ``prefill``, ``decode`` or ``ending``; ``num_computed_tokens`` have K/V, ``num_cached_tokens`` of the
     prompt came from the prefix cache.  ``arrival_s`` is time.monotonic().
