@@ -14,13 +14,13 @@ from tests.unit.kernel_harness import AGREEMENT
 from tests.unit.test_kv_groups import WINDOWED, Engine, compare, serve
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
-from tp_engine.kernels.layer_ops import triton_ops
+from tp_engine.kernels.ops import implementation
 
 
 def main() -> None:
     with (
         tempfile.TemporaryDirectory() as name,
-        patch("tp_engine.layers.context.layer_ops", lambda device_type: triton_ops()),
+        patch("tp_engine.layers.context.op", lambda name, device_type: implementation(name, "triton")),
         patch("tp_engine.worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
     ):
         shape = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}

@@ -19,8 +19,8 @@ from tp_engine.dist.rank import RankInfo
 from tp_engine.faults import PhaseNote
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import TILE_TOKENS
-from tp_engine.model_config import kv_layout_of, load_model_config
-from tp_engine.models.registry import build_model
+from tp_engine.model_config import load_model_config
+from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan, StepResult
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
@@ -42,19 +42,19 @@ class Engine:
     """A runner, and plans for it made by hand: blocks that are behind a window go back to the pool at once."""
 
     def __init__(self, folder: Path, make_backend: Callable[[], AttentionBackend]) -> None:
-        config, path = load_model_config(str(folder))
-        layout, alone = kv_layout_of(config), SingleRank()
+        spec, path = load_model_config(str(folder))
+        layout, alone = spec.kv_layout, SingleRank()
         self.windows, self.backends = layout.windows, [make_backend() for _ in layout.groups]
         model = build_model(
-            config, communicator=alone, dtype=torch.float32, device=CPU, backends=self.backends, max_model_len=MAX_LEN
+            spec, communicator=alone, dtype=torch.float32, device=CPU, backends=self.backends, max_model_len=MAX_LEN
         )
-        load_weights(dict(model.named_parameters()), config, path, info=RankInfo())
+        load_weights(dict(model.named_parameters()), spec, path, info=RankInfo())
         model.finish_loading()
         shape = KvCacheShape(
             layers_per_block=layout.layers_per_block,
             block_size=BLOCK_SIZE,
-            local_num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            local_num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
             dtype=torch.float32,
         )
         self.cache = allocate_kv_cache(shape, NUM_BLOCKS, CPU).fill_(torch.nan)  # what is not a row's must not be read
@@ -72,7 +72,7 @@ class Engine:
             kv_cache=self.cache,
             kv_scales=None,
             communicator=alone,
-            sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=config.vocab_size, device=CPU, info=RankInfo()),
+            sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
             note=PhaseNote(0),
         )
         self.free = [*range(1, NUM_BLOCKS, 2), *range(2, NUM_BLOCKS, 2)]  # no two of a row's lie side by side
