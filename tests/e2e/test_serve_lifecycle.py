@@ -87,6 +87,7 @@ def test_first_signal_drains_and_second_is_not_needed() -> None:
             wait_until(lambda: 'num_requests_running{model_name="demo_model"} 1.0' in late.get("/metrics").text, "it")
             job.process.send_signal(signal.SIGTERM)
             wait_until(lambda: late.get("/ready").status_code == 503, "the drain")
+            assert late.get("/health").status_code == 200  # a drain is no fault
             refused = late.post("/v1/completions", json=SLOW)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         asking.join(DEADLINE_S)
@@ -143,7 +144,11 @@ def test_a_signal_while_loading_ends_the_job() -> None:
         url = f"http://127.0.0.1:{port}"
         ready = httpx.get(url + "/ready", timeout=DEADLINE_S)  # waits in the socket's queue for the frontend
         assert ready.status_code == 503 and ready.json()["error"]["code"] == "not_ready"
-        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.get(url + "/live").status_code == 200
+        for path in ("/health", "/ping", "/v1/models"):
+            answer = httpx.get(url + path)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready", path
+            assert int(answer.headers["retry-after"]) > 0
         assert httpx.post(url + "/v1/completions", json=SLOW).status_code == 503
         job.process.send_signal(signal.SIGTERM)
         job.ends_with(0, 8)

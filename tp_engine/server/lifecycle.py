@@ -3,7 +3,7 @@
 ::
 
     rank 0                                     frontend process             ranks 1 to N-1
-      bind the port, start the frontend  --->    /health, /ready says 503     load
+      bind the port, start the frontend  --->    /live 200, the rest 503      load
       load the engine                            wait for the engine          run plans
       run the service                  <----->   serve
       first signal: serve it out       ----->    503 for new requests         ignore signals
