@@ -5,8 +5,13 @@ In a checkout, installed or not; an installed package has the same as ``-m tp_en
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # until the server has handlers of its own; the imports below take a while
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"stopped\n"), os._exit(0)))
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -23,12 +23,15 @@ class LaunchedRank:
 
 
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
-    """This process's place in a torchrun job, or None for a process that torchrun did not start."""
+    """This process's place in a torchrun job, or None for a process that torchrun did not start.
+
+    ``ConfigError`` for an environment in which several ranks can not meet.
+    """
     env = os.environ if environ is None else environ
     if "RANK" not in env or "WORLD_SIZE" not in env or "MASTER_ADDR" not in env:
         return None
     try:
-        return LaunchedRank(
+        launched = LaunchedRank(
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
@@ -38,6 +41,19 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(f"incomplete torchrun environment ({error}); start the job with torchrun") from error
+    if launched.world_size > 1 and not 0 < launched.master_port < 65536:
+        raise ConfigError(
+            f"MASTER_PORT is {launched.master_port}; the {launched.world_size} ranks meet at this port, so it must be "
+            "from 1 to 65535: start torchrun with --standalone, which finds a free one, or name a real port "
+            "(--rdzv-endpoint HOST:PORT, --master-port PORT)"
+        )
+    return launched
+
+
+def given_rank(environ: Mapping[str, str] | None = None) -> int:
+    """``RANK`` alone, for messages on an environment that ``launched_rank`` refuses; 0 where it is no number."""
+    rank = (os.environ if environ is None else environ).get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def has_torchrun_agent() -> bool:

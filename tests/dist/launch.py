@@ -12,9 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(num_ranks: int, target: Sequence[str], *, timeout_s: float = 170.0) -> subprocess.CompletedProcess[str]:
-    """Run ``torchrun --nproc-per-node num_ranks target...``; the whole process group is killed at the deadline."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+def torchrun(
+    num_ranks: int, target: Sequence[str], *, meeting: Sequence[str] = ("--standalone",), timeout_s: float = 170.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``torchrun --nproc-per-node num_ranks target...``; the whole process group is killed at the deadline.
+
+    ``meeting`` tells torchrun where the ranks meet.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
     process = subprocess.Popen(
         [*command, *target],
         cwd=ROOT,

@@ -87,6 +87,7 @@ def test_first_signal_drains_and_second_is_not_needed() -> None:
             wait_until(lambda: 'num_requests_running{model_name="demo_model"} 1.0' in late.get("/metrics").text, "it")
             job.process.send_signal(signal.SIGTERM)
             wait_until(lambda: late.get("/ready").status_code == 503, "the drain")
+            assert late.get("/health").status_code == 200  # a drain is no fault
             refused = late.post("/v1/completions", json=SLOW)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         asking.join(DEADLINE_S)
@@ -143,10 +144,42 @@ def test_a_signal_while_loading_ends_the_job() -> None:
         url = f"http://127.0.0.1:{port}"
         ready = httpx.get(url + "/ready", timeout=DEADLINE_S)  # waits in the socket's queue for the frontend
         assert ready.status_code == 503 and ready.json()["error"]["code"] == "not_ready"
-        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.get(url + "/live").status_code == 200
+        for path in ("/health", "/ping", "/v1/models"):
+            answer = httpx.get(url + path)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready", path
+            assert int(answer.headers["retry-after"]) > 0
         assert httpx.post(url + "/v1/completions", json=SLOW).status_code == 503
         job.process.send_signal(signal.SIGTERM)
         job.ends_with(0, 8)
+
+
+def test_the_port_file_is_there_from_the_bound_port_to_the_end(tmp_path: Path) -> None:
+    """Oracle: the port in it answers while the model loads; a stop removes it, and no other file was left beside it."""
+    file = tmp_path / "port"
+    file.write_text("1\n")  # of a server that was killed
+    with started("--port", "0", "--port-file", str(file), delay_s=60) as job:
+        wait_until(lambda: file.read_text() != "1\n", "the port")
+        assert httpx.get(f"http://127.0.0.1:{int(file.read_text())}/live", timeout=DEADLINE_S).status_code == 200
+        job.process.send_signal(signal.SIGTERM)
+        job.ends_with(0, 8)
+        job.wait_for("stopped")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_file_is_removed_by_a_stop_that_can_not_wait(tmp_path: Path) -> None:
+    """Oracle: as above, after two signals while a request runs."""
+    file = tmp_path / "port"
+    with started("--port", "0", "--port-file", str(file)) as job:
+        body = SLOW | {"max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", job.url() + "/v1/completions", json=body, timeout=DEADLINE_S) as stream:
+            lines = stream.iter_lines()  # dropping it would close the connection
+            next(lines)
+            job.process.send_signal(signal.SIGINT)
+            job.wait_for("stopping")
+            job.process.send_signal(signal.SIGINT)
+            job.ends_with(0, 5)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_taken_port_is_known_before_loading() -> None:
@@ -178,7 +211,16 @@ def test_death_of_rank_0_ends_the_frontend() -> None:
         wait_until(lambda: not frontend.is_running(), "the frontend to end", 5)
 
 
-@pytest.mark.parametrize("option", [["--schedule-policy", "lpm"], ["--ssl-cert-reqs", "2"], ["--max-num-seq", "2"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--schedule-policy", "lpm"],
+        ["--ssl-cert-reqs", "2"],
+        ["--max-num-seq", "2"],
+        ["--port", "0", "--port-file", "/none/port"],
+        ["--uds", "/tmp/none", "--port-file", "/tmp/none.port"],
+    ],
+)
 def test_configuration_errors_end_at_once(option: list[str]) -> None:
     """Oracle: exit code 2, one message, nothing started."""
     with started(*option) as job:

@@ -288,5 +288,5 @@ def test_api_key_guards_every_route_but_the_status() -> None:
                 answer = httpx.request(method, server.url + path, headers=headers, json=None)
                 assert answer.status_code == 401, (path, headers)
                 assert answer.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/live", "/health", "/ready", "/metrics"):
             assert httpx.get(server.url + path).status_code == 200

@@ -43,9 +43,10 @@ def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
         pulse.beat(hangs=False)
         assert status(server, "/health")[0] == 200
         pulse.beat(hangs=True)
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/v1/models"):
             found, code, seconds = status(server, path)
             assert (found, code) == (503, "engine_hangs") and seconds < 0.1
+        assert status(server, "/live")[0] == 200
         assert server.post("/v1/completions", {"prompt": "x"}).status_code == 503
         pulse.beat(hangs=False)
         assert status(server, "/health")[0] == status(server, "/ready")[0] == 200

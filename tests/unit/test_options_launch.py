@@ -68,6 +68,28 @@ def test_configuration_errors_are_reported_once(rank: int, argv: list[str], capf
     assert err.count("serve.py: error:") == (1 if rank == 0 else 0)
 
 
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "", "port"])
+def test_a_port_at_which_no_ranks_can_meet_is_refused(
+    rank: int, port: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: exit code 2 on every rank, and one message with the value and the remedy, from rank 0."""
+    monkeypatch.setenv("MASTER_PORT", port)
+    assert run() == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == (1 if rank == 0 else 0)
+    if rank == 0:
+        assert f"{port}" in err and "torchrun" in err
+    if rank == 0 and port.lstrip("-").isdecimal():
+        assert f"MASTER_PORT is {port};" in err and "1 to 65535" in err and "--standalone" in err
+
+
+def test_one_rank_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a world of one meets nobody, so it starts with any port."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert run() == 0
+
+
 @pytest.mark.parametrize(
     ("error", "code", "traceback"),
     [

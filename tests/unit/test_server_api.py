@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.asgi import App, Reply, run_served, until
+from tests.asgi import App, Exchange, Reply, run_served, until
 from tests.fake_engine import FakeEngine, arith, echo
 from tests.tiny_server import chat_tokenizer
 from tp_engine import __version__
 from tp_engine.plan import Control
+from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.state import ServerState
 
 CONTEXT = 1024  # of the fake engine
 MESSAGES = [{"role": "user", "content": "hi there"}]
@@ -68,12 +70,43 @@ def test_tokens_there_and_back() -> None:
     serve(scenario)
 
 
+def test_nothing_but_live_is_green_while_the_model_loads() -> None:
+    """Oracle: a client that waits for ``/health``, or for a model to be listed, is served from then on."""
+
+    async def scenario(key: str | None) -> None:
+        app = create_app(ServerState(ServerConfig(api_key=() if key is None else (key,)), ("demo",)))
+
+        async def ask(method: str, path: str) -> Reply:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            return await Exchange(app, method, path, b"", headers).reply()
+
+        assert (await Exchange(app, "GET", "/live", b"").reply()).json() == {"status": "live"}
+        for method, path in (
+            ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/ready"),
+            ("GET", "/v1/models"), ("GET", "/v1/models/demo"), ("GET", "/v1/models/other"),
+        ):  # fmt: skip
+            reply = await ask(method, path)
+            assert (reply.status, error_of(reply)["code"]) == (503, "not_ready"), path
+            assert int(reply.headers["retry-after"]) > 0 and "loading" in error_of(reply)["message"]
+        for path in ("/health", "/ping"):
+            assert (await Exchange(app, "GET", path, b"").reply()).status == 503, "open without a key too"
+        if key is not None:
+            assert (await Exchange(app, "GET", "/v1/models", b"").reply()).status == 401
+
+    for key in (None, "sesame"):
+        asyncio.run(asyncio.wait_for(scenario(key), 20))
+
+
 def test_status_endpoints() -> None:
     """Oracle: the version of the package; the load counts prompts inside."""
 
     async def scenario(app: App) -> None:
         assert (await app.get("/version")).json() == {"version": __version__}
         assert (await app.start("POST", "/ping").reply()).status == (await app.get("/ping")).status == 200
+        assert (await app.get("/live")).status == (await app.get("/health")).status == 200
+        cards = (await app.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["demo", "alias"] and cards[0]["max_model_len"] == CONTEXT
+        assert (await app.get("/v1/models/alias")).json() == cards[1]
         assert (await app.get("/load")).json()["server_load"] == 0
         running = app.start("POST", "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 900, "ignore_eos": True})
         await until(lambda: app.state.admission.num_prompts == 2, "both prompts")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 STARTING = """
 import time
@@ -45,14 +49,58 @@ with stop.StopSignals() as signals, signals.raising():
         lock(mutex)
 """
 
+IMPORTING = """
+import sys
+from tp_engine.server.signals import StopRequested, StopSignals
+try:
+    with StopSignals() as signals, signals.raising(lambda: print("last", flush=True)):
+        import slow_module
+except StopRequested:
+    print("raised", flush=True)
+"""
+SLOW_MODULE = """
+import time
+print("ready", flush=True)
+for _ in range(3000):
+    time.sleep(0.01)
+"""
+IN_A_FINALIZER = """
+import time
+from tp_engine.server import signals as stop
+stop.UNINTERRUPTIBLE_S = 0.2
+
+class Slow:
+    def __del__(self):
+        print("ready", flush=True)
+        time.sleep(30)
+
+with stop.StopSignals() as signals, signals.raising(lambda: print("last", flush=True)):
+    Slow()
+    time.sleep(30)
+"""
+ENDING = """
+import sys
+import time
+from tp_engine.server.signals import StopSignals
+with StopSignals() as signals:
+    print("ready", flush=True)
+    while not signals.received:
+        time.sleep(0.01)
+print("stopped", flush=True)
+time.sleep(1)
+"""
+
 
 def lines_of(process: subprocess.Popen[str]) -> list[str]:
     assert process.stdout is not None
     return process.stdout.read().split()
 
 
-def start(script: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+def start(script: str, path: Path = ROOT) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -84,3 +132,32 @@ def test_a_process_stuck_outside_the_interpreter_ends_too() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert time.monotonic() - began_s < 5
+
+
+def test_nothing_is_raised_within_an_import(tmp_path: Path) -> None:
+    """Oracle: the last act, then exit code 0: libraries in C++ abort where an import of theirs raises."""
+    (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
+    with start(IMPORTING, tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        assert lines_of(process) == ["last"]
+        assert process.wait(5) == 0
+
+
+def test_a_stop_that_a_finalizer_swallows_leaves_no_traceback() -> None:
+    """Oracle: the last act alone, on standard output and error; exit code 0."""
+    with start(IN_A_FINALIZER) as process:
+        process.send_signal(signal.SIGINT)
+        assert lines_of(process) == ["last"]
+        assert process.wait(5) == 0
+
+
+def test_signals_after_the_stop_change_nothing() -> None:
+    """Oracle: exit code 0 and no word more, whatever comes while the interpreter ends."""
+    with start(ENDING) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "stopped\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert lines_of(process) == []
+        assert process.wait(5) == 0

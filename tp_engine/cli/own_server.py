@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import http
+import http.client
 import os
-import re
 import secrets
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_parent, end_process
 from tp_engine.log import configure_logging
 
-_READY = re.compile(r"^serving .+ at (http://\S+?),? ")
 _STOP_S = 30.0
+_POLL_S = 0.05
+_ANSWER_S = 10.0
 _LOG_TAIL = 4000
 
 
@@ -38,6 +40,7 @@ class OwnServer(NamedTuple):
 class _Orders(msgspec.Struct, frozen=True):
     engine: dict[str, Any]
     api_key: str
+    port_file: str
     parent_pid: int
 
 
@@ -47,13 +50,14 @@ def own_server(engine: Mapping[str, Any]) -> Iterator[OwnServer]:
 
     ``RuntimeError`` with the end of its log if it does not start.
     """
-    orders = _Orders(dict(engine), secrets.token_urlsafe(32), os.getpid())
-    with tempfile.TemporaryDirectory(prefix="tp_engine-") as folder, (Path(folder) / "log").open("w+b") as log:
+    with tempfile.TemporaryDirectory(prefix="tp_engine-") as name, (Path(name) / "log").open("w+b") as log:
+        port_file = Path(name) / "port"
+        orders = _Orders(dict(engine), secrets.token_urlsafe(32), str(port_file), os.getpid())
         # A session of its own: the terminal's Ctrl-C stops an answer, not the server.
         process = subprocess.Popen(
             [sys.executable, "-m", "tp_engine.cli.own_server"],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=log,
             stderr=log,
             start_new_session=True,
         )
@@ -61,20 +65,41 @@ def own_server(engine: Mapping[str, Any]) -> Iterator[OwnServer]:
             assert process.stdin is not None
             with process.stdin as stream, contextlib.suppress(BrokenPipeError):
                 stream.write(msgspec.json.encode(orders))
-            yield OwnServer(_wait_ready(process, Path(log.name)), orders.api_key)
+            url = wait_ready(process, port_file)
+            if url is None:
+                text = Path(log.name).read_text(encoding="utf-8", errors="replace")
+                raise RuntimeError(f"the server ended with exit code {process.returncode}:\n{text[-_LOG_TAIL:]}")
+            yield OwnServer(url, orders.api_key)
         finally:
             end_process(process, timeout_s=_STOP_S)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := _READY.search(line.decode(errors="replace")):
-            threading.Thread(target=process.stdout.read, name="server-output", daemon=True).start()
-            return found[1]
-    code = process.wait()
-    text = log.read_text(encoding="utf-8", errors="replace")
-    raise RuntimeError(f"the server ended with exit code {code}:\n{text[-_LOG_TAIL:]}")
+def wait_ready(process: subprocess.Popen[bytes], port_file: Path, *, timeout_s: float | None = None) -> str | None:
+    """The URL of a server on this host that ``process`` starts with ``port_file``, once it is healthy.
+
+    None if the process has ended.  ``TimeoutError`` after ``timeout_s``; without it the server's own limits count.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            port = int(port_file.read_text())
+            if _is_healthy(port):
+                return f"http://127.0.0.1:{port}"
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            raise TimeoutError(f"the server was not ready within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    return None
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def main() -> int:
@@ -85,7 +110,8 @@ def main() -> int:
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=_Orders)
     die_with_parent(orders.parent_pid)
     configure_logging("rank 0")
-    return serve(EngineConfig(**orders.engine), ServerConfig(port=0, api_key=(orders.api_key,)))
+    server = ServerConfig(port=0, port_file=orders.port_file, api_key=(orders.api_key,))
+    return serve(EngineConfig(**orders.engine), server)
 
 
 if __name__ == "__main__":

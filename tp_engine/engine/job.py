@@ -149,6 +149,8 @@ class Job:
         A collective fails as soon as a dying peer's sockets close, which is shortly before its process has ended.
         """
         self.report(error)
+        if not isinstance(error, Exception):  # a stop that was asked for: no rank is behind it
+            return
         if isinstance(error, MemoryBudgetError):  # agreed on: every rank raises the same, and it names the one
             self._record_own(error, self.rank if error.rank is None else error.rank)
             return
@@ -165,8 +167,7 @@ class Job:
             if monotonic() > deadline_s:
                 break
             sleep(0.01)
-        if isinstance(error, Exception):
-            self._record_own(error, error.rank if isinstance(error, RankError) else self.rank)
+        self._record_own(error, error.rank if isinstance(error, RankError) else self.rank)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tp_engine import env
@@ -18,6 +19,7 @@ from tp_engine.engine.process_handle import ProcessHandle
 from tp_engine.errors import RankError
 
 _watched_parents: set[int] = set()
+_started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
@@ -77,9 +79,40 @@ def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
         process.wait()
 
 
+def ignore_interrupts() -> None:
+    """The first act of a child's main: the terminal's Ctrl-C reaches every process, and its parent decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """A child that starts within has SIGINT blocked until ``ignore_interrupts``: Python would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def note_started(process: subprocess.Popen[bytes]) -> None:
+    """Let ``kill_started`` know a child that lives for this process alone."""
+    _started.add(process)
+
+
+def kill_started() -> None:
+    """Kill the children that were noted, from any thread: this process is about to end without closing anything.
+
+    By themselves they would end too, seconds later, and log that their parent has gone.
+    """
+    for process in list(_started):
+        process.kill()
+
+
 class ChildRanks:
     """Processes of ranks that this process started: each runs a module and reads its orders from standard input.
 
+    The module's main begins with ``ignore_interrupts``.
     The first of ``inputs`` is for ``first_rank``, the others for the ranks that follow.
     """
 
@@ -88,8 +121,10 @@ class ChildRanks:
         self._children: list[subprocess.Popen[bytes]] = []
         try:
             for text in inputs:
-                child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
+                with _interrupts_held_back():
+                    child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
                 self._children.append(child)
+                note_started(child)
                 assert child.stdin is not None
                 child.stdin.write(text)
                 child.stdin.close()

@@ -175,6 +175,8 @@ def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
         try:
             job.blame(error)
         finally:
+            if not isinstance(error, Exception):  # told to stop: the deaths that follow are no incident
+                job.close()
             children.kill()
         raise
 

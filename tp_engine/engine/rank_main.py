@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 import msgspec
 
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
-from tp_engine.engine.processes import die_with_parent
+from tp_engine.engine.processes import die_with_parent, ignore_interrupts
 from tp_engine.engine.rank_spec import RankSpec
 from tp_engine.faults import Phase, PhaseNote, configured_faults
 from tp_engine.log import configure_logging, get_logger
@@ -22,9 +21,9 @@ _LAST_WORDS_S = 4.0
 
 def main() -> int:
     """Join, run plans until the stop plan; the exit code is 0 for a stop that was asked for."""
+    ignore_interrupts()
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
     die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; rank 0 decides
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     configure_logging(f"rank {spec.rank}", config.log_format)
     try:

@@ -143,7 +143,8 @@ class EngineService:
     def _begin_drain(self) -> None:
         if self._drain_timeout_s is not None and self._drain_deadline_s is None:
             self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
-            logger.info("draining: %d requests may finish within %g s", len(self._unfinished), self._drain_timeout_s)
+            if num_running := len(self._unfinished):
+                logger.info("draining: %d requests may finish within %g s", num_running, self._drain_timeout_s)
             if self._refusing:
                 self._socket.send(messages.Draining())
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import msgspec
 
 from tp_engine.config import EngineConfig
-from tp_engine.engine.processes import die_with_parent
+from tp_engine.engine.processes import die_with_parent, ignore_interrupts
 from tp_engine.engine.rank_group import start_engine
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_process import ServiceSpec
@@ -20,9 +19,9 @@ logger = get_logger(__name__)
 
 def main() -> int:
     """Start the engine, serve until told to stop; the exit code is 0 for a stop that was asked for."""
+    ignore_interrupts()
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ServiceSpec)
     die_with_parent(spec.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; the parent decides
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     configure_logging("rank 0", config.log_format)
     try:

@@ -44,7 +44,7 @@ def run_launched(
     0: done, or stopped as asked.  2: a configuration that can not work, reported by rank 0 alone.  1: everything else;
     failures that explain themselves in one line, unforeseen ones with their traceback.
     """
-    rank = 0
+    rank = env.given_rank()
     try:
         launched = env.launched_rank()
         rank = launched.rank if launched else 0

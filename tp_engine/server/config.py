@@ -27,6 +27,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
+    port_file: str | None = option(None, "file that holds the port, from before the model loads until the server ends")
     uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
     ssl_keyfile: str | None = option(None, "the private key's file, for HTTPS")
     ssl_certfile: str | None = option(None, "the certificate's file, for HTTPS")
@@ -103,6 +104,8 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     def _check_listening(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path is {self.root_path!r}; it must begin with / and not end with it")
+        if self.port_file is not None and self.uds is not None:
+            raise ConfigError(f"port_file is {self.port_file!r}, but uds {self.uds!r} has no port; give one of the two")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("HTTPS needs both ssl_keyfile and ssl_certfile; give both, or neither")
         if (self.ssl_ca_certs or self.ssl_cert_reqs) and not self.ssl_certfile:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tp_engine.engine.incident import describe_exit
+from tp_engine.engine.processes import note_started
 from tp_engine.server.config import ServerConfig
 
 _FLUSH_S = 3.0
@@ -87,6 +88,7 @@ class FrontendProcess:
             pass_fds=(listener.fileno(),),
             start_new_session=True,
         )
+        note_started(process)
         assert process.stdin is not None
         with process.stdin as stream, contextlib.suppress(BrokenPipeError):
             stream.write(msgspec.json.encode(settings))

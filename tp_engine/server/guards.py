@@ -18,7 +18,7 @@ from tp_engine.server.page_files import ASSETS
 from tp_engine.server.replies import error_reply
 
 # Everything else needs a key, so that a route added later is guarded too.
-OPEN_PATHS = ("/health", "/ping", "/ready", "/version", "/metrics", "/")
+OPEN_PATHS = ("/live", "/health", "/ping", "/ready", "/version", "/metrics", "/")
 _PAGE_PATHS = tuple(f"/page/{name}" for name in ASSETS)
 
 

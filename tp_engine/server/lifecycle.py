@@ -3,7 +3,7 @@
 ::
 
     rank 0                                     frontend process             ranks 1 to N-1
-      bind the port, start the frontend  --->    /health, /ready says 503     load
+      bind the port, start the frontend  --->    /live 200, the rest 503      load
       load the engine                            wait for the engine          run plans
       run the service                  <----->   serve
       first signal: serve it out       ----->    503 for new requests         ignore signals
@@ -23,14 +23,14 @@ from tp_engine import env
 from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.api.openai.requests import default_model_name
 from tp_engine.config import EngineConfig
-from tp_engine.engine.processes import die_with_launcher
+from tp_engine.engine.processes import die_with_launcher, kill_started
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
-from tp_engine.server.listener import close_listener, open_listener
+from tp_engine.server.listener import close_listener, open_listener, write_port_file
 from tp_engine.server.rank0_presence import announce_rank0, rank0_lives
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
@@ -43,20 +43,25 @@ logger = get_logger(__name__)
 _LEAVE_S = 3.0
 _INTERRUPT_S = 20.0
 _POLL_S = 0.2
+_STOPPED = "stopped"
 
 
 def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit code of this rank's process."""
     if _is_follower():
         return follow(lambda: serve_rank(config), server_config.shutdown_timeout_s)
-    with _recorded(), StopSignals() as signals, contextlib.ExitStack() as stack:
-        stack.enter_context(_rank0())
-        try:
-            with signals.raising():
-                engine, frontend, address = _start(config, server_config, stack)
-        except StopRequested:
-            return 0
-        return _run(engine, frontend, address, signals, server_config.shutdown_timeout_s)
+    with _recorded(), StopSignals() as signals:
+        with _Leftovers() as leftovers, contextlib.ExitStack() as stack:
+            stack.enter_context(_rank0())
+            try:
+                with signals.raising(leftovers.leave):
+                    engine, frontend, address = _start(config, server_config, stack, leftovers)
+            except StopRequested:
+                pass
+            else:
+                _run(engine, frontend, address, signals, server_config.shutdown_timeout_s, leftovers)
+        logger.info(_STOPPED)
+    return 0
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
@@ -104,10 +109,40 @@ def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
     return 0
 
 
+class _Leftovers:
+    """Files that outlive this process unless they are removed: at the end of ``with``, or by ``leave``.
+
+    A stop that is cut short repeats the removals: each must be safe to call twice, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._removals: list[Callable[[], None]] = []
+
+    def __enter__(self) -> _Leftovers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def add(self, removal: Callable[[], None]) -> None:
+        """Call ``removal`` at the end."""
+        self._removals.append(removal)
+
+    def leave(self, last_words: str = _STOPPED) -> None:
+        """The last act of a process that ends without unwinding: no child and no name is left."""
+        kill_started()
+        self._remove()
+        logger.info("%s", last_words)
+
+    def _remove(self) -> None:
+        for removal in list(self._removals):
+            removal()
+
+
 def _start(
-    config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack
+    config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack, leftovers: _Leftovers
 ) -> tuple[Engine, FrontendProcess, str]:
-    """Bind, start the frontend, load; ``stack`` ends what was started."""
+    """Bind, start the frontend, load; ``stack`` and ``leftovers`` end what was started."""
     defaults = load_generation_defaults(  # the frontend does too, later: what is wrong with them is said now
         config.model,
         config.revision,
@@ -119,9 +154,11 @@ def _start(
     if server_config.otlp_traces_endpoint is not None:
         check_tracing()
     with open_listener(server_config) as listener:
-        stack.callback(close_listener, server_config)
+        leftovers.add(lambda: close_listener(server_config))
+        if server_config.port_file is not None:
+            leftovers.add(write_port_file(server_config.port_file, listener))
         address, pulse = new_address(), Pulse.create()
-        stack.callback(remove_address, address)
+        leftovers.add(lambda: remove_address(address))
         stack.callback(pulse.stop_sharing)
         frontend = FrontendProcess.start(
             listener,
@@ -140,21 +177,27 @@ def _start(
 
 
 def _run(
-    engine: Engine, frontend: FrontendProcess, address: str, signals: StopSignals, shutdown_timeout_s: float
-) -> int:
-    """Serve the frontend until a signal, its death, or the engine's."""
+    engine: Engine,
+    frontend: FrontendProcess,
+    address: str,
+    signals: StopSignals,
+    timeout_s: float,
+    leftovers: _Leftovers,
+) -> None:
+    """Serve the frontend until a signal; its death, or the engine's, is raised.  ``timeout_s`` is for a drain."""
     frontend.check()
     service = EngineService(engine, address)
 
     def drain() -> None:
-        logger.info("stopping; running requests get %g s, a second signal ends them now", shutdown_timeout_s)
+        if engine.has_unfinished:
+            logger.info("stopping; running requests get %g s, a second signal ends them now", timeout_s)
         frontend.drain()
-        service.serve_out(shutdown_timeout_s)
-        end_process_after(shutdown_timeout_s + _LEAVE_S, 1)
+        service.serve_out(timeout_s)
+        end_process_after(timeout_s + _LEAVE_S, 1, lambda: leftovers.leave("stopped by force: the engine did not end"))
 
     def stop() -> None:
         service.request_stop()
-        end_process_after(_LEAVE_S, 0)
+        end_process_after(_LEAVE_S, 0, leftovers.leave)
 
     frontend.on_exit(service.request_stop)
     signals.on_stop(drain, stop)
@@ -165,7 +208,6 @@ def _run(
     if not signals.received:
         frontend.check()
         raise ChildProcessError("the HTTP process stopped the engine although nobody asked for it")
-    return 0
 
 
 def _is_follower() -> bool:

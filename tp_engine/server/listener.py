@@ -8,6 +8,8 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Callable
+from pathlib import Path
 
 from tp_engine.errors import ConfigError
 from tp_engine.server.config import ServerConfig
@@ -27,6 +29,30 @@ def close_listener(config: ServerConfig) -> None:
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.uds)
+
+
+def write_port_file(path: str, listener: socket.socket) -> Callable[[], None]:
+    """Write the port of a bound socket into a file, which is there whole or not at all; returns what removes it.
+
+    A file that a killed server left behind is replaced; one that another server has written since is not removed.
+    """
+    text = f"{listener.getsockname()[1]}\n"
+    unfinished = Path(f"{path}.{os.getpid()}")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(
+            f"can not write port_file {path!r}: {error.strerror}; name a file in a folder where you may write"
+        ) from error
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):
+            if Path(path).read_text() == text:
+                os.unlink(path)
+
+    return remove
 
 
 def listener_url(listener: socket.socket, root_path: str = "", *, scheme: str = "http") -> str:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -31,6 +32,7 @@ class StopSignals:
         self._num_received = 0
         self._callbacks: list[Callable[[], None]] = []
         self._raising = False
+        self._last: Callable[[], None] = lambda: None
         self._restore: list[tuple[signal.Signals, Any]] = []
 
     @property
@@ -42,6 +44,7 @@ class StopSignals:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._restore = [(number, signal.signal(number, self._in_main_thread)) for number in STOP_SIGNALS]
+        self._old_hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._old_descriptor = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
         self._thread.start()
@@ -49,17 +52,24 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_descriptor)
+        sys.unraisablehook = self._old_hook
         for number, handler in self._restore:
-            signal.signal(number, handler)
+            # After a stop the process is at its end, and one more signal would only break that off.
+            signal.signal(number, signal.SIG_IGN if self.received else handler)
         self._sender.close()
         self._thread.join(timeout=1.0)
         self._receiver.close()
 
     @contextlib.contextmanager
-    def raising(self) -> Iterator[None]:
-        """Within, the first signal raises ``StopRequested``; a main thread that never sees it ends the process."""
+    def raising(self, last: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Within, the first signal raises ``StopRequested``.
+
+        The process ends with code 0 after ``last()`` where the main thread does not see that within seconds, or is in
+        an import, and at the second signal.
+        """
+        self._last = last
         with self._lock:
-            self._callbacks = [lambda: end_process_after(UNINTERRUPTIBLE_S, 0), lambda: os._exit(0)]
+            self._callbacks = [lambda: end_process_after(UNINTERRUPTIBLE_S, 0, last), lambda: end_process(0, last)]
             self._raising = True
         if self.received:
             raise StopRequested
@@ -76,10 +86,18 @@ class StopSignals:
         for callback in due:
             callback()
 
-    def _in_main_thread(self, _number: int, _frame: FrameType | None) -> None:
-        if self._raising:
-            self._raising = False
+    def _in_main_thread(self, _number: int, frame: FrameType | None) -> None:
+        if not self._raising:
+            return
+        self._raising = False
+        if not _is_importing(frame):
             raise StopRequested
+        end_process_after(0.0, 0, self._last)  # torch's modules in C++ abort where Python raises in an import of theirs
+
+    def _unraisable(self, unraisable: Any) -> None:
+        """``StopRequested`` may strike in a finalizer or a callback, which loses it: no reason for a traceback."""
+        if unraisable.exc_type is not StopRequested:
+            self._old_hook(unraisable)
 
     def _listen(self) -> None:
         while data := self._receiver.recv(64):
@@ -95,8 +113,25 @@ class StopSignals:
             callback()
 
 
-def end_process_after(delay_s: float, code: int) -> None:
-    """End this process with ``code`` if it still exists after ``delay_s``; a stop may be stuck in a collective."""
-    timer = threading.Timer(delay_s, os._exit, (code,))
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def end_process_after(delay_s: float, code: int, last: Callable[[], None] = lambda: None) -> None:
+    """End this process with ``code`` if it still exists after ``delay_s``; a stop may be stuck in a collective.
+
+    ``last`` is called before, in another thread.
+    """
+    timer = threading.Timer(delay_s, end_process, (code, last))
     timer.daemon = True
     timer.start()
+
+
+def end_process(code: int, last: Callable[[], None]) -> None:
+    """Call ``last`` and end this process with ``code``, at once and from any thread."""
+    try:
+        last()
+    finally:
+        os._exit(code)

@@ -56,14 +56,10 @@ class ServerState:
     @property
     def llm(self) -> AsyncLLM:
         """The engine; ``HttpError`` 503 while it loads and after it has ended."""
-        if self._llm is None:
-            raise HttpError(503, "the model is still loading", code="not_ready", retry_after_s=RETRY_AFTER_S)
-        if self._llm.errored:
-            raise HttpError(503, "the engine has stopped", code="engine_dead")
-        self._check_pulse()
-        if not self._llm.is_ready:
+        llm = self.healthy_llm()
+        if not llm.is_ready:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
-        return self._llm
+        return llm
 
     def observation(self, request: EngineRequest, *, num_sequences: int | None = None) -> Observation:
         """Watches one prompt; it has as many sequences as it asks for, unless said."""
@@ -75,16 +71,14 @@ class ServerState:
             tracer=self.tracer,
         )
 
-    @property
-    def max_model_len(self) -> int | None:
-        """Longest prompt plus output in tokens; None while the engine loads."""
-        return None if self._llm is None else self._llm.model_info.max_model_len
-
-    def check_healthy(self) -> None:
-        """``HttpError`` 503 if the engine has failed or hangs; an engine that still loads is healthy."""
-        if self._llm is not None and self._llm.errored:
+    def healthy_llm(self) -> AsyncLLM:
+        """The engine, which may be ending in good order; ``HttpError`` 503 while it loads, if it failed or hangs."""
+        if self._llm is None:
+            raise HttpError(503, "the model is still loading", code="not_ready", retry_after_s=RETRY_AFTER_S)
+        if self._llm.errored:
             raise HttpError(503, "the engine has stopped", code="engine_dead")
         self._check_pulse()
+        return self._llm
 
     def check_ready(self) -> None:
         """``HttpError`` 503 unless a request that comes now would be served."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tp_engine.cli.own_server import wait_ready
 from tp_engine.engine.processes import end_process
 
 ROOT = Path(__file__).resolve().parents[3]
-_READY = re.compile(r"serving .+ at (http://\S+?),? ")
 _STOP_S = 40.0
 
 
@@ -27,11 +25,14 @@ def own_server(
     Raises ``RuntimeError`` with the end of the log if it ends, or is not ready within ``start_s``.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [*(torchrun if num_ranks > 1 else [sys.executable]), script, "--port", "0", *arguments]
+    port_file = log.resolve().with_name(f"{log.name}.port")
+    port_file.unlink(missing_ok=True)
+    command = [*(torchrun if num_ranks > 1 else [sys.executable]), script]
+    command += ["--port", "0", "--port-file", str(port_file), *arguments]
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=_environment())
     try:
-        yield _wait_ready(process, log, time.monotonic() + start_s)
+        yield _wait_ready(process, port_file, log, start_s)
     finally:
         end_process(process, timeout_s=_STOP_S)
 
@@ -41,13 +42,15 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep + path if path else ''}", "PYTHONUNBUFFERED": "1"}
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) -> str:
-    while True:
-        text = log.read_text(encoding="utf-8", errors="replace")
-        if found := _READY.search(text):
-            return found[1]
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {process.returncode}:\n{text[-4000:]}")
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(f"the server was not ready in time:\n{text[-4000:]}")
-        time.sleep(0.1)
+def _wait_ready(process: subprocess.Popen[bytes], port_file: Path, log: Path, start_s: float) -> str:
+    try:
+        url = wait_ready(process, port_file, timeout_s=start_s)
+    except TimeoutError as error:
+        raise RuntimeError(f"{error}:\n{_end_of(log)}") from None
+    if url is None:
+        raise RuntimeError(f"the server ended with exit code {process.returncode}:\n{_end_of(log)}")
+    return url
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-4000:]

@@ -13,7 +13,7 @@ from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.figures import Histogram, histograms, numbers, summaries
 
 # They come every few seconds and would hide the others.
-NOT_COUNTED = ("/metrics", "/health", "/ready", "/ping", "/load", "/version", "/server_info", "/engine")
+NOT_COUNTED = ("/metrics", "/live", "/health", "/ready", "/ping", "/load", "/version", "/server_info", "/engine")
 _NO_ROUTE = "none"
 _CLIENT_GONE = 499
 

@@ -1,4 +1,4 @@
-"""Whether the server lives and takes requests, what it is, and how busy."""
+"""Whether the process lives, the engine is healthy, and a request would be served; what the server is, how busy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from tp_engine.server.state import ServerState
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
-    """``/health``, ``/ping``, ``/ready``, ``/version`` and ``/load``."""
+    """``/live``, ``/health``, ``/ping``, ``/ready``, ``/version`` and ``/load``."""
+
+    @app.get("/live", responses=ANSWERS)
+    async def live() -> Response:
+        """200 as soon as HTTP is up, whatever the engine does."""
+        return json_reply({"status": "live"})
 
     @app.get("/health", responses=ANSWERS)
     @app.get("/ping", responses=ANSWERS)
     @app.post("/ping", responses=ANSWERS)
     async def health() -> Response:
-        """200 unless the engine has failed or hangs; an engine that still loads is healthy."""
-        state.check_healthy()
+        """200 once the model is loaded, until the engine fails or hangs; 503 before and after."""
+        state.healthy_llm()
         return json_reply({"status": "ok"})
 
     @app.get("/ready", responses=ANSWERS)
