@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 MODULES = (
     "kernel_cases_layer_ops",
+    "kernel_cases_heads",
     "kernel_cases_one_row_linear",
     "kernel_cases_decode_inputs",
     "kernel_cases_paged_attention",
