@@ -26,8 +26,8 @@ from tp_engine.units import round_up
 
 VOCAB_ALIGNMENT = 16
 
-Lookup: TypeAlias = Callable[[torch.Tensor, int | None], torch.Tensor]
-"""``lookup(token_ids, first_id)`` as ``kernels.embedding.embed``, of a weight of its own."""
+Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
+"""``lookup(token_ids, first_id, scale)`` as ``kernels.embedding.embed``, of a weight of its own."""
 
 
 def padded_vocab_size(vocab_size: int, world_size: int) -> int:
@@ -68,15 +68,19 @@ class VocabSlice:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the sum over ranks is the answer."""
+    """(N,) token ids -> (N, hidden), their rows times ``scale``.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext) -> None:
+    Each rank looks up the ids of its own rows; the sum over ranks is the answer.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext, scale: float = 1.0) -> None:
         super().__init__()
         info = context.communicator.info
         self._communicator = context.communicator
         self._num_rows = padded_vocab_size(vocab_size, info.world_size) // info.world_size
         self._first_row = info.rank * self._num_rows
         self.weight: nn.Parameter | None = context.empty(self._num_rows, hidden_size)
+        self._scale = scale
         self._embed = op("embed", context.device.type)
         self._lookup: Lookup | None = None
 
@@ -87,9 +91,9 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         first_row = None if self._communicator.info.world_size == 1 else self._first_row
         if self._lookup is not None:
-            return self._communicator.all_reduce(self._lookup(token_ids, first_row))
+            return self._communicator.all_reduce(self._lookup(token_ids, first_row, self._scale))
         assert self.weight is not None
-        return self._communicator.all_reduce(self._embed(token_ids, self.weight, first_row))
+        return self._communicator.all_reduce(self._embed(token_ids, self.weight, first_row, self._scale))
 
 
 class ParallelLMHead(LocalLinear):

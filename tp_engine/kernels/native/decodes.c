@@ -52,22 +52,29 @@ int play_advance_decodes(const Word *a)
     return advance_decodes(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].pointer, a[5].integer, a[6].pointer);
 }
 
-/* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`; zeros for ids beyond. */
-int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first, int64_t num_ids)
+/* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`, times `scale`; zeros for ids
+   beyond.  Only a scale that is not 1 needs the rows' `dtype`. */
+int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first, int64_t num_ids,
+          float scale, int64_t dtype)
 {
     for (int64_t i = 0; i < n; i++) {
         const int64_t row = ids[i] - first;
-        if (row >= 0 && row < num_ids)
-            memcpy(out + i * row_bytes, weight + row * row_bytes, row_bytes);
-        else
-            memset(out + i * row_bytes, 0, row_bytes);
+        char *const to = out + i * row_bytes;
+        if (row < 0 || row >= num_ids) {
+            memset(to, 0, row_bytes);
+            continue;
+        }
+        memcpy(to, weight + row * row_bytes, row_bytes);
+        if (scale != 1)
+            FOR_DTYPE(multiply_row(to, row_bytes / item_bytes(TYPE), scale, TYPE))
     }
     return 0;
 }
 
 int play_embed(const Word *a)
 {
-    return embed(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer);
+    return embed(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer, a[7].number,
+                 a[8].integer);
 }
 
 INLINE vf load_scores(const char *row, int64_t i, int64_t width, const int dtype)

@@ -1,6 +1,7 @@
-/* Queries and keys made ready for attention, in place: each head is normalised and rotated.
+/* Queries and keys made ready for attention, in place: heads are normalised, one by one or all together, and rotated.
 
-   Of a head, as halves (a, b), each item is divided by the root mean square and multiplied by its weight, then
+   Of a head, each item is divided by the root mean square and multiplied by its weight; then of what turns, its first
+   rotary_dim items as halves (a, b),
 
        (a, b) -> (a cos - b sin, b cos + a sin) */
 
@@ -12,61 +13,162 @@ enum { MAX_HEAD_DIM = 256 };
 /* Items below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_ITEMS = 1 << 14 };
 
-/* The query and key heads of one token, in place; float32 inside, rounded once.  Vectors that go beyond a half or the end of a head
-   bring nothing: what they write is overwritten, or never read. */
-INLINE void turn_heads(char *heads, int64_t num_heads, int64_t dim, const float *cosines_sines, const char *weights, float eps,
-                       const int dtype)
+/* What all heads of a token have in common; `weights` NULL: they are not normalised. */
+typedef struct {
+    const float *cosines_sines;
+    const char *weights;
+    int64_t dim, rotary_dim;
+    float eps, offset;
+} Turn;
+
+/* item = item / rms * (weight + offset) of one head. */
+INLINE void norm_head(float *item, const char *weights, const Turn *turn, const int dtype)
 {
-    const int64_t half = dim / 2, bytes = dim * item_bytes(dtype);
-    const float *cosines = cosines_sines, *sines = cosines_sines + half;
-    float item[MAX_HEAD_DIM + 2 * VW], weight[MAX_HEAD_DIM + VW], turned[MAX_HEAD_DIM + VW];
-    for (int64_t head = 0; head < num_heads; head++, heads += bytes) {
-        widen_row(item, heads, dim, dtype);
+    const int64_t dim = turn->dim;
+    float weight[MAX_HEAD_DIM + VW];
+    widen_row(weight, weights, dim, dtype);
+    if (turn->offset != 0)
+        for (int64_t i = 0; i < dim; i += VW)
+            store_vector(weight + i, load_vector(weight + i) + turn->offset);
+    vf squares = splat(0);
+    for (int64_t i = 0; i < dim; i += VW)
+        squares += load_vector(item + i) * load_vector(item + i);
+    const vf factor = splat(1.0f / sqrtf(sum_of(squares)[0] / (float)dim + turn->eps));
+    for (int64_t i = 0; i < dim; i += VW)
+        store_vector(item + i, load_vector(item + i) * factor * load_vector(weight + i));
+}
+
+/* Some heads of one token from head `first` on, in place; float32 inside, rounded once, times `scale`.  Vectors that go
+   beyond a half or the end of a head bring nothing: what they write is overwritten, or never read. */
+INLINE void turn_heads(char *heads, int64_t first, int64_t end, const Turn *turn, float scale, const int dtype)
+{
+    const int64_t dim = turn->dim, half = turn->rotary_dim / 2, bytes = dim * item_bytes(dtype);
+    const float *cosines = turn->cosines_sines, *sines = cosines + half;
+    float item[MAX_HEAD_DIM + 2 * VW], turned[MAX_HEAD_DIM + VW];
+    for (int64_t head = first; head < end; head++) {
+        widen_row(item, heads + head * bytes, dim, dtype);
         store_vector(item + dim, splat(0));
-        if (weights) {
-            widen_row(weight, weights + head * bytes, dim, dtype);
-            vf squares = splat(0);
-            for (int64_t i = 0; i < dim; i += VW)
-                squares += load_vector(item + i) * load_vector(item + i);
-            const vf factor = splat(1.0f / sqrtf(sum_of(squares)[0] / (float)dim + eps));
-            for (int64_t i = 0; i < dim; i += VW)
-                store_vector(item + i, load_vector(item + i) * factor * load_vector(weight + i));
-        }
+        if (turn->weights)
+            norm_head(item, turn->weights + head * bytes, turn, dtype);
         for (int64_t i = 0; i < half; i += VW)
             store_vector(turned + i, load_vector(item + i) * load_vector(cosines + i) -
                                          load_vector(item + half + i) * load_vector(sines + i));
         for (int64_t i = 0; i < half; i += VW)
             store_vector(turned + half + i, load_vector(item + half + i) * load_vector(cosines + i) +
                                                 load_vector(item + i) * load_vector(sines + i));
-        narrow_row(heads, turned, dim, dtype);
+        for (int64_t i = 2 * half; i < dim; i += VW)
+            store_vector(turned + i, load_vector(item + i));
+        if (scale != 1)
+            for (int64_t i = 0; i < dim; i += VW)
+                store_vector(turned + i, load_vector(turned + i) * scale);
+        narrow_row(heads + head * bytes, turned, dim, dtype);
     }
 }
 
-INLINE void turn_token(char *heads, int64_t num_heads, int64_t dim, const char *table_row, const char *weights, float eps,
+/* `table_row` has rotary_dim items; `scale` is the queries'. */
+INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, const char *table_row, Turn turn, float scale,
                        const int dtype)
 {
     float cosines_sines[MAX_HEAD_DIM + 2 * VW];
-    widen_row(cosines_sines, table_row, dim, dtype);
-    store_vector(cosines_sines + dim, splat(0));
-    turn_heads(heads, num_heads, dim, cosines_sines, weights, eps, dtype);
+    widen_row(cosines_sines, table_row, turn.rotary_dim, dtype);
+    store_vector(cosines_sines + turn.rotary_dim, splat(0));
+    turn.cosines_sines = cosines_sines;
+    const int64_t num_scaled = scale != 1 ? num_heads : 0;
+    if (num_scaled)
+        turn_heads(heads, 0, num_scaled, &turn, scale, dtype);
+    turn_heads(heads, num_scaled, num_heads + num_kv_heads, &turn, 1, dtype);
 }
 
-/* The first `num_heads` of each token's heads, `stride` elements from token to token; `table` (positions, head_dim): the cosines of each pair, then the sines; `weights` (num_heads, head_dim) or NULL: no normalisation. */
-int prepare_heads(char *heads, int64_t stride, const int64_t *positions, const char *table, const char *weights, float eps,
-                  int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t dtype, int64_t num_threads)
+/* The first `num_heads` queries and `num_kv_heads` keys of each token's heads, `stride` elements from token to token.
+   `table` (positions, rotary_dim): the cosines of each pair, then the sines; NULL with a rotary_dim of 0: nothing turns.
+   `query_scale` (positions,) or NULL; `weights` (num_heads + num_kv_heads, head_dim) or NULL: no normalisation. */
+int prepare_heads(char *heads, int64_t stride, const int64_t *positions, const char *table, int64_t rotary_dim,
+                  const float *query_scale, const char *weights, float eps, float offset, int64_t num_tokens, int64_t num_heads,
+                  int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t num_threads)
 {
-    const int64_t bytes = stride * item_bytes((int)dtype), num_items = num_tokens * num_heads * head_dim;
+    const Turn turn = {.weights = weights, .dim = head_dim, .rotary_dim = rotary_dim, .eps = eps, .offset = offset};
+    const int64_t bytes = stride * item_bytes((int)dtype), row_bytes = rotary_dim * item_bytes((int)dtype);
+    const int64_t num_items = num_tokens * (num_heads + num_kv_heads) * head_dim;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_items >= MIN_PARALLEL_ITEMS)
     for (int64_t token = 0; token < num_tokens; token++) {
-        const char *row = table + positions[token] * head_dim * item_bytes((int)dtype);
+        const char *row = table ? table + positions[token] * row_bytes : table;
+        const float scale = query_scale ? query_scale[positions[token]] : 1;
         char *own = heads + token * bytes;
-        FOR_DTYPE(turn_token(own, num_heads, head_dim, row, weights, eps, TYPE))
+        FOR_DTYPE(turn_token(own, num_heads, num_kv_heads, row, turn, scale, TYPE))
+    }
+    return 0;
+}
+
+/* The sum of the squares of some heads: head by head, so that no lane adds up many. */
+INLINE float squares_of(const char *heads, int64_t num_heads, int64_t dim, const int dtype)
+{
+    vf total = splat(0);
+    for (int64_t head = 0; head < num_heads; head++, heads += dim * item_bytes(dtype)) {
+        vf squares = splat(0);
+        for (int64_t i = 0; i < dim; i += VW) {
+            const vf item = load_some(heads, i, dim, dtype);
+            squares += item * item;
+        }
+        total += squares;
+    }
+    return sum_of(total)[0];
+}
+
+/* squares (num_tokens, 2): of a token's first `num_heads` heads, and of the `num_kv_heads` after them. */
+int head_squares(const char *heads, int64_t stride, float *squares, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                 int64_t head_dim, int64_t dtype, int64_t num_threads)
+{
+    const int64_t size = item_bytes((int)dtype), num_items = num_tokens * (num_heads + num_kv_heads) * head_dim;
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_items >= MIN_PARALLEL_ITEMS)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const char *own = heads + token * stride * size, *keys = own + num_heads * head_dim * size;
+        FOR_DTYPE(squares[2 * token] = squares_of(own, num_heads, head_dim, TYPE))
+        FOR_DTYPE(squares[2 * token + 1] = squares_of(keys, num_kv_heads, head_dim, TYPE))
+    }
+    return 0;
+}
+
+/* items = items * factor * weight. */
+INLINE void weigh_items(char *items, const char *weight, float factor, int64_t count, const int dtype)
+{
+    for (int64_t i = 0; i < count; i += VW)
+        store_some(items, i, count, load_some(items, i, count, dtype) * factor * load_some(weight, i, count, dtype), dtype);
+}
+
+/* Queries and keys divided by the root of the mean of `squares` (num_tokens, 2) over `query_width` and `key_width` items, times
+   `weights` (num_heads + num_kv_heads, head_dim). */
+int norm_width(char *heads, int64_t stride, const float *squares, const char *weights, int64_t num_tokens, int64_t num_heads,
+               int64_t num_kv_heads, int64_t head_dim, int64_t query_width, int64_t key_width, float eps, int64_t dtype,
+               int64_t num_threads)
+{
+    const int64_t size = item_bytes((int)dtype), queries = num_heads * head_dim, keys = num_kv_heads * head_dim;
+    const int64_t num_items = num_tokens * (queries + keys);
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_items >= MIN_PARALLEL_ITEMS)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        char *own = heads + token * stride * size;
+        const float by_query = 1.0f / sqrtf(squares[2 * token] / (float)query_width + eps);
+        const float by_key = 1.0f / sqrtf(squares[2 * token + 1] / (float)key_width + eps);
+        FOR_DTYPE(weigh_items(own, weights, by_query, queries, TYPE))
+        FOR_DTYPE(weigh_items(own + queries * size, weights + queries * size, by_key, keys, TYPE))
     }
     return 0;
 }
 
 int play_prepare_heads(const Word *a)
 {
-    return prepare_heads(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].number, a[6].integer,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].integer);
+    return prepare_heads(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].pointer, a[6].pointer,
+                         a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
+                         a[14].integer);
+}
+
+int play_head_squares(const Word *a)
+{
+    return head_squares(a[0].pointer, a[1].integer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
+                        a[7].integer, a[8].integer);
+}
+
+int play_norm_width(const Word *a)
+{
+    return norm_width(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].integer,
+                      a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].integer, a[12].integer);
 }

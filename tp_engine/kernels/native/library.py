@@ -20,15 +20,19 @@ _logger = get_logger(__name__)
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
-    "rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT, _INT),
-    "prepare_heads": (_POINTER, _INT, *[_POINTER] * 3, _FLOAT, *[_INT] * 5),
-    "silu_and_mul": (_POINTER, _POINTER, *[_INT] * 4),
+    "norm_rows": (*[_POINTER] * 4, _INT, _INT, *[_FLOAT] * 3, *[_INT] * 3),
+    "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _INT, _INT),
+    "gate_rows": (_POINTER, _POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
+    "cap_logits": (_POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
+    "prepare_heads": (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, *[_INT] * 6),
+    "head_squares": (_POINTER, _INT, _POINTER, *[_INT] * 6),
+    "norm_width": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 6, _FLOAT, _INT, _INT),
     "prepare_decodes": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 5),
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
-    "embed": (*[_POINTER] * 3, *[_INT] * 4),
+    "embed": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
-    "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 6),
-    "embed_panels": (*[_POINTER] * 3, *[_INT] * 6),
+    "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, _INT, _INT),
+    "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
     "panel_width": (),
     "attention_lanes": (),
@@ -39,6 +43,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
     "run_tape": (_POINTER, _INT, _POINTER),
+    "max_words": (),
 }
 # Those that a tape can hold have a player of the same name.
 _UNRECORDED = (
@@ -52,6 +57,7 @@ _UNRECORDED = (
     "shared_all_reduce",
     "shared_all_gather",
     "run_tape",
+    "max_words",
 )
 
 

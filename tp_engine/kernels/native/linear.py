@@ -11,6 +11,7 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.model_config.activation import Activation
 from tp_engine.units import round_up
 
+NO_ACTIVATION = -1  # as in gated.h
 _WIDENED_ALIGNMENT = 16  # numbers of the longest vector
 
 
@@ -26,12 +27,13 @@ class PackedWeight:
     """
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, activation: Activation | None = None) -> None:
-        assert activation is None or activation.kind == "silu", activation
         assert weight.is_contiguous() and fits_panels(weight)
         out_size, in_size = weight.shape
         width = library.panel_width()
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
         self._num_parts = 1 if activation is None else 2
+        self._kind = NO_ACTIVATION if activation is None else activation.code
+        self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
         self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[weight.dtype]) else 0
@@ -68,14 +70,15 @@ class PackedWeight:
             rows,
             self._out_size,
             self._items,
-            self._num_parts,
+            self._kind,
+            *self._bounds,
             DTYPE_CODES[x.dtype],
             torch.get_num_threads(),
         )
         return out
 
-    def rows(self, token_ids: torch.Tensor, first_id: int | None) -> torch.Tensor:
-        """The weight's rows for ``token_ids`` (N,), as ``kernels.embedding.embed``: (N, in)."""
+    def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
+        """The weight's rows for ``token_ids`` (N,) times ``scale``, as ``kernels.embedding.embed``: (N, in)."""
         token_ids = token_ids.to(torch.int32).contiguous()
         out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
         self._library.embed_panels(
@@ -86,6 +89,7 @@ class PackedWeight:
             self._items,
             first_id or 0,
             self._out_size,
+            float(scale),
             DTYPE_CODES[self._dtype],
             torch.get_num_threads(),
         )

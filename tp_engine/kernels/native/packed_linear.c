@@ -1,4 +1,4 @@
-/* x @ weight.T + bias with the weight in panels (panels.h); or SwiGLU's product of that.
+/* x @ weight.T + bias with the weight in panels (panels.h); or gate times up of that, by an activation (gated.h).
 
    Each task has one panel and some of the rows, and goes through a chunk of its items at a time, which stays in the
    second-level cache for all its tiles (linear_tile.h), while these fetch what follows in memory: the next chunk, or the
@@ -9,7 +9,7 @@
    threads. */
 
 #include "linear_tile.h"
-#include "swiglu.h"
+#include "gated.h"
 #include "tape.h"
 
 enum { GROUP = 16 * TILE_ROWS, CHUNK = 512, WHOLE = 2 * CHUNK, MANY_TILES = 8 };
@@ -21,7 +21,11 @@ typedef struct {
     const float *weight;
     int64_t x_stride; /* in bytes */
     int64_t rows, items, part_size; /* part_size: outputs of a part */
+    float alpha, limit; /* of the activation */
 } Linear;
+
+/* Parts of a weight: gate and up, if there is an activation. */
+INLINE int parts_of(const int kind) { return kind == NO_GATE ? 1 : 2; }
 
 /* Outputs `i` to `i + VW` of a part, of which `sum` are the sums. */
 INLINE vf add_bias(const Linear *p, vf sum, int64_t part, int64_t i, const int dtype)
@@ -31,9 +35,9 @@ INLINE vf add_bias(const Linear *p, vf sum, int64_t part, int64_t i, const int d
 }
 
 /* Stores what some rows times a panel come to. */
-INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype, const int parts)
+INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype, const int kind)
 {
-    const int vectors = VECTORS / parts;
+    const int vectors = VECTORS / parts_of(kind);
     for (int64_t r = 0; r < rows; r++) {
         char *out = p->out + (row + r) * p->part_size * item_bytes(dtype);
 #pragma GCC unroll 4
@@ -42,9 +46,9 @@ INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, in
             if (i >= p->part_size)
                 break;
             vf result = add_bias(p, sums[r][v], 0, i, dtype);
-            if (parts == 2) {
+            if (kind != NO_GATE) {
                 const vf up = add_bias(p, sums[r][v + vectors], 1, i, dtype);
-                result = swiglu(rounded(result, dtype), rounded(up, dtype), dtype);
+                result = gated(rounded(result, dtype), rounded(up, dtype), p->alpha, p->limit, kind, dtype);
             }
             store_some(out, i, p->part_size, result, dtype);
         }
@@ -61,7 +65,7 @@ static int wants_hints(void)
 }
 
 /* A single tile's rows times one panel. */
-INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel, const int dtype, const int parts)
+INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel, const int dtype, const int kind)
 {
     const float *weight = p->weight + panel * p->items * PANEL;
     const Tile tile = {.x = p->x + row * p->x_stride, .x_stride = p->x_stride, .panel = weight, .count = p->items,
@@ -69,7 +73,7 @@ INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel,
                        .is_first = 1, .is_near = 1, .dtype = dtype};
     Sums sums;
     MULTIPLY[rows - 1](sums, &tile);
-    store_sums(p, sums, row, rows, panel, dtype, parts);
+    store_sums(p, sums, row, rows, panel, dtype, kind);
 }
 
 /* More chunks hide memory better, but between them sums are stored: many tiles take up to WHOLE items in one. */
@@ -80,7 +84,7 @@ INLINE int64_t count_chunks(int64_t items, int64_t num_tiles)
 
 /* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be.  A chunk's tiles
    fetch the next one, some of each item's lines each; in the last group of rows also the panel that follows. */
-INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int parts)
+INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int kind)
 {
     vf sums[GROUP][VECTORS];
     const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, num_chunks = count_chunks(p->items, num_tiles);
@@ -98,28 +102,28 @@ INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t pan
                                .is_first = chunk == 0, .dtype = dtype};
             MULTIPLY[rows - 1](sums + row, &tile);
             if (is_last)
-                store_sums(p, sums + row, first + row, rows, panel, dtype, parts);
+                store_sums(p, sums + row, first + row, rows, panel, dtype, kind);
         }
     }
 }
 
-INLINE void run_rows(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int parts)
+INLINE void run_rows(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int kind)
 {
     if (count <= TILE_ROWS)
-        run_alone(p, first, count, panel, dtype, parts);
+        run_alone(p, first, count, panel, dtype, kind);
     else
-        run_group(p, first, count, panel, dtype, parts);
+        run_group(p, first, count, panel, dtype, kind);
 }
 
 /* A task has one panel and one of `num_groups` groups of rows. */
-static void run_task(const Linear *p, int64_t task, int64_t num_groups, int64_t dtype, int64_t parts)
+static void run_task(const Linear *p, int64_t task, int64_t num_groups, int64_t dtype, int64_t kind)
 {
     const int64_t panel = task / num_groups, group = task % num_groups;
     const int64_t first = group * p->rows / num_groups, count = (group + 1) * p->rows / num_groups - first;
-    if (parts == 2)
-        FOR_DTYPE(run_rows(p, first, count, panel, TYPE, 2))
+    if (kind == NO_GATE)
+        FOR_DTYPE(run_rows(p, first, count, panel, TYPE, NO_GATE))
     else
-        FOR_DTYPE(run_rows(p, first, count, panel, TYPE, 1))
+        FOR_KIND(FOR_DTYPE(run_rows(p, first, count, panel, TYPE, KIND)))
 }
 
 /* widened (rows, stride) = rows of x, which are x_stride bytes apart, in float32; a stride is a multiple of VW. */
@@ -132,17 +136,19 @@ static void widen_rows(const char *x, int64_t x_stride, float *widened, int64_t 
 }
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
-   (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  Of two parts, as SwiGLU's
-   kernel would make it of that, out (rows, out_size / 2).  widened has room for rows of 2 * items float32, up to a
+   (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  With an activation,
+   as its kernel would make it of that, out (rows, out_size / 2).  widened has room for rows of 2 * items float32, up to a
    multiple of VW, if `widens` the type; otherwise it may be NULL.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
    With more it is arithmetic that takes the time, and cores differ in speed from moment to moment: who is done first
    takes what is left. */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
-                  int64_t rows, int64_t out_size, int64_t items, int64_t parts, int64_t dtype, int64_t num_threads)
+                  int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha, float limit, int64_t dtype,
+                  int64_t num_threads)
 {
-    Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts};
+    const int64_t parts = parts_of((int)kind);
+    Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts, alpha, limit};
     if (is_widened((int)dtype)) {
         const int64_t stride = (2 * items + VW - 1) / VW * VW;
         widen_rows(x, p.x_stride, widened, rows, stride, 2 * items, (int)dtype, num_threads);
@@ -153,11 +159,11 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
     if (rows <= TILE_ROWS) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
         for (int64_t task = 0; task < num_tasks; task++)
-            run_task(&p, task, num_groups, dtype, parts);
+            run_task(&p, task, num_groups, dtype, kind);
     } else {
 #pragma omp parallel for schedule(guided) num_threads((int)num_threads) if (is_parallel)
         for (int64_t task = 0; task < num_tasks; task++)
-            run_task(&p, task, num_groups, dtype, parts);
+            run_task(&p, task, num_groups, dtype, kind);
     }
     return 0;
 }
@@ -165,5 +171,5 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
 int play_packed_linear(const Word *a)
 {
     return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].integer, a[11].integer);
+                         a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].number, a[12].integer, a[13].integer);
 }

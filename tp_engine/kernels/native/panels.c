@@ -52,9 +52,10 @@ static void unpack_items(const float *from, int64_t lane, float *out, int64_t it
         }
 }
 
-/* out (num_ids, items) = rows of a packed weight, whose first is that of first_id; zeros for ids that it does not hold. */
+/* out (num_ids, items) = rows of a packed weight, whose first is that of first_id, times `scale`; zeros for ids that it does
+   not hold. */
 int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
-                 int64_t num_rows, int64_t dtype, int64_t num_threads)
+                 int64_t num_rows, float scale, int64_t dtype, int64_t num_threads)
 {
     const int is_parallel = num_threads > 1 && num_ids * items >= MIN_PARALLEL_PRODUCTS;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
@@ -66,6 +67,8 @@ int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t nu
         }
         const float *from = packed + row / PANEL * PANEL * items + row % PANEL / VW * VW;
         unpack_items(from, row % VW, out + n * items, items, dtype);
+        if (scale != 1)
+            FOR_DTYPE(multiply_row(out + n * items, items * (int64_t)sizeof(float) / item_bytes(TYPE), scale, TYPE))
     }
     return 0;
 }
@@ -73,5 +76,5 @@ int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t nu
 int play_embed_panels(const Word *a)
 {
     return embed_panels(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].integer, a[5].integer, a[6].integer,
-                        a[7].integer, a[8].integer);
+                        a[7].number, a[8].integer, a[9].integer);
 }

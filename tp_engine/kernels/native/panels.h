@@ -6,7 +6,7 @@
        panel     (items, PANEL): item 0 of PANEL outputs side by side, then item 1 of them ...
        weight    panels, one after another; outputs beyond the last are zeros
        parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and as many of its second (up),
-                 so that a tile's sums hold all that SwiGLU's product wants */
+                 so that a tile's sums hold all that an activation's product wants */
 
 #pragma once
 

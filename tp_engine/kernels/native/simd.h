@@ -285,6 +285,13 @@ INLINE void store_some(void *row, int64_t i, int64_t width, vf x, const int dtyp
         store_tail(row, i, width - i, x, dtype);
 }
 
+/* A row times `factor`, in place. */
+INLINE void multiply_row(void *row, int64_t count, float factor, const int dtype)
+{
+    for (int64_t i = 0; i < count; i += VW)
+        store_some(row, i, count, load_some(row, i, count, dtype) * factor, dtype);
+}
+
 /* A row of `count` elements as float32, with zeros up to a multiple of VW. */
 INLINE void widen_row(float *to, const void *from, int64_t count, int dtype)
 {

@@ -1,70 +1,166 @@
-/* Row by row: root mean square normalisation, and SwiGLU's product.  Rows are contiguous; float32 inside. */
+/* Normalisation, sums, activations and capped logits, row by row.  Rows are contiguous; float32 inside. */
 
-#include "swiglu.h"
+#include "gated.h"
 #include "tape.h"
 
-/* Items below which a second thread would cost more than it saves. */
-enum { MIN_PARALLEL_ITEMS = 1 << 14 };
+/* Items below which a second thread would cost more than it saves, and what one thread takes at a time of a longer row. */
+enum { MIN_PARALLEL_ITEMS = 1 << 14, CHUNK = 1 << 12 };
 
-/* out = (x + residual) / rms * weight, and the rounded sum goes to `residual`; without one, out = x / rms * weight. */
-INLINE void norm_row(const char *x, char *residual, const char *weight, char *out, int64_t width, float eps, const int dtype)
+typedef struct {
+    const char *weight;
+    int64_t width;
+    float eps, offset;
+    int is_centred;
+} NormRule;
+
+/* The sum of (x - mean)^2, spread over the lanes. */
+INLINE vf squares_around(const char *x, float mean, int64_t width, const int dtype)
 {
     vf squares = splat(0);
     for (int64_t i = 0; i < width; i += VW) {
+        vf item = load_some(x, i, width, dtype) - mean;
+        for (int64_t lane = width - i; lane < VW; lane++)
+            item[lane] = 0;
+        squares += item * item;
+    }
+    return squares;
+}
+
+/* out = y / rms(y) * weight of y = x * scale + residual, which is rounded and goes to `residual`; without one, of y = x.
+   Only a rule that `is_special` has an offset or takes the mean off. */
+INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *rule, float scale, const int is_special,
+                     const int dtype)
+{
+    const int64_t width = rule->width;
+    vf squares = splat(0), sum = splat(0);
+    for (int64_t i = 0; i < width; i += VW) {
         vf item = load_some(x, i, width, dtype);
         if (residual) {
-            item = rounded(item + load_some(residual, i, width, dtype), dtype);
+            item = rounded(item * scale + load_some(residual, i, width, dtype), dtype);
             store_some(residual, i, width, item, dtype);
         }
         squares += item * item;
+        if (is_special)
+            sum += item;
     }
-    const vf factor = splat(1.0f / sqrtf(sum_of(squares)[0] / (float)width + eps));
     const char *from = residual ? residual : x;
-    for (int64_t i = 0; i < width; i += VW)
-        store_some(out, i, width, load_some(from, i, width, dtype) * factor * load_some(weight, i, width, dtype), dtype);
+    float mean = 0;
+    if (is_special && rule->is_centred) {
+        mean = sum_of(sum)[0] / (float)width;
+        squares = squares_around(from, mean, width, dtype);
+    }
+    const vf factor = splat(1.0f / sqrtf(sum_of(squares)[0] / (float)width + rule->eps));
+    for (int64_t i = 0; i < width; i += VW) {
+        vf item = load_some(from, i, width, dtype), weight = load_some(rule->weight, i, width, dtype);
+        if (is_special)
+            item -= mean, weight += rule->offset;
+        store_some(out, i, width, item * factor * weight, dtype);
+    }
 }
 
-/* out = silu(gate) * up of a row. */
-INLINE void silu_row(const char *gate, const char *up, char *out, int64_t width, const int dtype)
+/* out = gate times up of a row. */
+INLINE void gate_row(const char *gate, const char *up, char *out, int64_t width, float alpha, float limit, const int kind,
+                     const int dtype)
 {
     for (int64_t i = 0; i < width; i += VW) {
-        const vf item = swiglu(load_some(gate, i, width, dtype), load_some(up, i, width, dtype), dtype);
-        store_some(out, i, width, item, dtype);
+        const vf first = load_some(gate, i, width, dtype), second = load_some(up, i, width, dtype);
+        store_some(out, i, width, gated(first, second, alpha, limit, kind, dtype), dtype);
+    }
+}
+
+/* residual += x * scale of some items. */
+INLINE void add_items(const char *x, char *residual, int64_t count, float scale, const int dtype)
+{
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf sum = load_some(x, i, count, dtype) * scale + load_some(residual, i, count, dtype);
+        store_some(residual, i, count, sum, dtype);
+    }
+}
+
+/* Some logits times `scale`, capped unless `cap` is 0. */
+INLINE void cap_items(char *logits, int64_t count, float scale, float cap, const int dtype)
+{
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf item = load_some(logits, i, count, dtype) * scale;
+        store_some(logits, i, count, cap > 0 ? tanh_vector(item / cap) * cap : item, dtype);
     }
 }
 
 /* x, residual, out (rows, width); `residual` may be NULL. */
-int rms_norm(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, float eps, int64_t dtype,
-             int64_t num_threads)
+int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, float eps, float offset,
+              float scale, int64_t is_centred, int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
+    const NormRule rule = {weight, width, eps, offset, (int)is_centred};
+    const int is_special = is_centred || offset != 0;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
-        char *const sum = residual ? residual + row * bytes : residual;
-        FOR_DTYPE(norm_row(x + row * bytes, sum, weight, out + row * bytes, width, eps, TYPE))
+        const char *const from = x + row * bytes;
+        char *const sum = residual ? residual + row * bytes : residual, *const to = out + row * bytes;
+        if (is_special)
+            FOR_DTYPE(norm_row(from, sum, to, &rule, scale, 1, TYPE))
+        else
+            FOR_DTYPE(norm_row(from, sum, to, &rule, scale, 0, TYPE))
+    }
+    return 0;
+}
+
+/* residual (count,) += x (count,) * scale. */
+int add_scaled(const char *x, char *residual, int64_t count, float scale, int64_t dtype, int64_t num_threads)
+{
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && count >= MIN_PARALLEL_ITEMS)
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        const int64_t skipped = first * item_bytes((int)dtype), own = smaller(CHUNK, count - first);
+        FOR_DTYPE(add_items(x + skipped, residual + skipped, own, scale, TYPE))
     }
     return 0;
 }
 
 /* gate_up (rows, 2 * width) -> out (rows, width). */
-int silu_and_mul(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t dtype, int64_t num_threads)
+int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit, int64_t dtype,
+              int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
         const char *const gate = gate_up + 2 * row * bytes;
-        FOR_DTYPE(silu_row(gate, gate + bytes, out + row * bytes, width, TYPE))
+        FOR_KIND(FOR_DTYPE(gate_row(gate, gate + bytes, out + row * bytes, width, alpha, limit, KIND, TYPE)))
     }
     return 0;
 }
 
-int play_rms_norm(const Word *a)
+/* logits (rows, width), `stride` elements from row to row, in place; `cap` 0: they are only scaled. */
+int cap_logits(char *logits, int64_t stride, int64_t rows, int64_t width, float scale, float cap, int64_t dtype,
+               int64_t num_threads)
 {
-    return rms_norm(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].number,
-                    a[7].integer, a[8].integer);
+    const int64_t chunks = (width + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows * width >= MIN_PARALLEL_ITEMS)
+    for (int64_t task = 0; task < rows * chunks; task++) {
+        const int64_t first = task % chunks * CHUNK, place = task / chunks * stride + first;
+        FOR_DTYPE(cap_items(logits + place * item_bytes(TYPE), smaller(CHUNK, width - first), scale, cap, TYPE))
+    }
+    return 0;
 }
 
-int play_silu_and_mul(const Word *a)
+int play_norm_rows(const Word *a)
 {
-    return silu_and_mul(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer);
+    return norm_rows(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].number,
+                     a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer);
+}
+
+int play_add_scaled(const Word *a)
+{
+    return add_scaled(a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].integer, a[5].integer);
+}
+
+int play_gate_rows(const Word *a)
+{
+    return gate_rows(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].number, a[6].number,
+                     a[7].integer, a[8].integer);
+}
+
+int play_cap_logits(const Word *a)
+{
+    return cap_logits(a[0].pointer, a[1].integer, a[2].integer, a[3].integer, a[4].number, a[5].number, a[6].integer,
+                      a[7].integer);
 }

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-enum { MAX_WORDS = 14 };
+enum { MAX_WORDS = 24 };
 
 typedef union {
     void *pointer;
@@ -13,7 +13,7 @@ typedef union {
 
 typedef int (*Player)(const Word *words);
 
-/* Mirrored in tape.py. */
+/* Mirrored in tape_parts.py, which asks for max_words. */
 typedef struct {
     Player play;
     Word words[MAX_WORDS];

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from tp_engine.kernels.native.tape_parts import Entries, Naming, Part, PythonCall, TapeEntry, word_of
+from tp_engine.kernels.native.tape_parts import Entries, Naming, Part, PythonCall, entry_type, word_of
 
 
 class Recordable:
@@ -53,13 +53,14 @@ class Tape:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._names: list[str] = []
-        self._entries: list[TapeEntry] = []
+        self._entry_type = entry_type(library.max_words())
+        self._entries: list[ctypes.Structure] = []
         self._parts: list[Part] = []
         self._kept: list[tuple[Any, ...]] = []
 
     def add(self, name: str, player: int, arguments: tuple[Any, ...]) -> None:
         """One more call of C: of function ``name``, by its player at this address."""
-        entry = TapeEntry(play=player)
+        entry = self._entry_type(play=player)
         for i, argument in enumerate(arguments):
             entry.words[i] = word_of(argument)
         self._names.append(name)

@@ -6,18 +6,21 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol, TypeAlias
-
-MAX_WORDS = 14
 
 Naming: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """``with naming("rms_norm"):`` surrounds a call."""
 
 
-class TapeEntry(ctypes.Structure):
-    """``TapeEntry`` of ``tape.h``."""
+@cache
+def entry_type(max_words: int) -> type[ctypes.Structure]:
+    """``TapeEntry`` of ``tape.h``: a call of up to ``max_words`` arguments."""
 
-    _fields_ = (("play", ctypes.c_void_p), ("words", ctypes.c_int64 * MAX_WORDS))
+    class TapeEntry(ctypes.Structure):
+        _fields_ = (("play", ctypes.c_void_p), ("words", ctypes.c_int64 * max_words))
+
+    return TapeEntry
 
 
 def word_of(argument: Any) -> int:
@@ -56,10 +59,11 @@ class PythonCall:
 class Entries:
     """Calls of C, and how far they have come: ``run_tape`` goes on from there."""
 
-    def __init__(self, library: ctypes.CDLL, names: Sequence[str], entries: Sequence[TapeEntry]) -> None:
+    def __init__(self, library: ctypes.CDLL, names: Sequence[str], entries: Sequence[ctypes.Structure]) -> None:
         self._run_tape = library.run_tape
         self._names = names
-        self._entries = (TapeEntry * len(entries))(*entries)
+        self._entries = (type(entries[0]) * len(entries))(*entries)
+        self._entry_bytes = ctypes.sizeof(entries[0])
         self._position = ctypes.c_int64()
         self._first, self._place = ctypes.addressof(self._entries), ctypes.addressof(self._position)
 
@@ -69,7 +73,7 @@ class Entries:
     def run_named(self, naming: Naming) -> None:
         for i, name in enumerate(self._names):
             with naming(name):
-                self._run(self._first + i * ctypes.sizeof(TapeEntry), 1)
+                self._run(self._first + i * self._entry_bytes, 1)
 
     def _run(self, first: int, count: int) -> None:
         if self._run_tape(first, count, self._place):

@@ -1,0 +1,40 @@
+/* An MLP's gate and up multiplied: kernels/activation.py has the formulas. */
+#pragma once
+
+#include "simd.h"
+
+/* What the gate goes through.  Mirrored in model_config/activation.py. */
+enum { NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
+
+/* x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is gelu's tanh formula without the loss of digits below 0. */
+INLINE vf gelu_tanh(vf x)
+{
+    const float slope = -2 * LOG2_E * 0.7978845608028654f;
+    const vf power = x * (slope + slope * 0.044715f * (x * x));
+    return x / (1.0f + exp2_vector(select_vector(power > 200.0f, splat(200.0f), power)));
+}
+
+/* Gate times up, not yet rounded; an activated gate is, as PyTorch's is. */
+INLINE vf gated(vf gate, vf up, float alpha, float limit, const int kind, const int dtype)
+{
+    if (kind == SILU)
+        return rounded(gate / (1.0f + exp2_vector(gate * -LOG2_E)), dtype) * up;
+    if (kind == GELU_TANH)
+        return rounded(gelu_tanh(gate), dtype) * up;
+    if (kind == RELU2) {
+        const vf kept = select_vector(gate < 0.0f, splat(0), gate);
+        return rounded(kept * kept, dtype) * up;
+    }
+    gate = select_vector(gate > limit, splat(limit), gate);
+    up = select_vector(up > limit, splat(limit), select_vector(up < -limit, splat(-limit), up));
+    return (up + 1.0f) * gate / (1.0f + exp2_vector(gate * (-LOG2_E * alpha)));
+}
+
+/* `statement`, compiled for each activation. */
+#define FOR_KIND(statement)                                                             \
+    switch (kind) {                                                                     \
+    case SILU: { enum { KIND = SILU }; statement; } break;                              \
+    case GELU_TANH: { enum { KIND = GELU_TANH }; statement; } break;                    \
+    case SWIGLU_CLAMPED: { enum { KIND = SWIGLU_CLAMPED }; statement; } break;          \
+    default: { enum { KIND = RELU2 }; statement; }                                      \
+    }
