@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 MODULES = (
     "kernel_cases_layer_ops",
+    "kernel_cases_heads",
     "kernel_cases_one_row_linear",
     "kernel_cases_decode_inputs",
     "kernel_cases_paged_attention",
@@ -86,7 +87,7 @@ def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
     assert add_norm is implementation("add_norm", "triton")
     weight, gate_up, merged = (make.random(shape, dtype, "cuda") for shape in ((96,), (3, 192), (3, 8, 32)))
     positions, slots = torch.tensor([4, 5, 6], device="cuda"), torch.tensor([1, -1, 7], device="cuda")
-    rotation = make.make_rotation(32, positions, dtype)
+    rotation = cases_of("kernel_cases_heads").make_rotation(32, positions, dtype)
     cache = torch.zeros(2, 2, 4, 2, 32, dtype=dtype, device="cuda")
     residual = make.random((3, 96), dtype, "cuda")
     results: dict[str, torch.Tensor] = {}

@@ -90,7 +90,7 @@ def main() -> None:
                 patch.object(RankGroups, "close", lambda groups: CountedDecodes.ends.append("process groups")),
             ):
                 recorded = generate(folder)
-    assert {"norm", "add_norm", "gate", "prepare_heads"} <= used, f"the layers took {used} from the table"
+    assert {"embed", "norm", "add_norm", "gate", "prepare_heads"} <= used, f"the layers took {used} from the table"
     assert found == expected, (found, expected)
     assert recorded == expected, (recorded, expected)
     assert CountedDecodes.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"

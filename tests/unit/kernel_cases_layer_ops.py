@@ -1,5 +1,5 @@
 """The layers' small operations by Triton against their PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and
-the launches of real models (``launch_all``).
+the launches of real models (``launch_all``).  ``kernel_cases_heads`` has those of queries and keys.
 
 The rule: against float32 (for float32: float64), the error is at most twice that of the twin in the same precision.
 """
@@ -8,31 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from itertools import product
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.kv_quant import LARGEST_VALUE, dequantise, is_quantised
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.ops import OPS, implementation
-from tp_engine.kernels.rope import HeadNorm, Rotation
-from tp_engine.kernels.store_kv import store_kv
-from tp_engine.model_config.activation import SILU
+from tp_engine.kernels.ops import implementation
+from tp_engine.model_config.activation import SILU, Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
-MAX_LEN = 100
-KERNELS = SimpleNamespace(
-    **{name: implementation(name, "triton") for name, entry in OPS.items() if entry.triton is not None}
-)
-TWINS = SimpleNamespace(**{name: entry.twin for name, entry in OPS.items()})
+GELU, CLAMPED, RELU2 = Activation("gelu_tanh"), Activation("swiglu_clamped"), Activation("relu2")
+ACTIVATIONS = (SILU, GELU, CLAMPED, Activation("swiglu_clamped", alpha=1.5, limit=0.5), RELU2)
+Case = Callable[[str], None]
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
     """Normal values, the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def both(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The Triton kernel and its twin."""
+    return implementation(name, "triton"), implementation(name, "twin")
 
 
 def assert_close_enough(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor, granted: float = 1e-2) -> None:
@@ -44,176 +45,169 @@ def assert_close_enough(found: torch.Tensor, twin: torch.Tensor, exact: torch.Te
     assert error <= allowed, f"error {error} above {allowed} for {found.dtype}, {tuple(found.shape)}"
 
 
-def check_norm(device: str, size: int, dtype: torch.dtype) -> None:
-    """Rows that are slices of wider ones, then with a residual that is added to in place."""
-    x = random((5, size + 24), dtype, device)[:, 8 : 8 + size]
-    weight, residual = random((size,), dtype, device, 1), random((5, size), dtype, device, 2)
-    rule = NormRule(weight, EPS)
-
-    def exact(rows: torch.Tensor) -> torch.Tensor:
-        wide = rows.double()
-        return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-
-    found, twin = KERNELS.norm(x, rule), TWINS.norm(x, rule)
-    assert_close_enough(found, twin, exact(x))
-    sums = residual.clone(), residual.clone()
-    found = KERNELS.add_norm(x, sums[0], rule)
-    twin = TWINS.add_norm(x, sums[1], rule)
-    torch.testing.assert_close(*sums, rtol=0, atol=0)
-    assert_close_enough(found, twin, exact(sums[0]))
+def granted_for(exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """For what rounds several times on its way: in float32, which shows it, one unit of the largest result."""
+    return exact.abs().max().item() if dtype == torch.float32 else 1e-2
 
 
-def check_silu(device: str, size: int, dtype: torch.dtype) -> None:
-    """Gates far from zero too, where the exponential overflows."""
-    gate_up = random((4, 2 * size + 16), dtype, device)[:, : 2 * size]
-    gate_up[0, :size] *= 100
+def norm_exactly(rows: torch.Tensor, rule: NormRule) -> torch.Tensor:
+    """In float64."""
+    wide = rows.double()
+    if rule.is_centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    return wide * (wide.square().mean(-1, keepdim=True) + rule.eps).rsqrt() * (rule.weight.double() + rule.offset)
+
+
+def check_norm(device: str, size: int, dtype: torch.dtype, offset: float, is_centred: bool, scale: float) -> None:
+    """Rows that are slices of wider ones and not around zero, then with a residual that is added to in place."""
+    x = random((5, size + 24), dtype, device)[:, 8 : 8 + size].add_(0.5)
+    residual = random((5, size + 8), dtype, device, 2)[:, :size]
+    rule = NormRule(random((size,), dtype, device, 1), EPS, offset, is_centred)
+    norm, twin = both("norm")
+    exact = norm_exactly(x, rule)
+    granted = granted_for(exact, dtype) if is_centred else 1e-2
+    assert_close_enough(norm(x, rule), twin(x, rule), exact, granted)
+    by_add, by_twin, by_add_norm = (residual.clone() for _ in range(3))
+    add, plain_add = both("add")
+    add(x, by_add, scale)
+    plain_add(x, by_twin, scale)
+    found = implementation("add_norm", "triton")(x, by_add_norm, rule, scale)
+    assert torch.equal(by_add, by_add_norm)
+    assert_close_enough(by_add, by_twin, residual.double() + x.double() * scale)
+    assert scale != 1.0 or torch.equal(by_add, by_twin), "a plain sum is rounded once, whichever way it is made"
+    assert_close_enough(found, twin(by_add_norm, rule), norm_exactly(by_add_norm, rule), granted)
+
+
+def gate_exactly(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """In float64, by the activations' formulas."""
     gate, up = gate_up.double().chunk(2, -1)
-    found = KERNELS.gate(gate_up, SILU)
-    assert_close_enough(found, TWINS.gate(gate_up, SILU), gate * gate.sigmoid() * up)
+    if activation.kind == "silu":
+        return gate * gate.sigmoid() * up
+    if activation.kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if activation.kind == "relu2":
+        return F.relu(gate) ** 2 * up
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (up + 1) * gate * (activation.alpha * gate).sigmoid()
 
 
-def check_heads(
-    device: str, heads: tuple[int, int, int], dtype: torch.dtype, normalises: bool, cache_dtype: torch.dtype | None
-) -> None:
-    """Merged rows of (heads, KV heads, head_dim); stored with padding among the slots, or left where they are."""
-    num_heads, num_kv_heads, head_dim = heads
-    merged = random((6, num_heads + 2 * num_kv_heads, head_dim), dtype, device)
-    norm = make_norm(num_heads, num_kv_heads, head_dim, dtype, device) if normalises else None
-    rotation = make_rotation(head_dim, torch.tensor([0, 1, 7, 50, 98, 99], device=device), dtype)
-    slots = torch.tensor([3, -1, 0, 19, 7, -1], device=device)
-    exact = prepare_exactly(merged, num_kv_heads, norm, rotation)
-    twin = TWINS.prepare_heads(merged.clone(), num_kv_heads, norm, rotation, None, slots)
-    assert twin[1] is not None and twin[2] is not None
-    cache, scales = empty_cache(num_kv_heads, head_dim, cache_dtype or dtype, device)
-    bound = None if cache_dtype is None else LayerKv(cache, scales)
-    query, key, value = KERNELS.prepare_heads(merged.clone(), num_kv_heads, norm, rotation, bound, slots)
-    assert_close_enough(query, twin[0], exact[:, :num_heads])
-    if cache_dtype is None:
-        assert key is not None and value is not None and not cache.any()
-        assert_close_enough(key, twin[1], exact[:, num_heads:])
-        assert torch.equal(value, merged[:, -num_kv_heads:])
-        return
-    assert key is None and value is None
-    expected = empty_cache(num_kv_heads, head_dim, cache_dtype, device)
-    store_kv(KeyValue(twin[1], twin[2]), LayerKv(*expected), slots)
-    exact_cache = empty_cache(num_kv_heads, head_dim, torch.float64, device)[0]
-    store_kv(KeyValue(exact[:, num_heads:], merged[:, -num_kv_heads:]), LayerKv(exact_cache), slots)
-    for part in (0, 1):
-        found, wanted = (read_part(*kept, part) for kept in ((cache, scales), expected))
-        assert not found[exact_cache[part] == 0].any(), "something was stored where no slot points"
-        assert_close_enough(found, wanted, exact_cache[part])
+def check_gate(device: str, size: int, dtype: torch.dtype, activation: Activation) -> None:
+    """Gates far from zero too, where an exponential overflows; and NaN, which is kept."""
+    gate_up = random((4, 2 * size + 16), dtype, device)[:, : 2 * size]
+    gate_up[0, :size] *= 10 if activation.kind == "relu2" else 100
+    gate, twin = both("gate")
+    assert_close_enough(gate(gate_up, activation), twin(gate_up, activation), gate_exactly(gate_up, activation))
+    gate_up[1, 3], gate_up[2, size + 4] = float("nan"), float("nan")
+    assert gate(gate_up, activation).isnan().nonzero().tolist() == [[1, 3], [2, 4]]
 
 
-def empty_cache(
-    num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Five blocks of four, and their scales if they are quantised."""
-    cache = torch.zeros(2, 5, 4, num_kv_heads, head_dim, device=device).to(dtype)
-    return cache, torch.zeros(2, 5, num_kv_heads, 4, device=device) if is_quantised(dtype) else None
+def check_embed(device: str, size: int, dtype: torch.dtype, first_id: int | None, scale: float) -> None:
+    """Ids of other ranks on both sides of this one's; the result is the twin's bit for bit."""
+    embed, twin = both("embed")
+    weight, ids = random((9, size), dtype, device), torch.tensor([20, 28, 0, 19, 29, 24, 500], device=device)
+    ids = ids if first_id is not None else ids % 9
+    for own in (ids, ids.int(), ids[:0]):
+        assert torch.equal(embed(own, weight, first_id, scale), twin(own, weight, first_id, scale))
 
 
-def read_part(cache: torch.Tensor, scales: torch.Tensor | None, part: int) -> torch.Tensor:
-    """Keys or values as they will be read."""
-    return cache[part] if scales is None else dequantise(cache[part], scales[part].transpose(1, 2))
+def check_cap_logits(device: str, width: int, dtype: torch.dtype, scale: float, cap: float | None) -> None:
+    """Rows that are slices of wider ones, tiny logits and such as are far above the cap; NaN is kept."""
+    cap_logits, twin = both("cap_logits")
+    wide = random((4, width + 8), dtype, device)
+    wide[0] *= 1e-3
+    wide[1] *= 1e4
+    exact = wide[:, :width].double() * scale
+    exact = exact if cap is None else cap * (exact / cap).tanh()
+    found, expected = wide.clone(), wide.clone()
+    cap_logits(found[:, :width], scale, cap)
+    twin(expected[:, :width], scale, cap)
+    for rows in ([0], [1], [2, 3]):
+        granted = granted_for(exact[rows], dtype)
+        assert_close_enough(found[rows, :width], expected[rows, :width], exact[rows], granted)
+    assert torch.equal(found[:, width:], wide[:, width:]), "something behind the rows was changed"
+    found[2, 5] = float("nan")
+    cap_logits(found[:, :width], scale, cap)
+    assert found.isnan().nonzero().tolist() == [[2, 5]]
 
 
-def make_norm(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> HeadNorm:
-    """Random weights."""
-    q_weight, k_weight = random((2, head_dim), dtype, device, 3)
-    weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
-    return HeadNorm(q_weight=q_weight, k_weight=k_weight, weights=weights, eps=EPS)
-
-
-def make_rotation(head_dim: int, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """Plain rotary angles of ``positions``, as the model's table holds them."""
-    frequencies = 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.outer(torch.arange(MAX_LEN), frequencies)
-    return Rotation(torch.cat((angles.cos(), angles.sin()), -1).to(dtype).to(positions.device), positions)
-
-
-def prepare_exactly(merged: torch.Tensor, num_kv_heads: int, norm: HeadNorm | None, rotation: Rotation) -> torch.Tensor:
-    """Queries and keys in float64."""
-    wide = merged[:, :-num_kv_heads].double()
-    if norm is not None:
-        wide = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weights.double()
-    cos, sin = rotation.table[rotation.positions].double()[:, None].chunk(2, -1)
-    a, b = wide.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def make_cases() -> dict[str, Callable[[str], None]]:
+def make_cases() -> dict[str, Case]:
     """Name -> check on a device."""
-    cases: dict[str, Callable[[str], None]] = {}
+    cases: dict[str, Case] = {}
+    rules = ((0.0, False, 1.0), (1.0, False, 1.0), (0.0, True, 0.22), (0.5, True, 2.0))
     for dtype in DTYPES:
-        for size in (48, 512, 1000):
-            cases[f"norm-{size}-{dtype}"] = partial(check_norm, size=size, dtype=dtype)
-        for size in (24, 1500):
-            cases[f"silu-{size}-{dtype}"] = partial(check_silu, size=size, dtype=dtype)
-        for sizes, normalises, cache_dtype in (
-            ((4, 2, 32), True, dtype),
-            ((4, 2, 32), False, None),
-            ((1, 1, 128), False, dtype),
-            ((3, 3, 80), True, None),
-            ((20, 5, 24), True, dtype),
-            ((2, 1, 256), True, dtype),
-            ((2, 2, 96), False, torch.int8),
-            ((4, 2, 64), True, torch.int8),
-            ((3, 3, 80), False, torch.float8_e4m3fn),
-        ):
-            cases[f"heads-{sizes}-{dtype}-in-{cache_dtype}"] = partial(
-                check_heads, heads=sizes, dtype=dtype, normalises=normalises, cache_dtype=cache_dtype
-            )
+        for size, (offset, is_centred, scale) in [*product((48, 1000), rules), (512, rules[0])]:
+            name = f"norm-{size}-{dtype}-offset-{offset}{'-centred' * is_centred}-scale-{scale}"
+            cases[name] = partial(check_norm, size=size, dtype=dtype, offset=offset, is_centred=is_centred, scale=scale)
+        for size, activation in product((24, 1500), ACTIVATIONS):
+            name = f"gate-{size}-{dtype}-{activation.kind}-{activation.limit}"
+            cases[name] = partial(check_gate, size=size, dtype=dtype, activation=activation)
+        for size, first_id, scale in ((40, None, 1.0), (1500, 20, 1.0), (1500, None, 38.75), (64, 20, 0.3)):
+            name = f"embed-{size}-{dtype}-from-{first_id}-scale-{scale}"
+            cases[name] = partial(check_embed, size=size, dtype=dtype, first_id=first_id, scale=scale)
+        for width, scale, cap in ((101, 1.0, 30.0), (2000, 0.5, 5.0), (1024, 0.25, None)):
+            name = f"cap-logits-{width}-{dtype}-{scale}-{cap}"
+            cases[name] = partial(check_cap_logits, width=width, dtype=dtype, scale=scale, cap=cap)
     return cases
 
 
 CASES = make_cases()
 
 
-def launch_all(capability: int) -> None:
-    """What Qwen3-0.6B and 32B launch, and in every type a model with odd sizes; 8-bit floats need sm_89."""
-    quantised = [dtype for dtype in LARGEST_VALUE if dtype == torch.int8 or capability >= 89]
-    launch_model(torch.bfloat16, 1024, 3072, (16, 8, 128), quantised)
-    launch_model(torch.bfloat16, 5120, 25600, (64, 8, 128), [])
+def launch_all() -> None:
+    """What a layer launches of Qwen3-0.6B and 32B, Gemma 2 9B, Granite, Command A and gpt-oss, and in every type a
+    model with odd sizes."""
+    launch_model(torch.bfloat16, 1024, 3072)
+    launch_model(torch.bfloat16, 5120, 25600)
+    launch_model(torch.bfloat16, 3584, 14336, offset=1.0, activation=GELU, embedding_scale=59.75, cap=30.0)
+    launch_model(torch.bfloat16, 4096, 12800, scale=0.22, embedding_scale=12.0, logits_scale=1 / 16)
+    launch_model(torch.bfloat16, 12288, 36864, is_centred=True, logits_scale=0.25)
+    launch_model(torch.bfloat16, 2880, 2880, activation=CLAMPED)
     for dtype in DTYPES:
-        launch_model(dtype, 576, 1536, (9, 3, 80), [])
+        launch_model(dtype, 576, 1536, activation=RELU2, cap=15.0)
 
 
 def launch_model(
-    dtype: torch.dtype, hidden: int, inner: int, heads: tuple[int, int, int], quantised: list[torch.dtype]
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    *,
+    offset: float = 0.0,
+    is_centred: bool = False,
+    scale: float = 1.0,
+    activation: Activation = SILU,
+    embedding_scale: float = 1.0,
+    logits_scale: float = 1.0,
+    cap: float | None = None,
 ) -> None:
-    """The launches of one layer, with a cache of its own type and with quantised ones."""
-    num_heads, num_kv_heads, head_dim = heads
+    """Each of its operations once, on one rank's part of a vocabulary."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    x = empty(7, hidden)
-    rule = NormRule(empty(hidden), EPS)
-    KERNELS.norm(x, rule)
-    KERNELS.add_norm(x, empty(7, hidden), rule)
-    KERNELS.gate(empty(7, 2 * inner), SILU)
-    merged = empty(7, num_heads + 2 * num_kv_heads, head_dim)
-    rotation = Rotation(empty(4096, head_dim), empty(7, dtype=torch.int64))
-    slots = empty(7, dtype=torch.int64)
-    norm = HeadNorm(
-        q_weight=empty(head_dim), k_weight=empty(head_dim), weights=empty(num_heads + num_kv_heads, head_dim), eps=EPS
-    )
-    scales = empty(2, 64, num_kv_heads, 16, dtype=torch.float32)
-    for cache_dtype in (dtype, *quantised):
-        cache = empty(2, 64, 16, num_kv_heads, head_dim, dtype=cache_dtype)
-        kv = LayerKv(cache, scales if is_quantised(cache_dtype) else None)
-        KERNELS.prepare_heads(merged, num_kv_heads, norm, rotation, kv, slots)
-        KERNELS.prepare_heads(merged, num_kv_heads, None, rotation, kv, slots)
-    KERNELS.prepare_heads(merged, num_kv_heads, norm, rotation, None, slots)
+    def run(name: str, *arguments: Any) -> None:
+        implementation(name, "triton")(*arguments)
+
+    x, residual, rule = empty(7, hidden), empty(7, hidden), NormRule(empty(hidden), EPS, offset, is_centred)
+    run("norm", x, rule)
+    run("add_norm", x, residual, rule, scale)
+    run("add", x, residual, scale)
+    run("gate", empty(7, 2 * inner), activation)
+    run("embed", empty(7, dtype=torch.int64), empty(4000, hidden), 4000, embedding_scale)
+    run("cap_logits", empty(7, 4000), logits_scale, cap)
 
 
-def main() -> None:
-    for name, check in CASES.items():
+def run_on_cpu(cases: dict[str, Case]) -> None:
+    """All of them; a failure says which."""
+    for name, check in cases.items():
         try:
             check("cpu")
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     print(AGREEMENT)
+
+
+def main() -> None:
+    run_on_cpu(CASES)
 
 
 if __name__ == "__main__":

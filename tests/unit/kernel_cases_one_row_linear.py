@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 
-from tests.unit.kernel_cases_layer_ops import DTYPES, assert_close_enough, random
+from tests.unit.kernel_cases_layer_ops import ACTIVATIONS, DTYPES, assert_close_enough, gate_exactly, random
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.activation import gate
 from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
-from tp_engine.model_config.activation import SILU
+from tp_engine.model_config.activation import SILU, Activation
 
 # (in, out): a block that is all of a row, several blocks of 1024 and of 128, the largest block.
 SIZES = ((256, 32), (3072, 8), (384, 64), (4096, 4))
@@ -28,7 +29,9 @@ MODELS = (
 )  # fmt: skip
 
 
-def check(device: str, sizes: tuple[int, int], dtype: torch.dtype, is_gated: bool, has_bias: bool) -> None:
+def check(
+    device: str, sizes: tuple[int, int], dtype: torch.dtype, activation: Activation | None, has_bias: bool
+) -> None:
     """A row that is a slice of a wider one's beginning."""
     num_in, num_out = sizes
     x = random((1, num_in + 64), dtype, device)[:, :num_in]
@@ -36,25 +39,25 @@ def check(device: str, sizes: tuple[int, int], dtype: torch.dtype, is_gated: boo
     bias = random((num_out,), dtype, device, 2) if has_bias else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     twin = F.linear(x, weight, bias)
-    if is_gated:
-        first, up = exact.chunk(2, -1)
-        exact, twin = first * first.sigmoid() * up, gate(twin, SILU)
-    assert takes_weight(weight, is_gated=is_gated)
+    if activation is not None:
+        exact, twin = gate_exactly(exact, activation), gate(twin, activation)
+    assert takes_weight(weight, is_gated=activation is not None)
     granted = 4 * exact.abs().max().item() if dtype == torch.float32 else 1e-2
-    assert_close_enough(
-        one_row_linear_triton(x, weight, bias, activation=SILU if is_gated else None), twin, exact, granted
-    )
+    assert_close_enough(one_row_linear_triton(x, weight, bias, activation), twin, exact, granted)
 
 
-CASES: dict[str, Callable[[str], None]] = {
-    f"{sizes[0]} to {sizes[1]}, {str(dtype)[6:]}{', gated' * gated}{', bias' * bias}": partial(
-        check, sizes=sizes, dtype=dtype, is_gated=gated, has_bias=bias
-    )
-    for sizes in SIZES
-    for dtype in DTYPES
-    for gated in (False, True)
-    for bias in (False, True)
-}
+def make_cases() -> dict[str, Callable[[str], None]]:
+    """Name -> check on a device: every size plain and with SwiGLU, one size with every activation."""
+    cases: dict[str, Callable[[str], None]] = {}
+    kinds = [*product(SIZES, (None, SILU)), *product(SIZES[2:3], ACTIVATIONS[1:])]
+    for dtype, (sizes, activation), bias in product(DTYPES, kinds, (False, True)):
+        gated = "" if activation is None else f", {activation.kind} {activation.limit}"
+        name = f"{sizes[0]} to {sizes[1]}, {str(dtype)[6:]}{gated}{', bias' * bias}"
+        cases[name] = partial(check, sizes=sizes, dtype=dtype, activation=activation, has_bias=bias)
+    return cases
+
+
+CASES = make_cases()
 
 
 def main() -> None:
@@ -64,12 +67,15 @@ def main() -> None:
 
 
 def launch_all() -> None:
-    """One launch of each layer; the first with a bias too, which is the same code in all of them."""
+    """One launch of each layer; the first with a bias too and the third with every activation, which are the same code
+    in all of them."""
     for number, (num_in, num_out, is_gated) in enumerate(MODELS):
         weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
         assert takes_weight(weight, is_gated=is_gated)
         for bias in (None, weight[:, 0].contiguous())[: 2 if number == 0 else 1]:
-            one_row_linear_triton(weight[:1], weight, bias, activation=SILU if is_gated else None)
+            one_row_linear_triton(weight[:1], weight, bias, SILU if is_gated else None)
+        for activation in ACTIVATIONS[1:] if number == 2 else ():
+            one_row_linear_triton(weight[:1], weight, None, activation)
 
 
 if __name__ == "__main__":

@@ -38,16 +38,23 @@ class Case:
     splits: int = 4
     long_keys: int = 512
     query_len: int = 1
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def shape(self) -> AttentionShape:
-        """Of one layer."""
+        """Of one layer.  The sinks lie among the scores, but for the last one, beside which no score counts."""
+        num_heads = self.group * self.num_kv_heads
+        sinks = torch.linspace(-5, 5, num_heads)
+        sinks[-1] = 200.0
         return AttentionShape(
-            num_heads=self.group * self.num_kv_heads,
+            num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             sliding_window=self.window,
+            softcap=self.softcap,
+            sinks=sinks if self.has_sinks else None,
         )
 
 
@@ -64,6 +71,12 @@ DECODE_CASES = (
     Case(cache_dtype=INT8, head_dim=96, block_size=64),
     Case(cache_dtype=torch.float16),
     Case(query_len=3, window=33),
+    Case(softcap=2.0),
+    Case(softcap=1.0, splits=1, window=20, head_dim=80, group=3),
+    Case(has_sinks=True),
+    Case(has_sinks=True, splits=1, long_keys=64, group=1),
+    Case(has_sinks=True, query_len=3, window=33, head_dim=80),
+    Case(has_sinks=True, softcap=1.5, dtype=torch.float16, cache_dtype=INT8, window=100),
 )
 PREFILL_CASES = (
     Case(),
@@ -71,6 +84,9 @@ PREFILL_CASES = (
     Case(dtype=torch.float16, head_dim=128, block_size=256, group=1, num_kv_heads=1),
     Case(dtype=torch.float16, cache_dtype=INT8),
     Case(cache_dtype=FP8, group=7, num_kv_heads=1, window=33),
+    Case(softcap=2.0),
+    Case(has_sinks=True, window=20, head_dim=80, group=3),
+    Case(has_sinks=True, softcap=1.5, dtype=torch.float16, cache_dtype=INT8),
 )
 BFLOAT16_CASES = (
     Case(dtype=torch.bfloat16, head_dim=128),
@@ -79,6 +95,9 @@ BFLOAT16_CASES = (
     Case(dtype=torch.bfloat16, head_dim=96, group=1, window=50),
     Case(dtype=torch.bfloat16, head_dim=128, group=8, cache_dtype=FP8),
     Case(dtype=torch.bfloat16, head_dim=128, cache_dtype=INT8, window=70),
+    Case(dtype=torch.bfloat16, head_dim=256, group=2, softcap=2.0, window=50),
+    Case(dtype=torch.bfloat16, group=8, has_sinks=True),
+    Case(dtype=torch.bfloat16, group=8, has_sinks=True, window=50, cache_dtype=FP8),
 )
 
 
@@ -108,10 +127,16 @@ def expected_of(batch: PagedBatch, scales: torch.Tensor | None) -> tuple[torch.T
     exact_cache = batch.kv_cache.float()
     if scales is not None:
         exact_cache = dequantise(batch.kv_cache, scales.transpose(2, 3))
-    rule: dict[str, Any] = {"scale": shape.scale, "window": shape.sliding_window}
+    rule = rule_of(shape, batch.query.device)
     exact = paged_attention(batch.query.float(), LayerKv(exact_cache), *tables, **rule)
     plain = paged_attention(batch.query, LayerKv(batch.kv_cache, scales), *tables, **rule)
     return exact, float((plain.float() - exact).abs().max())
+
+
+def rule_of(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
+    """How the layer attends, as all implementations take it."""
+    sinks = None if shape.sinks is None else shape.sinks.to(device)
+    return {"scale": shape.scale, "window": shape.sliding_window, "softcap": shape.softcap, "sinks": sinks}
 
 
 def run_decode(case: Case, device: str = "cpu") -> None:
@@ -131,11 +156,10 @@ def run_decode(case: Case, device: str = "cpu") -> None:
         batch.metadata.block_table,
         batch.metadata.seq_lens,
         out,
-        scale=case.shape.scale,
         sizes=sizes,
         arrivals=(arrivals := torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)),
         query_len=case.query_len,
-        window=case.window,
+        **rule_of(case.shape, batch.query.device),
     )
     compare(case, out, *expected_of(batch, scales))
     assert not arrivals.any(), "a later launch would join too early"
@@ -153,11 +177,10 @@ def run_prefill(case: Case, device: str = "cpu") -> None:
         batch.metadata.seq_lens,
         batch.metadata.query_start,
         out,
-        scale=case.shape.scale,
         sizes=sizes,
         num_queries=len(batch.query) - first,
         first_request=first,
-        window=case.window,
+        **rule_of(case.shape, batch.query.device),
     )
     assert bool((out[:first] == 7.0).all())
     exact, error = expected_of(batch, scales)
@@ -207,6 +230,8 @@ class Launch:
     cache_dtype: torch.dtype
     block_size: int
     window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 LAUNCHES = (
@@ -217,9 +242,13 @@ LAUNCHES = (
     Launch(32, 32, 96, torch.bfloat16, INT8, 16),  # Phi-3-mini
     Launch(8, 4, 256, torch.bfloat16, torch.bfloat16, 16),  # Gemma
     Launch(8, 8, 64, torch.float32, torch.float32, 32),  # the tests' precision
+    Launch(8, 4, 256, torch.bfloat16, torch.bfloat16, 16, 4096, softcap=50.0),  # Gemma 2
+    Launch(16, 2, 64, torch.bfloat16, torch.bfloat16, 16, 128, has_sinks=True),  # gpt-oss on 4
+    Launch(8, 1, 64, torch.bfloat16, FP8, 16, has_sinks=True),  # gpt-oss on 8, a layer without a window
 )
-# Everything on sm_90; the others share both types, each cache, the ends of head_dim and block_size, and a window.
-LAUNCHES_OF = {80: (0, 2, 4), 89: (5,), 90: range(len(LAUNCHES)), 100: (1, 3, 5)}
+# Everything on sm_90; the others share both types, each cache, the ends of head_dim and block_size, a window, a cap and
+# sinks.
+LAUNCHES_OF = {80: (0, 2, 4, 8), 89: (5, 7), 90: range(len(LAUNCHES)), 100: (1, 3, 5, 7, 9)}
 # What one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
@@ -240,6 +269,8 @@ def launches(capability: int) -> Iterator[dict[str, Any]]:
             "out": torch.empty(64, heads, head_dim, dtype=model.dtype, device="meta"),
             "scale": head_dim**-0.5,
             "window": model.window,
+            "softcap": model.softcap,
+            "sinks": torch.empty(heads, dtype=torch.float32, device="meta") if model.has_sinks else None,
         }
 
 

@@ -13,13 +13,15 @@ from functools import partial
 
 import torch
 
-from tests.unit.kernel_cases_layer_ops import assert_close_enough
+from tests.unit.kernel_cases_layer_ops import assert_close_enough, granted_for
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.norm import NormRule, add_norm
 from tp_engine.kernels.reduce_norm_triton import MAX_PROGRAMS, all_reduce_add_norm_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
+# (offset, is_centred, scale): of most models, and of the others, each rule and both together.
+KINDS = ((0.0, False, 1.0), (1.0, False, 0.22), (0.0, True, 1.0), (0.5, True, 2.0))
 
 
 def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -27,8 +29,17 @@ def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
 
 
-def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dtype, device: str) -> None:
-    """Rows that are slices of wider ones; signals as the others would have left them."""
+def check(
+    num_rows: int,
+    size: int,
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    kind: tuple[float, bool, float],
+    device: str,
+) -> None:
+    """Rows that are slices of wider ones; signals as the others would have left them; the norm of one of ``KINDS``."""
+    offset, is_centred, scale = kind
     generator = torch.Generator().manual_seed(size + rank)
     parts = [torch.randn(num_rows, size, generator=generator).to(device, dtype) for _ in range(world_size)]
     wide = torch.zeros(num_rows, size + 16, dtype=dtype, device=device)
@@ -36,8 +47,9 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
     residual = torch.randn(num_rows, size, generator=generator).to(device, dtype)
     weight = torch.randn(size, generator=generator).to(device, dtype)
     plain_residual, exact_residual = residual.clone(), residual.double()
-    plain = add_norm(torch.stack(parts).float().sum(0).to(dtype), plain_residual, NormRule(weight, EPS))
-    exact = add_norm(torch.stack(parts).double().sum(0), exact_residual, NormRule(weight.double(), EPS))
+    rule, exact_rule = (NormRule(gain, EPS, offset, is_centred) for gain in (weight, weight.double()))
+    plain = add_norm(torch.stack(parts).float().sum(0).to(dtype), plain_residual, rule, scale)
+    exact = add_norm(torch.stack(parts).double().sum(0), exact_residual, exact_rule, scale)
     buffers = [torch.zeros_like(part) if peer == rank else part.clone() for peer, part in enumerate(parts)]
     num_places = 2 * min(num_rows, MAX_PROGRAMS)
     signals = [torch.zeros(num_places, world_size, dtype=torch.int32, device=device) for _ in range(world_size)]
@@ -46,13 +58,14 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
     out = all_reduce_add_norm_triton(
         wide[:, :size],
         residual,
-        NormRule(weight, EPS),
+        rule,
+        scale,
         buffers=addresses(buffers),
         signals=addresses(signals),
         rank=rank,
     )
     assert_close_enough(residual, plain_residual, exact_residual)
-    assert_close_enough(out, plain, exact)
+    assert_close_enough(out, plain, exact, granted_for(exact, dtype) if is_centred else 1e-2)
     assert torch.equal(buffers[rank], parts[rank])
     for peer in range(world_size):
         given = torch.zeros(num_places, world_size, dtype=torch.int32, device=device)
@@ -62,11 +75,15 @@ def check(num_rows: int, size: int, world_size: int, rank: int, dtype: torch.dty
 
 def make_cases() -> dict[str, Callable[[str], None]]:
     """Name -> check on a device."""
-    sizes = [(3, 48, world_size, world_size - 1, dtype) for dtype in DTYPES for world_size in (2, 4)]
-    sizes += [(MAX_PROGRAMS + 5, 64, 2, 0, torch.bfloat16), (1, 200, 8, 5, torch.float32)]
+    plain, *others = KINDS
+    sizes = [(3, 48, world_size, world_size - 1, dtype, plain) for dtype in DTYPES for world_size in (2, 4)]
+    sizes += [(MAX_PROGRAMS + 5, 64, 2, 0, torch.bfloat16, plain), (1, 200, 8, 5, torch.float32, plain)]
+    sizes += [(4, 200, 2, 1, dtype, kind) for dtype in DTYPES for kind in others]
     return {
-        f"{rows} x {size}, rank {rank} of {world_size}, {dtype}": partial(check, rows, size, world_size, rank, dtype)
-        for rows, size, world_size, rank, dtype in sizes
+        f"{rows} x {size}, rank {rank} of {world_size}, {dtype}, {kind}": partial(
+            check, rows, size, world_size, rank, dtype, kind
+        )
+        for rows, size, world_size, rank, dtype, kind in sizes
     }
 
 
@@ -80,14 +97,17 @@ def main() -> None:
 
 
 def launch_all() -> None:
-    """Decode batches of the shapes that the engine would run, by 2 and 8 ranks."""
-    for dtype, (world_size, size) in itertools.product(
-        (torch.float32, torch.bfloat16), ((2, 1024), (4, 4096), (8, 5120))
+    """Decode batches of the shapes that the engine would run, by 2 to 8 ranks."""
+    plain, *others = KINDS
+    shapes = [*itertools.product(((2, 1024), (4, 4096), (8, 5120)), (plain,)), *itertools.product(((2, 4096),), others)]
+    for dtype, ((world_size, size), (offset, is_centred, scale)) in itertools.product(
+        (torch.float32, torch.bfloat16), shapes
     ):
         x, residual = (torch.empty(64, size, dtype=dtype, device="meta") for _ in range(2))
         weight = torch.empty(size, dtype=dtype, device="meta")
         pointers = torch.empty(world_size, dtype=torch.int64, device="meta")
-        all_reduce_add_norm_triton(x, residual, NormRule(weight, EPS), buffers=pointers, signals=pointers, rank=1)
+        rule = NormRule(weight, EPS, offset, is_centred)
+        all_reduce_add_norm_triton(x, residual, rule, scale, buffers=pointers, signals=pointers, rank=1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.paged_batches import make_batch
@@ -17,15 +19,20 @@ DECODES = [(1, 40), (1, 300), (1, 0)]
 
 
 def check_against_loops() -> None:
-    """Mixed steps, decodes alone, chunks alone; padding tokens are zero."""
+    """Mixed steps, decodes alone, chunks alone, with windows, caps and sinks; padding tokens are zero."""
     backend = TritonBackend()
-    for block_size, head_dim, window, requests in (
-        (8, 32, None, MIXED),
-        (16, 80, 20, MIXED),
-        (256, 64, None, DECODES),
-        (16, 64, None, MIXED[3:]),
-    ):
-        shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.1, sliding_window=window)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 200.0])
+    rules: tuple[tuple[int, int, dict[str, Any], list[tuple[int, int]]], ...] = (
+        (8, 32, {}, MIXED),
+        (16, 80, {"sliding_window": 20}, MIXED),
+        (256, 64, {}, DECODES),
+        (16, 64, {}, MIXED[3:]),
+        (16, 32, {"softcap": 1.5, "sliding_window": 20}, MIXED),
+        (16, 64, {"sinks": sinks}, MIXED),
+        (16, 32, {"sinks": sinks, "softcap": 1.5}, DECODES),
+    )
+    for block_size, head_dim, rule, requests in rules:
+        shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.1, **rule)
         batch = make_batch(requests, shape, block_size=block_size, padding_tokens=2)
         backend.prepare(batch.metadata)
         for new in (batch.new, None):  # the second time they are stored already

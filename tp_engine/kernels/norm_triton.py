@@ -1,10 +1,12 @@
-"""Root mean square normalisation as one pass over memory: the Triton twin of ``norm``.
+"""Normalisation as one pass over memory: the Triton twin of ``norm``.
 
 One program holds one token's row, so that it is read once: x, and where there is one the residual, which is written
 back as their sum.  The sum is rounded to the residual's type before it is normalised, as the twin does.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +18,32 @@ from tp_engine.kernels.norm import NormRule
 MAX_SIZE = 1 << 16
 _ELEMENTS_PER_THREAD = 8
 _MAX_WARPS = 16
+_ADD_BLOCK = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_gain(weight, column, inside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """What the normalised row is multiplied with, float32."""
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        gain += OFFSET
+    return gain
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def normalised(  # type: ignore[no-untyped-def]
+    values,
+    gain,
+    inside,
+    eps,
+    SIZE: tl.constexpr,  # noqa: N803
+    CENTRED: tl.constexpr,  # noqa: N803
+):
+    """A row of SIZE elements, float32, zeros behind them."""
+    if CENTRED:
+        values = tl.where(inside, values - tl.sum(values, axis=0) / SIZE, 0.0)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+    return values * scale * gain
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -30,66 +58,116 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     ADDS: tl.constexpr,  # noqa: N803
+    SCALE: tl.constexpr,  # noqa: N803
+    OFFSET: tl.constexpr,  # noqa: N803
+    CENTRED: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one row of SIZE elements, added to the residual where ADDS."""
+    """One program: one row of SIZE elements, SCALE times which are added to the residual where ADDS."""
     let_next_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = load_gain(weight, column, inside, OFFSET)
     wait_for_previous(PDL)
     values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
+        if SCALE != 1:
+            values *= SCALE
         place = residual + token * residual_stride + column
         values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
         rounded = values.to(residual.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-    tl.store(out + token * SIZE + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+    result = normalised(values, gain, inside, eps, SIZE, CENTRED)
+    tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_kernel(  # type: ignore[no-untyped-def]
+    x,
+    residual,
+    x_stride,
+    residual_stride,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    SCALE: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK elements of one row."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if SCALE != 1:
+        values *= SCALE
+    place = residual + token * residual_stride + column
+    values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, values.to(residual.dtype.element_ty), mask=inside)
 
 
 def norm_triton(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     """``norm.norm``; the rows of ``x`` may be slices of wider ones."""
-    return _launch(x, None, rule)
+    return _launch(x, None, rule, 1.0)
 
 
 def add_norm_triton(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0) -> torch.Tensor:
     """``norm.add_norm``, which reads and writes every element once."""
     assert residual.shape == x.shape and residual.stride(1) == 1, (residual.shape, residual.stride())
-    assert scale == 1.0, f"the kernel does not scale x, by {scale}"
-    return _launch(x, residual, rule)
+    return _launch(x, residual, rule, scale)
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule) -> torch.Tensor:
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, scale: float) -> torch.Tensor:
     num_tokens, size = x.shape
-    weight = rule.weight
-    assert not (rule.offset or rule.is_centred), rule
-    assert x.stride(1) == 1 and weight.shape == (size,), (x.shape, x.stride(), weight.shape)
-    assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
+    assert x.stride(1) == 1, (x.shape, x.stride())
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    block, num_warps = row_launch(size)
     norm_kernel[(num_tokens,)](
         x,
         residual,
-        weight,
+        rule.weight,
         out,
         x.stride(0),
         0 if residual is None else residual.stride(0),
         rule.eps,
-        SIZE=size,
-        BLOCK=block,
         ADDS=residual is not None,
-        num_warps=num_warps,
+        SCALE=scale,
+        **row_constants(size, rule),
         **dependent_launch(x.device),
     )
     return out
 
 
-def row_launch(size: int) -> tuple[int, int]:
-    """The block and the warps of a program that holds a row of ``size`` elements."""
+def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
+    """``norm.add``; the rows of both may be slices of wider ones."""
+    num_tokens, size = x.shape
+    assert residual.shape == x.shape and x.stride(1) == residual.stride(1) == 1, (residual.shape, residual.stride())
+    if num_tokens:
+        block = min(int(triton.next_power_of_2(size)), _ADD_BLOCK)
+        add_kernel[(num_tokens, triton.cdiv(size, block))](
+            x,
+            residual,
+            x.stride(0),
+            residual.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            SCALE=scale,
+            **dependent_launch(x.device),
+        )
+
+
+def row_constants(size: int, rule: NormRule) -> dict[str, Any]:
+    """What a kernel is compiled for whose programs each normalise a row of ``size`` elements at a time."""
+    assert rule.weight.shape == (size,) and rule.weight.is_contiguous(), (rule.weight.shape, size)
+    assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
     block = int(triton.next_power_of_2(size))
-    return block, min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
+    return {
+        "SIZE": size,
+        "BLOCK": block,
+        "OFFSET": rule.offset,
+        "CENTRED": rule.is_centred,
+        "num_warps": min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
+    }

@@ -3,8 +3,8 @@
 ::
 
     weight (out, in) = [ rows of program 0 ]     program i: BLOCK_OUT whole rows, BLOCK_IN columns at a time
-                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and the same of up, whose SwiGLU
-                       ...                       product is the result
+                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and the same of up, of which
+                       ...                       an activation makes one result each
 
 Libraries make tiles for their matrix units of one row and split the columns over programs whose sums then have to be
 added up; here a program multiplies as it reads, and the first columns of its weight are on their way before the
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.activation_triton import activation_constants, gated
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.model_config.activation import Activation
 
@@ -38,10 +39,13 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_OUT: tl.constexpr,  # noqa: N803
     BLOCK_IN: tl.constexpr,  # noqa: N803
     GATED: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    ALPHA: tl.constexpr,  # noqa: N803
+    LIMIT: tl.constexpr,  # noqa: N803
     HAS_BIAS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: BLOCK_OUT of the OUT results; ``weight`` has twice as many rows where GATED."""
+    """One program: BLOCK_OUT of the OUT results; ``weight`` has twice as many rows where GATED, by ``gated``."""
     let_next_begin(PDL)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     column = tl.arange(0, BLOCK_IN)
@@ -67,7 +71,7 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
         up = tl.sum(up_sums, axis=1)
         if HAS_BIAS:
             up += tl.load(bias + OUT + row).to(tl.float32)
-        result = result / (1.0 + tl.exp(-result)) * up
+        result = gated(result, up, KIND, ALPHA, LIMIT)
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
@@ -80,15 +84,14 @@ def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
 
 
 def one_row_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: Activation | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> torch.Tensor:
     """``x`` (1, in) @ ``weight`` (out, in).T + ``bias`` (out,), summed up in float32: (1, out).
 
-    With an ``activation``: of the first half of that and the second, rounded once: (1, out / 2).
+    With an ``activation``: ``activation.gate`` of that, rounded once: (1, out / 2).
     """
-    assert activation is None or activation.kind == "silu", activation
-    is_gated = activation is not None
     num_rows, size = weight.shape
+    is_gated = activation is not None
     assert x.shape == (1, size) and x.stride(1) == 1 and takes_weight(weight, is_gated=is_gated), (x.shape, size)
     num_out = num_rows // 2 if is_gated else num_rows
     block_in, block_out = _blocks(size, is_gated)
@@ -104,6 +107,7 @@ def one_row_linear_triton(
         BLOCK_IN=block_in,
         GATED=is_gated,
         HAS_BIAS=bias is not None,
+        **activation_constants(activation),
         **dependent_launch(x.device),
     )
     return out

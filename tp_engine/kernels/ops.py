@@ -35,15 +35,15 @@ class Op:
 
 
 OPS: dict[str, Op] = {
-    "embed": Op(embedding.embed, native="embed"),
+    "embed": Op(embedding.embed, triton="embedding_triton:embed_triton", native="embed"),
     "norm": Op(norm.norm, triton="norm_triton:norm_triton", native="norm"),
     "add_norm": Op(norm.add_norm, triton="norm_triton:add_norm_triton", native="add_norm"),
-    "add": Op(norm.add, native="add"),
+    "add": Op(norm.add, triton="norm_triton:add_triton", native="add"),
     "gate": Op(activation.gate, triton="activation_triton:gate_triton", native="gate"),
     "prepare_heads": Op(rope.prepare_heads, triton="rope_triton:prepare_heads_triton", native="prepare_heads"),
-    "head_squares": Op(head_width.head_squares, native="head_squares"),
-    "norm_width": Op(head_width.norm_width, native="norm_width"),
-    "cap_logits": Op(logits.cap_logits, native="cap_logits"),
+    "head_squares": Op(head_width.head_squares, triton="head_width_triton:head_squares_triton", native="head_squares"),
+    "norm_width": Op(head_width.norm_width, triton="head_width_triton:norm_width_triton", native="norm_width"),
+    "cap_logits": Op(logits.cap_logits, triton="logits_triton:cap_logits_triton", native="cap_logits"),
 }
 
 

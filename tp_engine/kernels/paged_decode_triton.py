@@ -28,7 +28,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
+from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, layer_constants, score_scale, with_sinks
 
 MAX_SPLITS = 64
 # So many parts are joined at a time.
@@ -65,6 +65,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     value_scales,
     block_table,
     seq_lens,
+    sinks,
     out,
     partial,
     partial_lse,
@@ -86,6 +87,8 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     IS_SPLIT: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
     QUANTISED: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     """A request of one split alone goes to ``out`` (N, heads, head_dim), the others with IS_SPLIT to ``partial``."""
@@ -121,9 +124,11 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
             accumulated, total, peak = attend_tile(
                 states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
                 first + index * TILE, length, own, kv_head, scale,
-                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED)
+                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED, SOFTCAP)
             # fmt: on
 
+        if HAS_SINKS:
+            accumulated, total, peak = with_sinks(accumulated, total, peak, sinks, head, split == 0)
         result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
         first_row = request * QUERY_LEN * NUM_KV_HEADS * GROUP
         row = line // GROUP * NUM_KV_HEADS * GROUP + head
@@ -240,8 +245,7 @@ def paged_decode_triton(
     num_splits = sizes.num_splits
     assert out.is_contiguous() and block_table.stride(1) == 1 and num_tokens == query_len * len(seq_lens)
     assert num_splits == 1 or len(seq_lens) * kv.cache.shape[3] <= len(arrivals), (num_splits, len(arrivals))
-    assert softcap is None and sinks is None, (softcap, sinks)
-    constants = layer_constants(query, kv, window)
+    constants = layer_constants(query, kv, window, softcap, sinks)
     partial, lse = out, out
     if num_splits > 1:
         partial = torch.empty((*query.shape[:2], num_splits, head_dim), dtype=torch.float32, device=query.device)
@@ -251,11 +255,12 @@ def paged_decode_triton(
         *cache_arguments(kv),
         block_table,
         seq_lens,
+        sinks,
         out,
         partial,
         lse,
         arrivals,
-        scale * LOG2_E,
+        score_scale(scale, softcap),
         query.stride(0),
         block_table.stride(0),
         sizes.usual_splits,

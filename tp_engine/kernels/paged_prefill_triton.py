@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_tiles_triton import LOG2_E, attend_tile, cache_arguments, layer_constants
+from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, layer_constants, score_scale, with_sinks
 
 # Of the GPUs that are for servers (sm_80, sm_90, sm_100); others, such as sm_86 and sm_89, have 99 KiB.
 LARGE_SHARED_MEMORY = 160 << 10
@@ -47,6 +47,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     block_table,
     seq_lens,
     query_start,
+    sinks,
     out,
     scale,
     query_stride,
@@ -62,6 +63,8 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
     QUANTISED: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
 ):
     """Requests ``first_request`` to ``num_requests`` of the step."""
     BLOCK_Q: tl.constexpr = ROWS // GROUP  # noqa: N806
@@ -100,13 +103,15 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
             accumulated, total, peak = attend_tile(
                 states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
                 position, length, own, kv_head, scale,
-                False, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED)
+                False, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED, SOFTCAP)
         for position in range(seen_by_all, end, TILE):
             accumulated, total, peak = attend_tile(
                 states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
                 position, length, own, kv_head, scale,
-                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED)
+                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED, SOFTCAP)
         # fmt: on
+        if HAS_SINKS:
+            accumulated, total, peak = with_sinks(accumulated, total, peak, sinks, head, True)
         result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
         width: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
         place = (line // GROUP * width + head * HEAD_DIM)[:, None] + column[None, :]
@@ -160,8 +165,7 @@ def paged_prefill_triton(
     if num_queries == 0 or first_request == num_requests:
         return
     assert out.is_contiguous() and block_table.stride(1) == 1
-    assert softcap is None and sinks is None, (softcap, sinks)
-    constants = layer_constants(query, kv, window)
+    constants = layer_constants(query, kv, window, softcap, sinks)
     group = constants["GROUP"]
     rows = max(sizes.rows, triton.next_power_of_2(group))
     num_blocks = num_queries // (rows // group) + num_requests - first_request
@@ -171,8 +175,9 @@ def paged_prefill_triton(
         block_table,
         seq_lens,
         query_start,
+        sinks,
         out,
-        scale * LOG2_E,
+        score_scale(scale, softcap),
         query.stride(0),
         block_table.stride(0),
         first_request,

@@ -5,6 +5,8 @@ Grouped queries are packed: the rows of a program's matrices are all query heads
     row m = query m // GROUP, head kv_head * GROUP + m % GROUP
 
 so that a tile of keys is read once for all of them and the products run on matrix units.  Scores are in units of log 2.
+
+A sink is a score of a head without a key: it takes part in the sum of a row's softmax and adds nothing to the result.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.tanh_triton import tanh
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
@@ -27,11 +31,19 @@ def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
     return kv.cache[0], kv.cache[1], scales[0], scales[1]
 
 
-def layer_constants(query: torch.Tensor, kv: LayerKv, window: int | None) -> dict[str, Any]:
+def score_scale(scale: float, softcap: float | None) -> float:
+    """What ``attend_tile`` multiplies products with: to units of log 2, or with a soft cap to parts of the cap."""
+    return scale * LOG2_E if softcap is None else scale / softcap
+
+
+def layer_constants(
+    query: torch.Tensor, kv: LayerKv, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> dict[str, Any]:
     """What both kernels are compiled for: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
     _, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv.cache.shape
     assert query.stride(2) == 1 and query.stride(1) == head_dim, "a token's heads must be contiguous"
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous()), "each head needs its sink"
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
@@ -40,6 +52,8 @@ def layer_constants(query: torch.Tensor, kv: LayerKv, window: int | None) -> dic
         "BLOCK_SIZE": block_size,
         "WINDOW": window or 0,
         "QUANTISED": kv.scales is not None,
+        "SOFTCAP": 0.0 if softcap is None else softcap * LOG2_E,
+        "HAS_SINKS": sinks is not None,
     }
 
 
@@ -111,11 +125,13 @@ def attend_tile(  # type: ignore[no-untyped-def]
     HEAD_PAD: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
     QUANTISED: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
 ):
     """One step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
 
     ``query`` (ROWS, HEAD_PAD); ``accumulated`` (ROWS, HEAD_PAD), ``total`` and ``peak`` (ROWS,) float32; ``own``
-    (ROWS,) positions of the queries.  Without MASKED all the keys are visible to all queries.  Returns the state.
+    (ROWS,) positions of the queries; ``scale`` as ``score_scale`` makes it; SOFTCAP, in units of log 2, bounds the
+    scores unless it is 0.  Without MASKED all the keys are visible to all queries.  Returns the state.
     """
     position = start + tl.arange(0, TILE)
     is_key = position < length
@@ -128,6 +144,8 @@ def attend_tile(  # type: ignore[no-untyped-def]
     if QUANTISED:
         place = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset
         scores *= tl.load(key_scales + place, mask=is_key, other=0.0)[None, :]
+    if SOFTCAP > 0:
+        scores = SOFTCAP * tanh(scores)
     if MASKED:
         visible = position[None, :] <= own[:, None]
         if WINDOW > 0:
@@ -150,3 +168,16 @@ def attend_tile(  # type: ignore[no-untyped-def]
     else:
         accumulated = tl.dot(weights.to(query.dtype), values, accumulated, input_precision="ieee")
     return accumulated, total, new_peak
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def with_sinks(accumulated, total, peak, sinks, head, counts):  # type: ignore[no-untyped-def]
+    """The state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
+
+    Only if it ``counts``: once for each row, however many splits its keys have.
+    """
+    sink = tl.where(counts, tl.load(sinks + head) * _LOG2_E, float("-inf"))
+    new_peak = tl.maximum(peak, sink)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    shrink = tl.exp2(peak - base)
+    return accumulated * shrink[:, None], total * shrink + tl.exp2(sink - base), new_peak

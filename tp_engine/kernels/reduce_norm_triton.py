@@ -1,4 +1,4 @@
-"""One-shot all-reduce, residual sum and RMS norm in one kernel, over memory that the ranks' GPUs share.
+"""One-shot all-reduce, residual sum and norm in one kernel, over memory that the ranks' GPUs share.
 
 A program copies its rows into this rank's buffer, meets the same program of every other rank, adds up the rows of all
 buffers in the order of ranks, and goes on with the sum in registers.  It meets the others again before it ends, so that
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.norm_triton import MAX_SIZE, row_launch
+from tp_engine.kernels.norm_triton import load_gain, normalised, row_constants
 
 MAX_PROGRAMS = 32
 """Of every launch: all of them must run at once, as they wait for each other's, and their signals must fit the pad."""
@@ -55,6 +55,9 @@ def reduce_norm_kernel(  # type: ignore[no-untyped-def]
     eps,
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    SCALE: tl.constexpr,  # noqa: N803
+    OFFSET: tl.constexpr,  # noqa: N803
+    CENTRED: tl.constexpr,  # noqa: N803
     WORLD_SIZE: tl.constexpr,  # noqa: N803
 ):
     """One program: every num_programs-th row."""
@@ -66,7 +69,7 @@ def reduce_norm_kernel(  # type: ignore[no-untyped-def]
         part = tl.load(x + row * x_stride + column, mask=inside)
         tl.store(own + row * SIZE + column, part, mask=inside)
     _meet(signals, rank, program * 2, WORLD_SIZE)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = load_gain(weight, column, inside, OFFSET)
     for row in range(program, num_rows, num_programs):
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for peer in tl.static_range(WORLD_SIZE):
@@ -74,12 +77,12 @@ def reduce_norm_kernel(  # type: ignore[no-untyped-def]
             total += tl.load(rows + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         place = residual + row * residual_stride + column
         total = total.to(x.dtype.element_ty).to(tl.float32)
+        if SCALE != 1:
+            total *= SCALE
         rounded = (total + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
-        values = rounded.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-        normed = (values * scale * gain).to(out.dtype.element_ty)
-        tl.store(out + row * SIZE + column, normed, mask=inside)
+        normed = normalised(rounded.to(tl.float32), gain, inside, eps, SIZE, CENTRED)
+        tl.store(out + row * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
     _meet(signals, rank, program * 2 + 1, WORLD_SIZE)
 
 
@@ -99,18 +102,14 @@ def all_reduce_add_norm_triton(
     with room for ``x``, and of their signals, all 0.
     """
     num_rows, size = x.shape
-    weight = rule.weight
-    assert scale == 1.0 and not (rule.offset or rule.is_centred), (scale, rule)
-    assert x.stride(1) == residual.stride(1) == 1 and residual.shape == x.shape and weight.shape == (size,)
-    assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
+    assert x.stride(1) == residual.stride(1) == 1 and residual.shape == x.shape
     out = torch.empty_like(x)
     if num_rows == 0:
         return out
-    block, num_warps = row_launch(size)
     reduce_norm_kernel[(min(num_rows, MAX_PROGRAMS),)](
         x,
         residual,
-        weight,
+        rule.weight,
         out,
         buffers,
         signals,
@@ -119,9 +118,8 @@ def all_reduce_add_norm_triton(
         num_rows,
         rank,
         rule.eps,
-        SIZE=size,
-        BLOCK=block,
+        SCALE=scale,
         WORLD_SIZE=len(buffers),
-        num_warps=num_warps,
+        **row_constants(size, rule),
     )
     return out

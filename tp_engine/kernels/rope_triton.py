@@ -7,10 +7,15 @@
     program (i, t), the others:       as many keys, stored at their slot (without a cache: in place), and their values
     cache, scales                     as in kv_quant.py
 
-A head is held as its two halves, (TILE, head_dim / 2) each, because element j turns with element j + head_dim / 2.
+    a head    | a: rotary_dim / 2 | b: rotary_dim / 2 | c: the others |      element j of a turns with element j of b
+
+A head is held as these three parts, a tile of heads each; c only where there is one.  Where nothing turns, a and b are
+the halves of the head.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -27,30 +32,103 @@ _PAIRS_PER_THREAD = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_halves(  # type: ignore[no-untyped-def]
+def _load_parts(  # type: ignore[no-untyped-def]
+    place,
+    pair,
+    rest,
+    is_head,
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
+):
+    """Parts a, b and c, float32, of what begins at ``place``; zeros outside.  ``is_head`` masks rows of a tile."""
+    inside = is_head & (pair < HALF)
+    a = tl.load(place + pair, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(place + pair + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = a
+    if REST > 0:
+        c = tl.load(place + 2 * HALF + rest, mask=is_head & (rest < REST), other=0.0).to(tl.float32)
+    return a, b, c
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_parts(  # type: ignore[no-untyped-def]
     a,
     b,
+    c,
+    place,
+    pair,
+    rest,
+    is_head,
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
+):
+    """The inverse of ``_load_parts``, in the type of ``place``."""
+    inside = is_head & (pair < HALF)
+    tl.store(place + pair, a.to(place.dtype.element_ty), mask=inside)
+    tl.store(place + pair + HALF, b.to(place.dtype.element_ty), mask=inside)
+    if REST > 0:
+        tl.store(place + 2 * HALF + rest, c.to(place.dtype.element_ty), mask=is_head & (rest < REST))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_in_cache(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    c,
     cache,
     scales,
     slot,
     head,
     pair,
-    inside,
+    rest,
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
 ):
-    """Store both halves (TILE, PAIRS) float32 of KV heads ``head`` (TILE, 1), quantised where LARGEST is not 0."""
+    """Store the parts, float32, of KV heads ``head`` (TILE, 1), quantised where LARGEST is not 0."""
     if LARGEST > 0:
-        peak = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))[:, None]
+        peak = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
+        if REST > 0:
+            peak = tl.maximum(peak, tl.max(tl.abs(c), axis=1))
+        peak = peak[:, None]
         a, b = scaled_to_range(a, peak, LARGEST, IS_INTEGER), scaled_to_range(b, peak, LARGEST, IS_INTEGER)
+        if REST > 0:
+            c = scaled_to_range(c, peak, LARGEST, IS_INTEGER)
         scale = scales + (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
         tl.store(scale, peak / LARGEST, mask=head < NUM_KV_HEADS)
-    place = cache + (slot * NUM_KV_HEADS + head) * HEAD_DIM + pair
-    tl.store(place, a.to(cache.dtype.element_ty), mask=inside)
-    tl.store(place + HEAD_DIM // 2, b.to(cache.dtype.element_ty), mask=inside)
+    place = cache + (slot * NUM_KV_HEADS + head) * (2 * HALF + REST)
+    _store_parts(a, b, c, place, pair, rest, head < NUM_KV_HEADS, HALF, REST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normalise_parts(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    c,
+    weight,
+    eps,
+    pair,
+    rest,
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
+    OFFSET: tl.constexpr,  # noqa: N803
+):
+    """RMS norm of each head of the tile by ``weight`` (head_dim,) + OFFSET."""
+    squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+    if REST > 0:
+        squares += tl.sum(c * c, axis=1)
+    scale = tl.rsqrt(squares / (2 * HALF + REST) + eps)[:, None]
+    gain_a, gain_b, gain_c = _load_parts(weight, pair, rest, True, HALF, REST)
+    if OFFSET != 0:
+        gain_a, gain_b, gain_c = gain_a + OFFSET, gain_b + OFFSET, gain_c + OFFSET
+    a *= scale * gain_a
+    b *= scale * gain_b
+    if REST > 0:
+        c *= scale * gain_c
+    return a, b, c
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -59,6 +137,7 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     norm_weights,
     table,
     positions,
+    query_scale,
     key_cache,
     value_cache,
     key_scales,
@@ -68,56 +147,59 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     eps,
     NUM_HEADS: tl.constexpr,  # noqa: N803
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     PAIRS: tl.constexpr,  # noqa: N803
+    REST_PAD: tl.constexpr,  # noqa: N803
     NORMALISES: tl.constexpr,  # noqa: N803
+    OFFSET: tl.constexpr,  # noqa: N803
+    TURNS: tl.constexpr,  # noqa: N803
+    SCALES_QUERY: tl.constexpr,  # noqa: N803
     STORES: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one tile of one token's heads; PAIRS is head_dim / 2, rounded up to a power of two."""
+    """One program: one tile of one token's heads; PAIRS and REST_PAD are HALF and REST, rounded up to powers of two."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
-    HALF: tl.constexpr = HEAD_DIM // 2  # noqa: N806
+    HEAD_DIM: tl.constexpr = 2 * HALF + REST  # noqa: N806
     QUERY_TILES: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE  # noqa: N806
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_query = tile < QUERY_TILES
-    lane, pair = tl.arange(0, TILE)[:, None], tl.arange(0, PAIRS)[None, :]
+    lane, pair, rest = tl.arange(0, TILE)[:, None], tl.arange(0, PAIRS)[None, :], tl.arange(0, REST_PAD)[None, :]
     first_head = tl.where(is_query, tile * TILE, NUM_HEADS + (tile - QUERY_TILES) * TILE)
-    in_half = pair < HALF
-    inside = (first_head + lane < tl.where(is_query, NUM_HEADS, NUM_HEADS + NUM_KV_HEADS)) & in_half
+    is_head = first_head + lane < tl.where(is_query, NUM_HEADS, NUM_HEADS + NUM_KV_HEADS)
 
-    place = heads + token * token_stride + (first_head + lane) * HEAD_DIM + pair
-    a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    place = heads + token * token_stride + (first_head + lane) * HEAD_DIM
+    a, b, c = _load_parts(place, pair, rest, is_head, HALF, REST)
     if NORMALISES:
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + eps)[:, None]
-        weight = norm_weights + tl.where(is_query, 0, NUM_HEADS * HEAD_DIM) + pair
-        a *= scale * tl.load(weight, mask=in_half, other=0.0).to(tl.float32)
-        b *= scale * tl.load(weight + HALF, mask=in_half, other=0.0).to(tl.float32)
-    angle = table + tl.load(positions + token).to(tl.int64) * HEAD_DIM + pair
-    cos = tl.load(angle, mask=in_half, other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF, mask=in_half, other=0.0).to(tl.float32)
-    turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+        weight = norm_weights + tl.where(is_query, 0, NUM_HEADS * HEAD_DIM)
+        a, b, c = _normalise_parts(a, b, c, weight, eps, pair, rest, HALF, REST, OFFSET)
+    if TURNS:
+        angle = table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + pair
+        cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
+        a, b = a * cos - b * sin, b * cos + a * sin
+    if SCALES_QUERY:
+        factor = tl.where(is_query, tl.load(query_scale + tl.load(positions + token)), 1.0)
+        a, b, c = a * factor, b * factor, c * factor
 
     if is_query or not STORES:
-        tl.store(place, turned_a.to(heads.dtype.element_ty), mask=inside)
-        tl.store(place + HALF, turned_b.to(heads.dtype.element_ty), mask=inside)
+        _store_parts(a, b, c, place, pair, rest, is_head, HALF, REST)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head = first_head - NUM_HEADS + lane
             value = place + NUM_KV_HEADS * HEAD_DIM
-            value_a = tl.load(value, mask=inside, other=0.0).to(tl.float32)
-            value_b = tl.load(value + HALF, mask=inside, other=0.0).to(tl.float32)
+            value_a, value_b, value_c = _load_parts(value, pair, rest, is_head, HALF, REST)
             # fmt: off
-            _store_halves(turned_a, turned_b, key_cache, key_scales, slot, head, pair, inside,
-                          NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST, IS_INTEGER)
-            _store_halves(value_a, value_b, value_cache, value_scales, slot, head, pair, inside,
-                          NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST, IS_INTEGER)
+            _store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest,
+                            HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, LARGEST, IS_INTEGER)
+            _store_in_cache(value_a, value_b, value_c, value_cache, value_scales, slot, head, pair, rest,
+                            HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, LARGEST, IS_INTEGER)
             # fmt: on
 
 
@@ -135,42 +217,68 @@ def prepare_heads_triton(
     """
     num_tokens, num_all, head_dim = heads.shape
     num_heads = num_all - 2 * num_kv_heads
-    assert norm is None or norm.offset == 0.0, norm
-    assert rotation is not None and rotation.rotary_dim == head_dim and rotation.query_scale is None, rotation
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim and head_dim % 2 == 0, (heads.shape, heads.stride())
-    # Pointers that are not read are some other tensor's.
-    keys, values = (heads, heads) if kv is None else kv.cache.unbind(0)
-    key_scales, value_scales = (heads, heads) if kv is None or kv.scales is None else kv.scales.unbind(0)
-    assert kv is None or (keys.is_contiguous() and values.is_contiguous()), "a layer's keys must be contiguous"
-    pairs = int(triton.next_power_of_2(head_dim // 2))
-    tile = min(max(_PAIRS_PER_PROGRAM // pairs, 1), int(triton.next_power_of_2(max(num_heads, num_kv_heads))))
     if num_tokens:
+        constants = {**_head_constants(heads, num_kv_heads, rotation), **_cache_constants(kv)}
+        tile = constants["TILE"]
         prepare_heads_kernel[(num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))](
             heads,
             heads if norm is None else norm.weights,
-            rotation.table,
-            rotation.positions,
-            keys,
-            values,
-            key_scales,
-            value_scales,
+            None if rotation is None else rotation.table,
+            None if rotation is None else rotation.positions,
+            None if rotation is None else rotation.query_scale,
+            *_cache_arguments(heads, kv),
             slot_mapping,
             heads.stride(0),
             0.0 if norm is None else norm.eps,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            TILE=tile,
-            PAIRS=pairs,
             NORMALISES=norm is not None,
-            STORES=kv is not None,
-            BLOCK_SIZE=1 if kv is None else kv.cache.shape[2],
-            LARGEST=0.0 if kv is None or kv.scales is None else LARGEST_VALUE[keys.dtype],
-            IS_INTEGER=keys.dtype == torch.int8,
-            num_warps=max(1, tile * pairs // (32 * _PAIRS_PER_THREAD)),
+            OFFSET=0.0 if norm is None else norm.offset,
+            **constants,
             **dependent_launch(heads.device),
         )
     query = heads[:, :num_heads]
     if kv is not None:
         return query, None, None
     return query, heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+
+
+def _head_constants(heads: torch.Tensor, num_kv_heads: int, rotation: Rotation | None) -> dict[str, Any]:
+    """The parts of a head, and the heads and warps of a program."""
+    _, num_all, head_dim = heads.shape
+    rotary_dim = 0 if rotation is None else rotation.rotary_dim
+    assert rotary_dim % 2 == 0 and rotary_dim <= head_dim, (rotary_dim, head_dim)
+    half, rest = (rotary_dim or head_dim) // 2, head_dim - rotary_dim if rotary_dim else 0
+    pairs_of_head = int(triton.next_power_of_2(head_dim // 2))
+    most_heads = int(triton.next_power_of_2(max(num_all - 2 * num_kv_heads, num_kv_heads)))
+    tile = min(max(_PAIRS_PER_PROGRAM // pairs_of_head, 1), most_heads)
+    return {
+        "HALF": half,
+        "REST": rest,
+        "TILE": tile,
+        "PAIRS": triton.next_power_of_2(half),
+        "REST_PAD": triton.next_power_of_2(max(rest, 1)),
+        "TURNS": rotary_dim > 0,
+        "SCALES_QUERY": rotation is not None and rotation.query_scale is not None,
+        "num_warps": max(1, tile * pairs_of_head // (32 * _PAIRS_PER_THREAD)),
+    }
+
+
+def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[torch.Tensor, ...]:
+    """Keys, values and their scales; those that are not there are not read, and are some other tensor."""
+    if kv is None:
+        return heads, heads, heads, heads
+    keys, values = kv.cache.unbind(0)
+    assert keys.is_contiguous() and values.is_contiguous(), "a layer's keys must be contiguous"
+    return keys, values, *((heads, heads) if kv.scales is None else kv.scales.unbind(0))
+
+
+def _cache_constants(kv: LayerKv | None) -> dict[str, Any]:
+    """Whether K/V are stored, and as what."""
+    return {
+        "STORES": kv is not None,
+        "BLOCK_SIZE": 1 if kv is None else kv.cache.shape[2],
+        "LARGEST": 0.0 if kv is None or kv.scales is None else LARGEST_VALUE[kv.cache.dtype],
+        "IS_INTEGER": kv is not None and kv.cache.dtype == torch.int8,
+    }

@@ -1,0 +1,124 @@
+"""RMS norm of all queries, and of all keys, of a token at once, in two launches: the Triton twins of ``head_width``.
+
+::
+
+    heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]     squares (N, 2): of the queries, of the keys
+    squares:  program (i, part)   adds up all of one part of token i
+    norm:     program (i, j)      BLOCK elements of token i: the programs of the queries, then those of the keys
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+
+_SUM_BLOCK, _NORM_BLOCK = 2048, 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def head_squares_kernel(  # type: ignore[no-untyped-def]
+    heads,
+    squares,
+    token_stride,
+    QUERY_SIZE: tl.constexpr,  # noqa: N803
+    KEY_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: the sum of one part of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    size = tl.where(part == 0, QUERY_SIZE, KEY_SIZE)
+    row = heads + token * token_stride + part * QUERY_SIZE
+    column = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        values = tl.load(row + start + column, mask=start + column < size, other=0.0).to(tl.float32)
+        sums += values * values
+    tl.store(squares + token * 2 + part, tl.sum(sums, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_width_kernel(  # type: ignore[no-untyped-def]
+    heads,
+    squares,
+    weights,
+    token_stride,
+    eps,
+    QUERY_SIZE: tl.constexpr,  # noqa: N803
+    KEY_SIZE: tl.constexpr,  # noqa: N803
+    QUERY_WIDTH: tl.constexpr,  # noqa: N803
+    KEY_WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK elements of one part of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    QUERY_BLOCKS: tl.constexpr = (QUERY_SIZE + BLOCK - 1) // BLOCK  # noqa: N806
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = (block >= QUERY_BLOCKS).to(tl.int32)
+    first = tl.where(part == 0, block * BLOCK, QUERY_SIZE + (block - QUERY_BLOCKS) * BLOCK)
+    column = first + tl.arange(0, BLOCK)
+    inside = column < tl.where(part == 0, QUERY_SIZE, QUERY_SIZE + KEY_SIZE)
+    width = tl.where(part == 0, QUERY_WIDTH, KEY_WIDTH).to(tl.float32)
+    scale = tl.rsqrt(tl.load(squares + token * 2 + part) / width + eps)
+    place = heads + token * token_stride + column
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    values *= scale * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, values.to(heads.dtype.element_ty), mask=inside)
+
+
+def head_squares_triton(heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+    """``head_width.head_squares``; the rows may be slices of wider ones."""
+    num_tokens, head_dim = len(heads), heads.shape[2]
+    assert heads.stride(2) == 1 and heads.stride(1) == head_dim, (heads.shape, heads.stride())
+    squares = torch.empty((num_tokens, 2), dtype=torch.float32, device=heads.device)
+    if num_tokens:
+        sizes = num_heads * head_dim, num_kv_heads * head_dim
+        head_squares_kernel[(num_tokens, 2)](
+            heads,
+            squares,
+            heads.stride(0),
+            QUERY_SIZE=sizes[0],
+            KEY_SIZE=sizes[1],
+            BLOCK=min(int(triton.next_power_of_2(max(sizes))), _SUM_BLOCK),
+            **dependent_launch(heads.device),
+        )
+    return squares
+
+
+def norm_width_triton(
+    heads: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    squares: torch.Tensor,
+    weights: torch.Tensor,
+    widths: tuple[int, int],
+    eps: float,
+) -> None:
+    """``head_width.norm_width``, in place; the rows may be slices of wider ones."""
+    num_tokens, head_dim = len(heads), heads.shape[2]
+    assert heads.stride(2) == 1 and heads.stride(1) == head_dim, (heads.shape, heads.stride())
+    assert weights.shape == (num_heads + num_kv_heads, head_dim) and weights.is_contiguous(), weights.shape
+    assert squares.shape == (num_tokens, 2) and squares.is_contiguous(), squares.shape
+    if num_tokens:
+        sizes = num_heads * head_dim, num_kv_heads * head_dim
+        block = min(int(triton.next_power_of_2(max(sizes))), _NORM_BLOCK)
+        norm_width_kernel[(num_tokens, triton.cdiv(sizes[0], block) + triton.cdiv(sizes[1], block))](
+            heads,
+            squares,
+            weights,
+            heads.stride(0),
+            eps,
+            QUERY_SIZE=sizes[0],
+            KEY_SIZE=sizes[1],
+            QUERY_WIDTH=widths[0],
+            KEY_WIDTH=widths[1],
+            BLOCK=block,
+            **dependent_launch(heads.device),
+        )
