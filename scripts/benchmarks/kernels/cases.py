@@ -156,7 +156,7 @@ def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advan
     tables = RowTables(
         token_ids=torch.zeros(num_requests, 2 * length + 1024, dtype=torch.int32, device=shape.device),
         num_computed=torch.full((num_requests,), length - 1, dtype=torch.int32, device=shape.device),
-        block_table=torch.zeros(num_requests, num_columns, dtype=torch.int32, device=shape.device),
+        block_table=torch.zeros(1, num_requests, num_columns, dtype=torch.int32, device=shape.device),
         block_size=shape.block_size,
     )
     inputs, ops = DecodeInputs.allocate(num_requests, tables), decode_ops("cuda")
