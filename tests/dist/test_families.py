@@ -26,7 +26,7 @@ VOCAB_SIZE, MAX_MODEL_LEN, CHUNK = 203, 200, 24
 LENGTHS = (182, 1, 9, 30, 42, 55)
 MAX_TOKENS = (14, 12, 9, 6, 11, 7)
 NUM_SHARED = 25  # tokens with which the first and the last two prompts begin
-HEADS_OF_3_RANKS = {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 96, "head_dim": 16}
+HEADS_OF_3_RANKS = {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 48}
 TOLERANCE = 1e-4
 
 
