@@ -66,6 +66,16 @@ def test_equals_torch_backend(
     torch.testing.assert_close(run(backend, batch, is_stored=True), outputs[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["flash_attn 2", "flash_attn 3", "flashinfer", "flash_attn:torch"])
+@pytest.mark.parametrize("requests", STEPS[:3], ids=["decodes", "prefills", "mixed"])
+def test_softcap(name: str, requests: list[tuple[int, int]]) -> None:
+    """Oracle: the torch backend; scores beyond the cap."""
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.9, softcap=1.5)
+    batches = [make_batch(requests, shape, block_size=256) for _ in range(2)]
+    found, expected = (run(one, batch) for one, batch in zip((MAKERS[name](), TorchBackend()), batches, strict=True))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["flash_attn 3", "flashinfer", "torch_varlen"])
 def test_blocks_of_any_size(name: str) -> None:
     """Oracle: loops; one backend serves layers with and without a window, step after step."""

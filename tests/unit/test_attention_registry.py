@@ -69,6 +69,10 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CUDA | {"kv_cache_dtype": torch.float8_e4m3fn, "capability": (8, 9)}, "triton"),
         (ON_CPU | {"kv_cache_dtype": torch.int8}, "torch"),
         (ON_CUDA | {"head_dims": (512,)}, "torch"),
+        (ON_CUDA | {"head_dims": (128, 512)}, "torch"),
+        (ON_CUDA | {"head_dims": (256, 128), "has_softcap": True}, "flash_attn"),
+        (ON_CUDA | {"has_sinks": True}, "triton"),
+        (ON_CPU | {"has_softcap": True, "has_sinks": True}, "native"),
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,6 +113,11 @@ def test_native_backend_without_a_compiler() -> None:
         ("native", ON_CUDA, "runs on CPUs, not cuda"),
         ("native", ON_CPU | {"dtype": torch.float64}, "dtype is torch.float64"),
         ("native", ON_CPU | {"head_dims": (320,)}, "head_dim is 320"),
+        ("native", ON_CPU | {"head_dims": (64, 33)}, "head_dim is 33"),
+        ("flash_attn", ON_CUDA | {"has_sinks": True}, "has attention sinks.*use attention_backend=torch"),
+        ("flashinfer", ON_CUDA | {"has_sinks": True}, "has attention sinks.*use attention_backend=torch"),
+        ("torch_varlen", ON_CUDA | {"has_sinks": True}, "has attention sinks.*use attention_backend=torch"),
+        ("torch_varlen", ON_CUDA | {"has_softcap": True}, "caps its attention scores.*use another attention_backend"),
         ("flash_attn", ON_CPU, "needs a CUDA device"),
         ("triton", ON_CPU, "needs a CUDA device"),
         ("flash_attn", ON_CUDA | {"block_size": 16}, "block_size is 16; .*set block_size=256"),

@@ -29,13 +29,23 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     return made
 
 
-def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
+def shape_of(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    *,
+    has_sinks: bool = False,
+) -> AttentionShape:
     return AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
         sliding_window=window,
+        softcap=softcap,
+        sinks=torch.linspace(-3, 4, num_heads) if has_sinks else None,
     )
 
 
@@ -47,6 +57,23 @@ MIXED = [(1, 40), (1, 3), (1, 1), (1, 120), (1, 0), (5, 5), (7, 30), (7, 64), (4
 def test_mixed_batch(backend: AttentionBackend, block_size: int, window: int | None) -> None:
     """Oracle: loops.  Decodes, then chunks with and without cached context, a padding request, padding tokens."""
     batch = make_batch(MIXED, shape_of(4, 2, 32, window), block_size=block_size, padding_tokens=3)
+    torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (None, True), (30.0, True)])
+@pytest.mark.parametrize("requests", [MIXED, [(1, 40)], [(1, 700), (300, 310)], [(60, 60)]], ids=str)
+def test_softcap_and_sinks(
+    backend: AttentionBackend,
+    requests: list[tuple[int, int]],
+    softcap: float | None,
+    has_sinks: bool,
+    window: int | None,
+) -> None:
+    """Oracle: loops.  Scores beyond the cap, sinks above and below all scores, several ranges and tiles."""
+    shape = shape_of(6, 2, 16, window, softcap, has_sinks=has_sinks)
+    batch = make_batch(requests, shape, block_size=8, padding_tokens=3)
+    batch.query *= 3
     torch.testing.assert_close(batch.attend(backend), batch.expected(), rtol=1e-5, atol=1e-5)
 
 
@@ -107,8 +134,8 @@ def test_layers_with_and_without_window_and_many_steps(backend: AttentionBackend
         with torch.inference_mode(seed < 3):
             backend.prepare(batch.metadata)
             kv = LayerKv(batch.cache_for(backend))
-            for window in (None, 8, None):
-                batch.shape = shape_of(4, 2, 16, window)
+            for window, has_sinks in ((None, False), (8, True), (None, True), (None, False)):
+                batch.shape = shape_of(4, 2, 16, window, has_sinks=has_sinks)
                 out = backend.forward(batch.query, batch.new, kv, batch.metadata, batch.shape)
                 torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
 
@@ -126,7 +153,7 @@ def test_inputs_may_be_slices_of_merged_projections(backend: AttentionBackend) -
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_batch(name: str, data: st.DataObject) -> None:
-    """Oracle: loops, over random chunk boundaries, block sizes, windows and shuffled blocks."""
+    """Oracle: loops, over random chunk boundaries, block sizes, windows, softcaps, sinks and shuffled blocks."""
     if name == "native" and native_library() is None:
         pytest.skip("the native kernels can not be built here")
     decodes = data.draw(st.lists(st.integers(0, 90).map(lambda seq_len: (1, seq_len)), max_size=6))
@@ -136,7 +163,8 @@ def test_any_batch(name: str, data: st.DataObject) -> None:
         return
     group, kv_heads = data.draw(st.sampled_from([(1, 1), (2, 2), (4, 1)]))
     window = data.draw(st.none() | st.integers(1, 70))
-    shape = shape_of(group * kv_heads, kv_heads, 8, window)
+    softcap, has_sinks = data.draw(st.sampled_from([None, 0.5, 20.0])), data.draw(st.booleans())
+    shape = shape_of(group * kv_heads, kv_heads, 8, window, softcap, has_sinks=has_sinks)
     block_size = data.draw(st.sampled_from([4, 8, 16]))
     batch = make_batch(decodes + prefills, shape, block_size=block_size, seed=data.draw(st.integers(0, 99)))
     torch.testing.assert_close(batch.attend(BACKENDS[name]()), batch.expected(), rtol=1e-5, atol=1e-5)

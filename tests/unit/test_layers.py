@@ -132,13 +132,14 @@ def test_row_parallel_bias_is_added_once() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_fresh_attention(window: int | None) -> None:
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.7, False), (None, True), (20.0, True)])
+@pytest.mark.parametrize("longest", [9, 300])
+def test_fresh_attention(window: int | None, softcap: float | None, has_sinks: bool, longest: int) -> None:
     """Oracle: softmax over explicit scores, token by token and head by head."""
-    lengths, shape = (
-        (3, 1, 9),
-        AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=window),
-    )
-    query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
+    sinks = torch.tensor([-4.0, 0.0, 1.0, 5.0]) if has_sinks else None
+    rule = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
+    lengths, shape = (3, 1, longest), AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, **rule)
+    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
     found = attend_fresh(query, KeyValue(key, value), prefill_metadata(lengths), shape)
     start = 0
     for length in lengths:
@@ -147,7 +148,11 @@ def test_fresh_attention(window: int | None) -> None:
             seen = slice(first, start + token + 1)
             for head in range(4):
                 scores = (key[seen, head // 2] @ query[start + token, head]) * 0.3
-                expected = scores.softmax(0) @ value[seen, head // 2]
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                expected = scores.softmax(0)[: seen.stop - seen.start] @ value[seen, head // 2]
                 torch.testing.assert_close(found[start + token, head], expected)
         start += length
 

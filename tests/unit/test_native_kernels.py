@@ -112,13 +112,18 @@ def test_what_the_kernels_do_not_take_is_their_twins(ops: NativeOps) -> None:
     torch.testing.assert_close(ops.gate(strided, SILU), activation.gate(strided, SILU))
 
 
-def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:
+def shape_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None, *, has_rule: bool = False
+) -> AttentionShape:
+    """``has_rule``: with a softcap and sinks."""
     return AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
         sliding_window=window,
+        softcap=1.5 if has_rule else None,
+        sinks=torch.linspace(-3, 4, num_heads) if has_rule else None,
     )
 
 
@@ -143,6 +148,23 @@ def test_attention(dtype: torch.dtype, head_dim: int, group: int, window: int | 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [12, 80, 256])
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention_with_a_softcap_and_sinks(dtype: torch.dtype, head_dim: int, group: int, window: int | None) -> None:
+    """Oracle: the formula in float64 on the same rounded inputs; the error is at most twice PyTorch's in ``dtype``."""
+    shape = shape_of(group * 2, 2, head_dim, window, has_rule=True)
+    batch = make_batch(MIXED, shape, dtype=dtype, padding_tokens=3, block_size=8)
+    wide = make_batch(MIXED, shape, dtype=torch.float64, padding_tokens=3, block_size=8)
+    wide.query, wide.kv_cache = batch.query.double(), batch.kv_cache.double()
+    wide.key, wide.value = batch.key.double(), batch.value.double()
+    exact = wide.attend(TorchBackend())
+    plain, found = batch.attend(TorchBackend()), batch.attend(NativeBackend())
+    assert found.dtype == dtype and not found.isnan().any()
+    assert error(found, exact) <= 2 * error(plain, exact) + 4e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """Oracle: the twin that stores by slot, bit by bit; without keys nothing is stored and the result is the same."""
@@ -159,9 +181,10 @@ def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype
     assert torch.equal(first, second)
 
 
-def test_a_request_s_result_depends_on_nothing_else() -> None:
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_a_request_s_result_depends_on_nothing_else(has_rule: bool) -> None:
     """Oracle: itself: alone, in a batch, in chunks, with one thread or more, bit by bit."""
-    shape = shape_of(6, 2, 64)
+    shape = shape_of(6, 2, 64, has_rule=has_rule)
     batch = make_batch([(40, 700)], shape, dtype=torch.bfloat16)
     whole = batch.attend(NativeBackend())
     for threads in (1, 2, 3):
@@ -195,11 +218,15 @@ SHARING = {
 @pytest.mark.parametrize("case", SHARING)
 @pytest.mark.parametrize("group", [1, 3, 20])
 @pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decodes_that_share_blocks(case: str, group: int, window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_rule"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_decodes_that_share_blocks(
+    case: str, group: int, window: int | None, dtype: torch.dtype, has_rule: bool
+) -> None:
     """Oracle: each request alone, bit by bit, with one thread and with more; prompts stand beside them."""
     block_size, lengths, sharing = SHARING[case]
-    shape = shape_of(2 * group, 2, 32, window)
+    shape = shape_of(2 * group, 2, 32, window, has_rule=has_rule)
     requests = [(1, length) for length in lengths] + [(9, 300)]
     batch = make_batch(requests, shape, dtype=dtype, block_size=block_size)
     metadata, table = batch.metadata, batch.metadata.block_table

@@ -7,22 +7,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from tests.paged_batches import make_batch
 from tp_engine import LLM, SamplingParams
+from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.dist.collectives import SingleRank
 from tp_engine.dist.rank import RankInfo
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.native.tape import Tape, call, naming_calls, recording
+from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.ops import op
+from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.layers import linear_method
 from tp_engine.model_config import load_model_config
+from tp_engine.model_config.activation import Activation, ActivationKind
 from tp_engine.models.registry import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.choice import make_sampler, recorded_sampler
@@ -155,6 +163,80 @@ def test_a_step_with_an_operation_of_torch_is_not_recorded(
     assert [record.message for record in caplog.records if "is not recorded" in record.message] == [
         "a decode step is not recorded, so it is slower: aten.add_.Tensor is no compiled kernel"
     ]
+
+
+class EveryOperation:
+    """A step that uses each operation of the layers, on three requests, from ``ids`` to the best tokens."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        assert LIBRARY is not None
+
+        def random(*shape: int) -> torch.Tensor:
+            return (torch.randn(shape) / 4).to(dtype)
+
+        heads, kv_heads, head_dim, hidden, inner = 4, 2, 24, 40, 36
+        self.shape = AttentionShape(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=0.3, softcap=2.0, sinks=torch.randn(heads)
+        )
+        batch = make_batch([(1, 40), (1, 3), (1, 300)], self.shape, dtype=dtype)
+        self.backend, self.metadata = NativeBackend(), batch.metadata
+        self.kv = LayerKv(batch.cache_for(self.backend).nan_to_num(0.5))
+        self.ids, self.counts = torch.zeros(3, dtype=torch.int32), (heads, kv_heads)
+        self.embedding, self.weights = random(50, hidden), random(heads + kv_heads, head_dim)
+        self.rule = NormRule(random(hidden), 1e-5, offset=1.0, is_centred=True)
+        self.head_norm = HeadNorm(
+            q_weight=self.weights[0], k_weight=self.weights[-1], weights=self.weights, eps=1e-5, offset=1.0
+        )
+        self.rotation = Rotation(random(400, 10), torch.tensor([39, 2, 299]), torch.rand(400))
+        widths = (heads + 2 * kv_heads) * head_dim
+        self.qkv, self.out = PackedWeight(LIBRARY, random(widths, hidden)), PackedWeight(LIBRARY, random(hidden, 96))
+        self.logits = PackedWeight(LIBRARY, random(50, hidden))
+        self.ups = [
+            PackedWeight(LIBRARY, random(2 * inner, hidden), activation=Activation(kind))
+            for kind in get_args(ActivationKind)
+        ]
+        self.up, self.down = (PackedWeight(LIBRARY, random(*size)) for size in ((2 * inner, hidden), (hidden, inner)))
+        self.metadata.is_padded = False
+        self.backend.prepare(self.metadata)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """Heads normalised together and one by one, turned in part, attention with a softcap and sinks."""
+        heads = self.qkv.product(x, None).view(len(x), -1, self.shape.head_dim)
+        squares = op("head_squares", "cpu")(heads, *self.counts)
+        widths = tuple(count * self.shape.head_dim for count in self.counts)
+        op("norm_width", "cpu")(heads, *self.counts, squares, self.weights, widths, 1e-5)
+        query, key, value = op("prepare_heads", "cpu")(
+            heads, self.counts[1], self.head_norm, self.rotation, self.kv, self.metadata.slot_mapping
+        )
+        attended = self.backend.forward(query, KeyValue(key, value), self.kv, self.metadata, self.shape)
+        return self.out.product(attended.view(len(x), -1), None)
+
+    def __call__(self) -> torch.Tensor:
+        assert LIBRARY is not None
+        residual = op("embed", "cpu")(self.ids, self.embedding, 0, 3)
+        op("add", "cpu")(self.logits.rows(self.ids, None, 2), residual, 0.5)
+        x = op("add_norm", "cpu")(self.attend(op("norm", "cpu")(residual, self.rule)), residual, self.rule, 0.25)
+        for up in self.ups:
+            x = op("add_norm", "cpu")(self.down.product(up.product(x, None), None), residual, self.rule)
+        gated = op("gate", "cpu")(self.up.product(x, None), Activation("swiglu_clamped", limit=1))
+        logits = self.logits.product(self.down.product(gated, None), None)
+        op("cap_logits", "cpu")(logits, 2, 3)
+        return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_operation_of_the_layers_goes_on_a_tape(dtype: torch.dtype) -> None:
+    """Oracle: the same step without a tape, bit by bit, of other tokens each time; whole numbers are floats to C."""
+    assert LIBRARY is not None
+    step = EveryOperation(dtype)
+    recorded = TapeRecorder(LIBRARY, SingleRank()).record(step)
+    with torch.inference_mode():
+        for run in range(5):
+            step.ids.copy_(torch.randint(50, (3,), generator=torch.Generator().manual_seed(run)))
+            expected = step().clone()
+            assert torch.equal(recorded.run(), expected)
+            assert not expected.isnan().any()
+    assert recorded.is_settled and recorded._run_count == 2
 
 
 def test_a_recording_with_another_result_is_thrown_away(caplog: pytest.LogCaptureFixture) -> None:

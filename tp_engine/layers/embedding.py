@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tp_engine.dist.rank import RankInfo
-from tp_engine.kernels.ops import op
+from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.linear_method import PanelLinear, choose_linear_method
@@ -70,7 +70,8 @@ class VocabSlice:
 class VocabParallelEmbedding(nn.Module):
     """(N,) token ids -> (N, hidden), their rows times ``scale``.
 
-    Each rank looks up the ids of its own rows; the sum over ranks is the answer.
+    Each rank looks up the ids of its own rows; the sum over ranks is the answer.  ``is_recordable``: whether a tape can
+    hold it.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext, scale: float = 1.0) -> None:
@@ -81,6 +82,7 @@ class VocabParallelEmbedding(nn.Module):
         self._first_row = info.rank * self._num_rows
         self.weight: nn.Parameter | None = context.empty(self._num_rows, hidden_size)
         self._scale = scale
+        self.is_recordable = is_recordable("embed", context.device.type)
         self._embed = op("embed", context.device.type)
         self._lookup: Lookup | None = None
 

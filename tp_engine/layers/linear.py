@@ -54,8 +54,8 @@ class LocalLinear(nn.Module):
             self.weight = None
 
     @property
-    def is_native(self) -> bool:
-        """Whether the product is compiled code, which a tape can hold."""
+    def is_recordable(self) -> bool:
+        """Whether a tape can hold the product, as it is compiled code."""
         return self._method.is_native
 
 

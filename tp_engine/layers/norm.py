@@ -6,19 +6,23 @@ import torch
 from torch import nn
 
 from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.ops import op
+from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.kernels.rope import HeadNorm
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.reduce_norm import reduce_add_norm
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; the mean is taken in float32."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; the mean is taken in float32.
+
+    ``is_recordable``: whether a tape can hold it.
+    """
 
     def __init__(self, size: int, eps: float, *, context: LayerContext) -> None:
         super().__init__()
         self.weight = context.empty(size)
         self._rule = NormRule(self.weight, eps)
+        self.is_recordable = all(is_recordable(name, context.device.type) for name in ("norm", "add_norm"))
         self._norm, self._add_norm = (op(name, context.device.type) for name in ("norm", "add_norm"))
         self._reduce_add_norm = reduce_add_norm(context.communicator, self._add_norm)
 

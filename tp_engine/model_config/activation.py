@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias, get_args
 
 ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
 
+_CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(ActivationKind))}
+
 
 @dataclass(frozen=True, slots=True)
 class Activation:
@@ -22,7 +24,7 @@ class Activation:
     @property
     def code(self) -> int:
         """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
-        return get_args(ActivationKind).index(self.kind)
+        return _CODES[self.kind]
 
 
 SILU = Activation("silu")

@@ -50,9 +50,10 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @property
-    def has_native_linears(self) -> bool:
-        """Whether all linear layers are compiled code, once ``finish_loading`` was called."""
-        return all(module.is_native for module in self.modules() if isinstance(module, LocalLinear))
+    def is_recordable(self) -> bool:
+        """Whether a tape can hold all operations and products of its layers, once ``finish_loading`` was called."""
+        layers = (LocalLinear, RMSNorm, SelfAttention, VocabParallelEmbedding)
+        return all(module.is_recordable for module in self.modules() if isinstance(module, layers))
 
     def finish_loading(self) -> None:
         """Prepare the layers for running, once, after all weights have their values."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.kernels.ops import op
+from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.kernels.rope import Rotation
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import LayerContext
@@ -21,7 +21,10 @@ from tp_engine.model_config import ModelConfig
 
 
 class SelfAttention(nn.Module):
-    """Projections, rotation, attention, this rank's part of the projection back; ``index`` is the layer's."""
+    """Projections, rotation, attention, this rank's part of the projection back; ``index`` is the layer's.
+
+    ``is_recordable``: whether a tape can hold what is done to the heads.
+    """
 
     def __init__(self, config: ModelConfig, index: int, backend: AttentionBackend, context: LayerContext) -> None:
         super().__init__()
@@ -47,6 +50,7 @@ class SelfAttention(nn.Module):
         self.qk_norm: QKNorm | None = None
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
         self._prepare_heads = op("prepare_heads", context.device.type)
+        self.is_recordable = is_recordable("prepare_heads", context.device.type)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None) -> torch.Tensor:
         attention = self.attention

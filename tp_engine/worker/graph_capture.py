@@ -68,7 +68,7 @@ def _tape_plan(
 ) -> GraphPlan | None:
     """Tapes, one for each number of rows, where all of a step is compiled code."""
     library = native_library()
-    if library is None or config.check_inputs or not model.has_native_linears:
+    if library is None or config.check_inputs or not model.is_recordable:
         return None
     if not (backend.can_capture_decodes and communicator.can_capture):
         return None

@@ -13,16 +13,18 @@ typedef struct {
     int is_centred;
 } NormRule;
 
-/* The sum of (x - mean)^2, spread over the lanes. */
-INLINE vf squares_around(const char *x, float mean, int64_t width, const int dtype)
+/* The sum of (x - mean)^2, spread over the lanes.  The mean becomes more exact by that of what is left without it. */
+INLINE vf squares_around(const char *x, float *mean, int64_t width, const int dtype)
 {
-    vf squares = splat(0);
+    vf squares = splat(0), sum = splat(0);
     for (int64_t i = 0; i < width; i += VW) {
-        vf item = load_some(x, i, width, dtype) - mean;
+        vf item = load_some(x, i, width, dtype) - *mean;
         for (int64_t lane = width - i; lane < VW; lane++)
             item[lane] = 0;
         squares += item * item;
+        sum += item;
     }
+    *mean += sum_of(sum)[0] / (float)width;
     return squares;
 }
 
@@ -47,7 +49,7 @@ INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *r
     float mean = 0;
     if (is_special && rule->is_centred) {
         mean = sum_of(sum)[0] / (float)width;
-        squares = squares_around(from, mean, width, dtype);
+        squares = squares_around(from, &mean, width, dtype);
     }
     const vf factor = splat(1.0f / sqrtf(sum_of(squares)[0] / (float)width + rule->eps));
     for (int64_t i = 0; i < width; i += VW) {

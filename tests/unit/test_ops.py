@@ -1,0 +1,78 @@
+"""The table of operations: which implementation runs, and what a recorded step may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from tp_engine.kernels import ops
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.ops import NativeOps
+from tp_engine.kernels.ops import OPS, Op, implementation, is_recordable, op
+from tp_engine.kernels.triton_support import has_triton
+
+needs_native = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+
+
+@pytest.fixture
+def fresh_choice() -> Iterator[None]:
+    """Choices are made anew, in this test and after it."""
+    for chosen in (op, is_recordable):
+        chosen.cache_clear()
+    yield
+    for chosen in (op, is_recordable):
+        chosen.cache_clear()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_implementation_can_be_had(name: str) -> None:
+    """Oracle: the table itself: each name in it is a function."""
+    entry = OPS[name]
+    assert implementation(name, "twin") is entry.twin
+    if entry.native is not None:
+        assert callable(getattr(NativeOps, entry.native))
+    if entry.triton is not None and has_triton():
+        assert callable(implementation(name, "triton"))
+
+
+@needs_native
+@pytest.mark.usefixtures("fresh_choice")
+def test_what_c_does_not_have_falls_back_alone() -> None:
+    """Oracle: the twin of the one operation without C; the others stay, and only it can not be recorded."""
+    with patch.dict(OPS, {"gate": Op(OPS["gate"].twin, OPS["gate"].triton)}):
+        assert op("gate", "cpu") is OPS["gate"].twin
+        assert op("norm", "cpu") is not OPS["norm"].twin
+        assert [name for name in OPS if not is_recordable(name, "cpu")] == ["gate"]
+    with (
+        pytest.raises(AssertionError, match="nothing has no implementation of the kind native"),
+        patch.dict(OPS, {"nothing": Op(OPS["gate"].twin)}),
+    ):
+        implementation("nothing", "native")
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_the_kind_on_a_gpu(is_installed: bool) -> None:
+    """Oracle: Triton's where it is installed and has one, else the twin; a CUDA graph holds either."""
+    with patch.object(ops, "has_triton", lambda: is_installed):
+        for name, entry in OPS.items():
+            expected = "triton" if is_installed and entry.triton is not None else "twin"
+            assert ops.kind_of(name, "cuda") == expected
+            assert is_recordable(name, "cuda")
+
+
+@pytest.mark.usefixtures("fresh_choice")
+def test_without_a_library_nothing_is_recorded() -> None:
+    """Oracle: twins, on CPUs and on devices that are neither."""
+    with patch.object(ops, "native_library", lambda: None):
+        assert all(op(name, "cpu") is entry.twin for name, entry in OPS.items())
+        assert not any(is_recordable(name, "cpu") for name in OPS)
+    assert all(ops.kind_of(name, "meta") == "twin" for name in OPS)
+
+
+@needs_native
+def test_all_operations_are_recordable_on_cpus() -> None:
+    """Oracle: each has C, so a model of any of them decodes from tapes."""
+    assert all(is_recordable(name, "cpu") for name in OPS)
