@@ -170,7 +170,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
     return accumulated, total, new_peak
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def with_sinks(accumulated, total, peak, sinks, head, counts):  # type: ignore[no-untyped-def]
     """The state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
 

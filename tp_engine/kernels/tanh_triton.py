@@ -10,7 +10,7 @@ _TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
 _SMALL = tl.constexpr(0.2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
     """float32 -> float32, within a few units in the last place; nothing overflows, and NaN stays NaN."""
     magnitude = tl.abs(x)
