@@ -12,10 +12,10 @@ from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.ops import implementation
+from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.kernels.sampling_tables import SamplingTables
-from tp_engine.model_config.activation import SILU
+from tp_engine.model_config.activation import SILU, Activation
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 128, 151_936, 16, 64
 
@@ -27,9 +27,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """What a layer does beside products and attention; its queries, which are a view of the merged heads."""
-    norm, add_norm, gate, prepare_heads = (
-        implementation(name, "triton") for name in ("norm", "add_norm", "gate", "prepare_heads")
+    embed, norm, add_norm, gate, prepare_heads = (
+        implementation(name, "triton") for name in ("embed", "norm", "add_norm", "gate", "prepare_heads")
     )
+    embed(empty(num_tokens, dtype=torch.int64), empty(VOCAB, HIDDEN), None)
     rule = NormRule(empty(HIDDEN), 1e-6)
     norm(empty(num_tokens, HIDDEN), rule)
     add_norm(empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN), rule)
@@ -42,7 +43,35 @@ def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> t
     return query
 
 
-def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int, num_chunks: int, width: int) -> None:
+def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The same, with everything that most models lack, and on one of eight ranks."""
+    from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
+
+    ops = {name: implementation(name, "triton") for name in OPS}
+    x, residual = empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN)
+    rule = NormRule(empty(HIDDEN), 1e-6, offset=1.0, is_centred=True)
+    ops["embed"](empty(num_tokens, dtype=torch.int64), empty(VOCAB // 8, HIDDEN), VOCAB // 8, 32.0)
+    ops["norm"](x, rule)
+    ops["add_norm"](x, residual, rule, 0.22)
+    ops["add"](x, residual, 0.22)
+    addresses = empty(8, dtype=torch.int64)
+    all_reduce_add_norm_triton(x, residual, rule, 0.22, buffers=addresses, signals=addresses, rank=1)
+    ops["gate"](empty(num_tokens, 6144), Activation("gelu_tanh"))
+    ops["cap_logits"](empty(num_tokens, VOCAB // 8), 0.5, 30.0)
+    merged, gains = empty(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM), empty(HEADS + KV_HEADS, HEAD_DIM)
+    squares = ops["head_squares"](merged, HEADS, KV_HEADS)
+    ops["norm_width"](merged, HEADS, KV_HEADS, squares, gains, (8 * HEADS * HEAD_DIM, 8 * KV_HEADS * HEAD_DIM), 1e-6)
+    norm = HeadNorm(q_weight=gains[0], k_weight=gains[-1], weights=gains, eps=1e-6, offset=1.0)
+    scale = empty(4096, dtype=torch.float32)
+    rotation = Rotation(empty(4096, HEAD_DIM // 4), empty(num_tokens, dtype=torch.int64), scale)
+    ops["prepare_heads"](merged, KV_HEADS, norm, None, LayerKv(cache), slots)
+    query: torch.Tensor = ops["prepare_heads"](merged, KV_HEADS, norm, rotation, LayerKv(cache), slots)[0]
+    return query
+
+
+def launch_attention(
+    query: torch.Tensor, cache: torch.Tensor, num_decodes: int, num_chunks: int, width: int, **rule: Any
+) -> None:
     """Decodes, then chunks of the remaining tokens; block tables of ``width`` columns."""
     from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
     from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
@@ -53,10 +82,10 @@ def launch_attention(query: torch.Tensor, cache: torch.Tensor, num_decodes: int,
     if num_decodes:
         sizes = decode_sizes(num_decodes, KV_HEADS, HEAD_DIM, 2, 132)
         part = (query[:num_decodes], LayerKv(cache), table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes])
-        paged_decode_triton(*part, sizes=sizes, scale=0.1, arrivals=empty(MAX_ARRIVALS, dtype=torch.int32))
+        paged_decode_triton(*part, sizes=sizes, scale=0.1, arrivals=empty(MAX_ARRIVALS, dtype=torch.int32), **rule)
     if num_chunks:
         starts, sizes_of_chunks = empty(num_requests + 1, dtype=torch.int32), prefill_sizes(HEAD_DIM, 2)
-        place: dict[str, Any] = {"num_queries": len(query) - num_decodes, "first_request": num_decodes}
+        place: dict[str, Any] = {"num_queries": len(query) - num_decodes, "first_request": num_decodes, **rule}
         paged_prefill_triton(
             query, LayerKv(cache), table, seq_lens, starts, out, sizes=sizes_of_chunks, scale=0.1, **place
         )
@@ -91,11 +120,14 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
 def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
     """Oracle: Triton's own cache: after three steps, which hold all numbers of splits, no step adds to it."""
     cache = empty(2, 100, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    rule: dict[str, Any] = {"window": 128, "softcap": 50.0, "sinks": empty(HEADS, dtype=torch.float32)}
 
     def step(num_decodes: int, num_chunks: int, num_tokens: int, width: int) -> None:
         slots = empty(num_groups, padded_room(num_tokens, num_groups), dtype=torch.int64)[:, :num_tokens]
-        for group_slots in slots.unbind():
-            launch_attention(launch_layer(num_tokens, cache, group_slots), cache, num_decodes, num_chunks, width)
+        for own in slots.unbind():
+            launch_attention(launch_layer(num_tokens, cache, own), cache, num_decodes, num_chunks, width)
+            queries = launch_unusual_layer(num_tokens, cache, own)
+            launch_attention(queries, cache, num_decodes, num_chunks, width, **rule)
         launch_decode_inputs_and_sampling(num_decodes or 1, slots)
 
     with compiled_for(90) as kernels:
