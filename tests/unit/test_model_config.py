@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config import (
     ModelConfig,
     check_tensor_parallel,
+    kv_layout_of,
     load_model_config,
     local_num_kv_heads,
     resolve_max_model_len,
@@ -198,6 +200,16 @@ def test_sliding_windows_per_layer() -> None:
     assert ModelConfig.from_dict(qwen2).sliding_windows == (16, None, 16, None)
     with pytest.raises(ConfigError, match="layer_types"):
         ModelConfig.from_dict({**qwen2, "layer_types": ["full_attention"]})
+
+
+def test_kv_layout_of_a_model() -> None:
+    """By hand: four layers alike are one group, with their window if they have one; every second one makes two."""
+    mistral = llama(architectures=["MistralForCausalLM"])
+    assert kv_layout_of(ModelConfig.from_dict({**mistral, "sliding_window": None})).windows == (None,)
+    assert kv_layout_of(ModelConfig.from_dict({**mistral, "sliding_window": 16})).windows == (16,)
+    config = dataclasses.replace(ModelConfig.from_dict(mistral), sliding_windows=(16, None, 16, None))
+    layout = kv_layout_of(config)
+    assert layout.windows == (None, 16) and [group.layers for group in layout.groups] == [(1, 3), (0, 2)]
 
 
 @pytest.mark.parametrize(
