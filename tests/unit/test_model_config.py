@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import (
     check_tensor_parallel,
+    kv_layout_of,
     load_model_config,
     local_num_kv_heads,
     read_model,
@@ -211,6 +213,16 @@ def test_sliding_windows_per_layer() -> None:
     assert windows_of(read_model(qwen2)) == (16, None, 16, None)
     with pytest.raises(ConfigError, match="layer_types"):
         read_model({**qwen2, "layer_types": ["full_attention"]})
+
+
+def test_kv_layout_of_a_model() -> None:
+    """By hand: four layers alike are one group, with their window if they have one; every second one makes two."""
+    mistral = llama(architectures=["MistralForCausalLM"])
+    assert kv_layout_of(ModelConfig.from_dict({**mistral, "sliding_window": None})).windows == (None,)
+    assert kv_layout_of(ModelConfig.from_dict({**mistral, "sliding_window": 16})).windows == (16,)
+    config = dataclasses.replace(ModelConfig.from_dict(mistral), sliding_windows=(16, None, 16, None))
+    layout = kv_layout_of(config)
+    assert layout.windows == (None, 16) and [group.layers for group in layout.groups] == [(1, 3), (0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,36 @@ def test_no_request_starves_behind_a_stream_that_shares() -> None:
         simulation.step()
     assert simulation.outputs[watched, 0].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     simulation.run()
+
+
+def test_a_fork_waits_for_what_its_donor_begins_with_as_a_copy() -> None:
+    """By hand, blocks of 4: the first output begins with a tail, copied from 1 to 2.  All copies of a step are made at
+    once, so the second output copies 2 in the next step."""
+    simulation = Simulation(limits())
+    simulation.add([1] * 6, max_tokens=1, will_continue=True)
+    simulation.run()
+    simulation.add([*[1] * 6, 8], n=2, max_tokens=3, **ENDLESS)
+    plans = [simulation.step(), simulation.step()]
+    assert [plan.copies.tolist() for plan in plans if plan is not None] == [[[1, 2]], [[2, 3]]]
+    simulation.run()
+
+
+def test_a_fork_waits_for_what_its_donor_shares_in_the_step_that_computes_it() -> None:
+    """By hand, blocks of 4: after a preemption the first output has nine tokens, of which it shares eight with a prompt
+    of that very step.  The second output needs the first of the last four, which can be copied one step later."""
+    simulation = Simulation(limits(max_num_seqs=3, num_blocks=40))
+    for token in (8, 9):
+        simulation.add([token], request_id=f"filler {token}", max_tokens=50, **ENDLESS)
+    simulation.add([1] * 6, n=2, request_id="forks", max_tokens=20, **ENDLESS)
+    for _ in range(3):
+        simulation.step()
+    batch = simulation.scheduler._batch
+    (first,) = (sequence for sequence in batch.rows.running() if sequence.request_id == "forks")
+    batch.preempt(first)
+    simulation.abort("filler 8", "filler 9")
+    assert simulation.scheduler.reset_prefix_cache() and len(first.token_ids) == 9
+    simulation.add([*first.token_ids.tolist(), 5, 5, 5], priority=-1, max_tokens=1)
+    plans = [simulation.step(), simulation.step()]
+    admitted = [[one.num_computed_tokens for one in plan.admitted] for plan in plans if plan is not None]
+    assert admitted == [[0, 8], [5]]
+    simulation.run()

@@ -160,20 +160,6 @@ def test_golden_forks_and_tails_are_copied_in_every_group() -> None:
     simulation.run()
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 8)])
-def test_a_fork_of_what_is_copied_in_the_same_step_copies_the_origin(windows: tuple[int | None, ...]) -> None:
-    """By definition, all copies of a step are made at once: the second output copies what the first begins as."""
-    simulation = Simulation(limits(windows=windows, tile_tokens=4, num_blocks=40))
-    simulation.add([1] * 6, max_tokens=1, will_continue=True)
-    simulation.run()
-    simulation.add([*[1] * 6, 8], n=2, max_tokens=2, **ENDLESS)
-    plan = simulation.step()
-    assert plan is not None and [one.num_computed_tokens for one in plan.admitted] == [6, 6]
-    sources, targets = plan.copies.T.tolist()
-    assert set(sources).isdisjoint(targets) and len(set(sources)) == len(windows) and len(targets) == 2 * len(windows)
-    simulation.run()
-
-
 def test_what_can_never_fit_is_refused_with_numbers() -> None:
     """By hand: 10 blocks of 4 and a window that takes 4 of them leave 6 for the full group: 24 tokens."""
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=10))

@@ -62,7 +62,7 @@ class Admitter:
     def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
         siblings = sequence.group.running
         if siblings and self._can_fork(sequence):
-            donation = self._donation(sequence, siblings)
+            donation = self._donation(sequence, siblings, draft.step_id)
             if donation is not None:
                 return self._fork(draft, sequence, donation)
             if any(other.phase is Phase.PREFILL for other in siblings):
@@ -127,13 +127,20 @@ class Admitter:
             draft.admitted.append(_admission(entry, table))
         self._blocks.publish((entry.sequence, entry.end) for entry in entries)
 
-    def _donation(self, sequence: Sequence, siblings: list[Sequence]) -> Donation | None:
-        """From a running sibling that has computed all that a fork shares, or will have once the plans before this ran,
-        and still holds it."""
-        num_tokens = sequence.num_prompt_tokens - 1
-        able = (other.row for other in siblings if self._rows.num_scheduled[other.row] >= num_tokens)
-        found = (self._blocks.donation(row, num_tokens) for row in able)
-        return next((donation for donation in found if donation is not None), None)
+    def _donation(self, sequence: Sequence, siblings: list[Sequence], step_id: int) -> Donation | None:
+        """From a running sibling that has computed all that a fork needs, or will have once the plans before this ran,
+        and still holds it.
+
+        What is copied must be there when the step begins.  A sibling that enters in this step may begin with blocks
+        that are copied or computed in it.
+        """
+        rows, num_tokens = self._rows, sequence.num_prompt_tokens - 1
+        for other in siblings:
+            if rows.num_scheduled[other.row] >= num_tokens:
+                found = self._blocks.donation(other.row, num_tokens)
+                if found is not None and (found.source is None or rows.since_step[other.row] < step_id):
+                    return found
+        return None
 
     @staticmethod
     def _can_fork(sequence: Sequence) -> bool:

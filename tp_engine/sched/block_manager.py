@@ -14,7 +14,7 @@ front (``expire``), whenever their row grows and whenever blocks run out::
     group 0, full           | 0 | 5 | 10 | 15 | 20 | 25 |
     group 1, with a window  | . | . |  . |  . | 21 | 26 |      the window reaches into the fifth block
 
-Whoever enters with hits, or as a fork, holds in each group only what it needs itself.
+A row that enters with hits, or as a fork, holds in each group only what it needs itself.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class BlockManager:
         self._caching = limits.enable_prefix_caching
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
-        self._full = self.windows.first_needed(0)
-        self._nothing = Shared(NO_BLOCKS.reshape(0, self.num_groups), self._full, NO_BLOCKS)
+        self._from_start = self.windows.first_needed(0)
+        self._nothing = Shared(NO_BLOCKS.reshape(0, self.num_groups), self._from_start, NO_BLOCKS)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Logical blocks that ``num_tokens`` fill."""
@@ -104,6 +104,16 @@ class BlockManager:
             return self._max_chunk
         spare = (self.pool.num_blocks - num_held) // self.num_groups
         return min(self._max_chunk, (num_logical + spare) * self.block_size - start)
+
+    def next_chunk_limit(self, row: int) -> int:
+        """``chunk_limit`` of a row's next chunk, once its windows gave back what they left behind."""
+        if not self._has_windows:
+            return self._max_chunk
+        rows = self._rows
+        start, num_logical = rows.num_scheduled[row : row + 1], int(rows.num_blocks[row])
+        self.expire(np.array([row]), start)
+        num_held = num_logical * self.num_groups - int(rows.first_block[row].sum())
+        return self.chunk_limit(num_held, num_logical, int(start[0]))
 
     def find_hits(self, sequence: Sequence) -> Hits:
         """What is cached of a waiting sequence's first tokens; at least one token is left to compute."""
@@ -271,7 +281,7 @@ class BlockManager:
     def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
         """What a row needs of ``blocks`` (n, G) whose next token is at ``num_tokens``."""
         if not self._has_windows:
-            return Shared(blocks, self._full, blocks.reshape(-1))
+            return Shared(blocks, self._from_start, blocks.reshape(-1))
         first = self.windows.first_needed(num_tokens)
         return Shared(_without(blocks, first, 0), first, self.windows.held(blocks, first))
 

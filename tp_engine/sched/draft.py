@@ -39,13 +39,9 @@ class StepDraft(msgspec.Struct):
         self.block_rows, self.block_ids = rows, block_ids
 
     def add_copies(self, sources: BlockIds, targets: IntArray) -> None:
-        """Each target (G,) begins as its source.
-
-        All copies of a step are made at once: what a target of this step is to hold is found at its own source.
-        """
-        origins = {target: source for source, target in self.copies}
+        """Each target (G,) begins as its source, which is the target itself if that was free to be taken."""
         pairs = zip(sources.tolist(), targets.tolist(), strict=True)
-        self.copies += [(origins.get(source, source), target) for source, target in pairs if source != target]
+        self.copies += [(source, target) for source, target in pairs if source != target]
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule the next ``num_tokens`` of a sequence."""

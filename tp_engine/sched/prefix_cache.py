@@ -11,13 +11,13 @@ that there are no collisions, and Python's own hash of them is keyed anew in eac
                            |                                         those before that one
                            +---> tail: block 2  [t32 .. t37]         partly filled: to be copied
 
-In a full group, whoever holds a block of a run holds those before it, and gives it back before them.  So a run is
+In a full group, a row that holds a block of a run holds those before it, and gives it back before them.  So a run is
 evicted from its end, and only its length changes.  Serials are never used again: what follows an evicted block is never
 found again.
 
 A model of several groups of layers has a block of each in every place of a run.  Groups with a window give theirs back
-from the front, so that in their columns any block may be missing, which changes the length of no run.  Who computes
-such a block again puts it there.  What suffices for a hit, ``KvWindows.longest_hit`` says::
+from the front, so that in their columns any block may be missing, which changes the length of no run.  A sequence that
+computes such a block again puts it there.  ``KvWindows.longest_hit`` says what suffices for a hit::
 
     run 7, a full group       12   5   9  30
            one with a window   .   .   6  21       a hit of four blocks if the window needs the last two only
@@ -26,7 +26,7 @@ Where all groups have windows, nothing shortens a run: it is the way to the runs
 blocks nor followers.
 
 The *tail* of a sequence that says that others will continue it, its last, partly filled block, is found in the same way
-by all of its token ids.  It is never shared: who goes on from it copies it, in every group.
+by all of its token ids.  It is never shared: a sequence that goes on from it copies it, in every group.
 """
 
 from __future__ import annotations

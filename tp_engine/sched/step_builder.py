@@ -75,20 +75,13 @@ class StepBuilder:
             if sequence.phase is not Phase.PREFILL:
                 continue
             start = int(self._rows.num_scheduled[sequence.row])
-            chunk = min(int(self._rows.num_tokens[sequence.row]) - start, draft.budget, self._chunk_limit(sequence))
+            longest = min(draft.budget, self._blocks.next_chunk_limit(sequence.row))
+            chunk = min(int(self._rows.num_tokens[sequence.row]) - start, longest)
             if self._grow(draft, sequence, start + chunk):
                 draft.add_prefill(sequence, chunk)
                 self._blocks.publish([(sequence, start + chunk)])
         if draft.short:
             draft.drop_preempted(self._rows)
-
-    def _chunk_limit(self, sequence: Sequence) -> int:
-        """The longest next chunk of a sequence that fits alone."""
-        rows, row = self._rows, sequence.row
-        start, num_logical = rows.num_scheduled[row : row + 1], int(rows.num_blocks[row])
-        self._blocks.expire(np.array([row]), start)
-        num_held = num_logical * self._blocks.num_groups - int(rows.first_block[row].sum())
-        return self._blocks.chunk_limit(num_held, num_logical, int(start[0]))
 
     def _grow(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens; False if the row has to wait for those before it in order."""
