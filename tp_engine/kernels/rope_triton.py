@@ -81,6 +81,7 @@ def _store_in_cache(  # type: ignore[no-untyped-def]
     head,
     pair,
     rest,
+    is_head,
     HALF: tl.constexpr,  # noqa: N803
     REST: tl.constexpr,  # noqa: N803
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
@@ -88,7 +89,7 @@ def _store_in_cache(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
 ):
-    """Store the parts, float32, of KV heads ``head`` (TILE, 1), quantised where LARGEST is not 0."""
+    """Store the parts, float32, of KV heads ``head`` (TILE, 1) where ``is_head``, quantised where LARGEST is not 0."""
     if LARGEST > 0:
         peak = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
         if REST > 0:
@@ -100,7 +101,7 @@ def _store_in_cache(  # type: ignore[no-untyped-def]
         scale = scales + (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
         tl.store(scale, peak / LARGEST, mask=head < NUM_KV_HEADS)
     place = cache + (slot * NUM_KV_HEADS + head) * (2 * HALF + REST)
-    _store_parts(a, b, c, place, pair, rest, head < NUM_KV_HEADS, HALF, REST)
+    _store_parts(a, b, c, place, pair, rest, is_head, HALF, REST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -196,9 +197,9 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
             value = place + NUM_KV_HEADS * HEAD_DIM
             value_a, value_b, value_c = _load_parts(value, pair, rest, is_head, HALF, REST)
             # fmt: off
-            _store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest,
+            _store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest, is_head,
                             HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, LARGEST, IS_INTEGER)
-            _store_in_cache(value_a, value_b, value_c, value_cache, value_scales, slot, head, pair, rest,
+            _store_in_cache(value_a, value_b, value_c, value_cache, value_scales, slot, head, pair, rest, is_head,
                             HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, LARGEST, IS_INTEGER)
             # fmt: on
 
