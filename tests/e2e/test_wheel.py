@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -26,6 +26,11 @@ PARTS = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "tp_engine")
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SUMS = {"one": ("12+34=", "46"), "two": ("7+8=", "15")}
+
+
+def outside() -> dict[str, str]:
+    """The environment of a shell in which the checkout is not known."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 class Installation(NamedTuple):
@@ -39,15 +44,10 @@ class Installation(NamedTuple):
         """``words`` with the first one as a program of the environment."""
         return [str(self.venv / "bin" / words[0]), *words[1:]]
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of a shell in which the checkout is not known."""
-        return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
     def run(self, *words: str, timeout_s: float = 100) -> str:
         """Standard output of a command that must succeed."""
         done = subprocess.run(
-            self.command(*words), cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            self.command(*words), cwd=self.folder, env=outside(), capture_output=True, text=True,
             timeout=timeout_s, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -60,7 +60,7 @@ class Installation(NamedTuple):
         with log.open("w") as output:
             process = subprocess.Popen(
                 self.command(*words, "--uds", str(socket), *SMALL),
-                cwd=self.folder, env=self.environment, stdout=output, stderr=output, start_new_session=True,
+                cwd=self.folder, env=outside(), stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         try:
             with httpx.Client(
@@ -98,7 +98,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
         else:
             shutil.copy(ROOT / name, source / name)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    quietly = {"check": True, "timeout": 100, "stdout": subprocess.DEVNULL}
+    quietly: dict[str, Any] = {"check": True, "timeout": 100, "stdout": subprocess.DEVNULL, "env": outside()}
     subprocess.run([sys.executable, "-c", build], cwd=source, **quietly)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(venv)], **quietly)

@@ -70,7 +70,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CPU | {"kv_cache_dtype": torch.int8}, "torch"),
         (ON_CUDA | {"head_dims": (512,)}, "torch"),
         (ON_CUDA | {"head_dims": (128, 512)}, "torch"),
-        (ON_CUDA | {"head_dims": (256, 128), "has_softcap": True}, "flash_attn"),
+        (ON_CUDA | {"head_dims": (256, 128), "has_softcap": True}, "triton"),
         (ON_CUDA | {"has_sinks": True}, "triton"),
         (ON_CPU | {"has_softcap": True, "has_sinks": True}, "native"),
     ],

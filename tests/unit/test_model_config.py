@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import (
     check_tensor_parallel,
-    kv_layout_of,
     load_model_config,
     local_num_kv_heads,
     read_model,
@@ -218,10 +216,10 @@ def test_sliding_windows_per_layer() -> None:
 def test_kv_layout_of_a_model() -> None:
     """By hand: four layers alike are one group, with their window if they have one; every second one makes two."""
     mistral = llama(architectures=["MistralForCausalLM"])
-    assert kv_layout_of(ModelConfig.from_dict({**mistral, "sliding_window": None})).windows == (None,)
-    assert kv_layout_of(ModelConfig.from_dict({**mistral, "sliding_window": 16})).windows == (16,)
-    config = dataclasses.replace(ModelConfig.from_dict(mistral), sliding_windows=(16, None, 16, None))
-    layout = kv_layout_of(config)
+    assert read_model({**mistral, "sliding_window": None}).kv_layout.windows == (None,)
+    assert read_model({**mistral, "sliding_window": 16}).kv_layout.windows == (16,)
+    qwen2 = llama(architectures=["Qwen2ForCausalLM"], sliding_window=16, use_sliding_window=True)
+    layout = read_model({**qwen2, "layer_types": ["sliding_attention", "full_attention"] * 2}).kv_layout
     assert layout.windows == (None, 16) and [group.layers for group in layout.groups] == [(1, 3), (0, 2)]
 
 

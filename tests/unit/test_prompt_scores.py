@@ -96,7 +96,7 @@ def on_ranks(folder: Path, world_size: int, body: Callable[[Any, Any, Any, Commu
             communicator=communicator,
             dtype=torch.float32,
             device=CPU,
-            backend=backend,
+            backends=[backend],
             max_model_len=effective.max_model_len,
         )
         with torch.no_grad():
@@ -154,7 +154,9 @@ def test_the_largest_step_scores_as_much_as_any_step(
     on_ranks(
         checkpoint("qwen3", vocab_size=101),
         world_size,
-        lambda model, backend, effective, communicator: run_largest_step(model, backend, effective, CPU, communicator),
+        lambda model, backend, effective, communicator: run_largest_step(
+            model, [backend], effective, CPU, communicator
+        ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
         max_model_len=128,
