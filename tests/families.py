@@ -73,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
+    "glm": Family("GlmConfig", "GlmForCausalLM"),
     "glm4": Family("Glm4Config", "Glm4ForCausalLM"),
     "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
     "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True}),
