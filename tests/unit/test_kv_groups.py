@@ -14,6 +14,7 @@ from tp_engine import kv_layout
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.config import EngineConfig
 from tp_engine.dist.collectives import SingleRank
 from tp_engine.dist.rank import RankInfo
 from tp_engine.faults import PhaseNote
@@ -26,8 +27,10 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.graph_recorder import RepeatingRecorder
 from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.input_digest import digest_inputs
 from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
 from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.warm_up import warm_up
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 4, 256, 4, 400
@@ -146,7 +149,7 @@ def serve(engine: Engine, num_decodes: int = 40) -> list[StepResult]:
     """Chunks, mixed steps, decodes, and a row that goes on with the blocks of another."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 200, length).tolist() for length in (150, 30)]
-    results = [engine.step([], {0: 100}, (engine.enter(0, prompts[0]),))]
+    results = [engine.step([], {0: 100}, (engine.enter(0, prompts[0]),), released=_ints(range(NUM_ROWS)))]
     results.append(engine.step([], {0: 50, 1: 20}, (engine.enter(1, prompts[1]),)))
     results.append(engine.step([0], {1: 10}))
     results += [engine.step([0, 1], {}) for _ in range(num_decodes)]
@@ -200,3 +203,31 @@ def test_a_copy_is_of_all_layers_of_a_block(checkpoint: Callable[..., Path]) -> 
     engine.runner.run(StepPlan(step_id=1, copies=np.array([[5, 9], [6, 2]], dtype=np.int32)))
     before[:, :, [9, 2]] = before[:, :, [5, 6]]
     assert torch.equal(engine.cache, before)
+
+
+def test_first_steps_leave_no_trace(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: an engine that has not warmed up."""
+    folder = checkpoint(**WINDOWED)
+    warm, cold = (Engine(folder, TorchBackend) for _ in range(2))
+    warm_up(warm.runner, EngineConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=16, block_size=BLOCK_SIZE))
+    compare(serve(warm, 5), serve(cold, 5))
+
+
+def test_digests_tell_groups_apart() -> None:
+    """Oracle: equal inputs have equal digests; another block of the last group alone gives another one."""
+    digests = []
+    for last in (6, 6, 7):
+        batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=BLOCK_SIZE, num_groups=2, device=CPU)
+        entered = Admission(
+            row=0,
+            token_ids=_ints([5, 9]),
+            num_prompt_tokens=2,
+            num_computed_tokens=0,
+            block_ids=_ints([3, last]),
+            sampling=RowSampling(),
+        )
+        chunk: dict[str, Any] = {"prefill_tokens": _ints([2]), "prefill_samples": np.array([True])}
+        plan = StepPlan(step_id=1, admitted=(entered,), prefill_rows=_ints([0]), **chunk)
+        batch.apply(plan)
+        digests.append(digest_inputs(batch.prepare(plan)))
+    assert digests[0] == digests[1] != digests[2]
