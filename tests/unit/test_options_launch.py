@@ -84,7 +84,7 @@ def test_a_port_at_which_no_ranks_can_meet_is_refused(
 
 
 def test_one_rank_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a world of one meets nobody, so it starts with any port."""
+    """Oracle: a world of one meets no other rank, so it starts with any port."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     assert run() == 0

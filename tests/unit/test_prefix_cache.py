@@ -237,7 +237,7 @@ def match_groups(cache: PrefixCache, data: bytes, salt: str = "") -> list[list[i
 
 
 def test_a_windows_block_leaves_a_gap_that_is_filled_again() -> None:
-    """By hand: the window's first two are gone, the full group's own stay; who brings all of them fills the gaps."""
+    """By hand: the window's first two are gone, the full group's own stay; publishing all of them fills the gaps."""
     cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
     assert publish_groups(cache, [[0, 1], [2, 3], [4, 5]], TWELVE) == [0, 1, 2, 3, 4, 5]
     evict(cache, 3, 1)

@@ -20,7 +20,7 @@ class AttentionMetadata:
     int32; ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
     On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32, from which backends may plan without a
     synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  ``is_padded`` False promises that there is
-    no padding, so that nobody has to ask the device.  ``slot_mapping`` and ``block_table`` are those of one group of
+    no padding, so the device is not asked.  ``slot_mapping`` and ``block_table`` are those of one group of
     layers (``kv_layout``), all else is the same for all groups.
     """
 

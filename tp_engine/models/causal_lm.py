@@ -95,7 +95,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``.
 
-        With ``wanted`` (n,) int64, tokens whose outputs somebody reads: (n, hidden), theirs.  The last layer does no
+        With ``wanted`` (n,) int64, the tokens whose outputs are read: (n, hidden), theirs.  The last layer does no
         more for the others than to store their keys and values, and attend.
         """
         rotations = [rope(positions) for rope in self.ropes]

@@ -38,7 +38,7 @@ class InputBatch:
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
-        self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, though nobody reads it
+        self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, and is never read
         self._token_ids = torch.zeros((max_num_seqs, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
