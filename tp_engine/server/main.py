@@ -180,7 +180,10 @@ async def _serve(settings: FrontendSettings) -> int:
 def main() -> int:
     """Read the settings and serve; the process ends with the one that started it."""
     _do_without_torch()
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontendSettings)
+    text = sys.stdin.buffer.read()
+    if not text:  # rank 0 was stopped before it wrote them
+        return 0
+    settings = msgspec.json.decode(text, type=FrontendSettings)
     die_with_parent(settings.parent_pid, grace_s=_LAST_ANSWERS_S)
     configure_logging("http", settings.log_format, others=("uvicorn", "asyncio", "opentelemetry"))
     return event_loop.run(_serve(settings))
