@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from benchmarks.machine import processor_name
 
-from tp_engine.dist import groups
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.rank import RankInfo
-from tp_engine.faults import PhaseNote
+from tp_engine.progress import RankProgress
+from tp_engine.ranks import groups
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.rank import RankInfo
 
 Figures = list[dict[str, Any]]
 
@@ -82,7 +82,7 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace, fou
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
     store = groups.join_store("127.0.0.1", port, timeout_s=120)
-    joined = groups.join(info, store, PhaseNote(rank), lambda: None, device_type="cpu", start_s=120, collective_s=120)
+    joined = groups.join(info, store, RankProgress(), lambda: None, device_type="cpu", start_s=120, collective_s=120)
     gloo = joined.communicator
     joined.use_shared_memory(is_required=True)
     figures = []

@@ -1,6 +1,6 @@
 """The parity table: every family that the engine runs, as a tiny model that has all the family's peculiarities.
 
-Each line is run against transformers at several world sizes and settings (``tests/dist/test_families.py``), and is an
+Each line is run against transformers at several world sizes and settings (``tests/ranks/test_families.py``), and is an
 architecture of ``tests.tiny_models.make_checkpoint``.
 """
 

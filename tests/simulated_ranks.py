@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.rank import RankInfo
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.rank import RankInfo
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -36,7 +36,7 @@ class _Meeting:
 
 
 class SimulatedCommunicator:
-    """One rank's end of a world of threads; the interface of ``tp_engine.dist.collectives.Communicator``."""
+    """One rank's end of a world of threads; the interface of ``tp_engine.ranks.collectives.Communicator``."""
 
     can_capture = False
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
 from tests.e2e.frontend import wait_until
 from tests.e2e.serving import ROOT, launch
+from tests.ranks.launch import torchrun
 from tp_engine import run_batch
 
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")

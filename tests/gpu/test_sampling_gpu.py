@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.kernel_harness import needs_triton
-from tp_engine.dist.collectives import SingleRank
 from tp_engine.plan import RowSampling
+from tp_engine.ranks.collectives import SingleRank
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), needs_triton]
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tp_engine import env
-from tp_engine.dist import groups as process_groups
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.rank import RankInfo
-from tp_engine.dist.reduce_plan import why_not
-from tp_engine.dist.symmetric_memory import SymmetricCommunicator, probe_machine
-from tp_engine.faults import PhaseNote
 from tp_engine.kernels.norm import NormRule
 from tp_engine.kernels.ops import op
 from tp_engine.layers.reduce_norm import Composed, Fused
+from tp_engine.progress import RankProgress
+from tp_engine.ranks import groups as process_groups
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.reduce_plan import why_not
+from tp_engine.ranks.symmetric_memory import SymmetricCommunicator, probe_machine
 
 LAUNCHED = env.launched_rank()
 assert LAUNCHED is not None, "run this through scripts/test_multi_gpu"
@@ -41,7 +41,7 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
     )
     store = process_groups.launched_store(timeout_s=60)
     groups = process_groups.join(
-        info, store, PhaseNote(info.rank), lambda: None, device_type="cuda", start_s=60, collective_s=60
+        info, store, RankProgress(), lambda: None, device_type="cuda", start_s=60, collective_s=60
     )
     nccl = groups.communicator
     device = torch.device("cuda", LAUNCHED.local_rank)

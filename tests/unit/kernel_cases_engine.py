@@ -17,9 +17,9 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.dist.groups import RankGroups
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.plan import IntArray
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.state import SamplingState

@@ -11,7 +11,7 @@ from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.entry import Entry
 from tp_engine.sched.intake import build_group
-from tp_engine.sched.sequence import Phase, Sequence
+from tp_engine.sched.sequence import Sequence, SequencePhase
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
     seat(batch, first)
     compute(batch, first, 4)
     batch.rows.num_scheduled[first.row] = 10
-    batch.leave(first, Phase.FINISHED)
+    batch.leave(first, SequencePhase.FINISHED)
     (other,) = make(batch, list(range(12)), number=1)
     assert find(batch, other) == [0]
 
@@ -96,7 +96,7 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
     (first,) = make(batch, list(range(12)))
     seat(batch, first)
     compute(batch, first, 12)
-    batch.leave(first, Phase.FINISHED)
+    batch.leave(first, SequencePhase.FINISHED)
     pool = batch.blocks.pool
     assert pool.free_order() == [*range(3, 16), 2, 1, 0]
     assert (pool.num_free, pool.num_cached, pool.num_used) == (13, 3, 0)
@@ -120,9 +120,9 @@ def test_shared_blocks_count_their_holders(batch: Batch) -> None:
     compute(batch, first, 10)
     assert seat(batch, second) == [0, 1]
     assert [batch.blocks.pool.ref_count(block) for block in range(4)] == [2, 2, 1, 1]
-    batch.leave(first, Phase.FINISHED)
+    batch.leave(first, SequencePhase.FINISHED)
     assert [batch.blocks.pool.ref_count(block) for block in range(4)] == [1, 1, 0, 1]
-    batch.leave(second, Phase.FINISHED)
+    batch.leave(second, SequencePhase.FINISHED)
     assert batch.blocks.pool.num_used == 0
 
 
@@ -132,8 +132,8 @@ def test_equal_content_computed_twice_is_cached_once(batch: Batch) -> None:
     seat(batch, first), seat(batch, second)
     compute(batch, first, 10)
     compute(batch, second, 10)
-    batch.leave(second, Phase.FINISHED)
-    batch.leave(first, Phase.FINISHED)
+    batch.leave(second, SequencePhase.FINISHED)
+    batch.leave(first, SequencePhase.FINISHED)
     assert batch.blocks.pool.num_cached == 2
     assert sorted(batch.blocks.cache.cached_blocks()) == [0, 1]
 

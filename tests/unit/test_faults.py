@@ -11,13 +11,15 @@ import time
 import pytest
 
 from tp_engine.errors import ConfigError
-from tp_engine.faults import EXIT_CODE, Fault, Phase, PhaseNote, parse_faults, split_phase
+from tp_engine.faults import EXIT_CODE, Fault, fault_injector, parse_faults
+from tp_engine.progress import RankPhase, RankProgress, split_phase
 
 SCRIPT = """
 import sys
-from tp_engine.faults import Phase, PhaseNote, configured_faults
-note = PhaseNote(int(sys.argv[1]), faults=configured_faults())
-note.reach(Phase.LOAD)
+from tp_engine.faults import configured_faults, fault_injector
+from tp_engine.progress import RankPhase, RankProgress
+note = RankProgress(fault_injector(int(sys.argv[1]), configured_faults()))
+note.reach(RankPhase.LOAD)
 print("loaded", flush=True)
 """
 
@@ -51,62 +53,62 @@ def test_a_stopped_process_is_stopped() -> None:
 
 def test_the_nth_time_and_no_other() -> None:
     """Oracle: the third of five times raises; collectives are counted as their own phase."""
-    note = PhaseNote(2, faults=parse_faults("2:step_begin@3:raise, 2:collective@2:oom"))
-    note.reach(Phase.STEP_BEGIN)
+    note = RankProgress(fault_injector(2, parse_faults("2:step_begin@3:raise, 2:collective@2:oom")))
+    note.reach(RankPhase.STEP_BEGIN)
     note.collective()
-    note.reach(Phase.STEP_BEGIN)
+    note.reach(RankPhase.STEP_BEGIN)
     with pytest.raises(MemoryError, match="rank 2 in collective"):
         note.collective()
     with pytest.raises(RuntimeError, match="rank 2 in step_begin"):
-        note.reach(Phase.STEP_BEGIN)
-    note.reach(Phase.STEP_BEGIN)
+        note.reach(RankPhase.STEP_BEGIN)
+    note.reach(RankPhase.STEP_BEGIN)
 
 
 def test_sleeping_ends() -> None:
     """Oracle: the clock."""
-    note = PhaseNote(0, faults=parse_faults("0:sample:sleep=0.05"))
+    note = RankProgress(fault_injector(0, parse_faults("0:sample:sleep=0.05")))
     began_s = time.monotonic()
-    note.reach(Phase.SAMPLE)
+    note.reach(RankPhase.SAMPLE)
     assert time.monotonic() - began_s >= 0.05
 
 
 def test_the_word_shows_phase_and_count() -> None:
     """Oracle: what was reached, also after the note has moved to the board; sampling goes on counting."""
     here, board = [0], [0, 0]
-    note = PhaseNote()
+    note = RankProgress()
     note.show_on(here, 0)
-    note.reach(Phase.LOAD)
-    assert split_phase(here[0]) == (Phase.LOAD, 0)
+    note.reach(RankPhase.LOAD)
+    assert split_phase(here[0]) == (RankPhase.LOAD, 0)
     note.show_on(board, 1)
     note.done()
     note.collective()
-    assert split_phase(board[1]) == (Phase.LOAD, 2)
-    note.reach(Phase.STEP_BEGIN)
+    assert split_phase(board[1]) == (RankPhase.LOAD, 2)
+    note.reach(RankPhase.STEP_BEGIN)
     for _ in range(300):
         note.collective()
-    assert split_phase(board[1]) == (Phase.COLLECTIVE, 300) and split_phase(here[0]) == (Phase.LOAD, 0)
-    note.reach(Phase.SAMPLE)
-    assert split_phase(board[1]) == (Phase.SAMPLE, 300) and note.phase == Phase.SAMPLE
+    assert split_phase(board[1]) == (RankPhase.COLLECTIVE, 300) and split_phase(here[0]) == (RankPhase.LOAD, 0)
+    note.reach(RankPhase.SAMPLE)
+    assert split_phase(board[1]) == (RankPhase.SAMPLE, 300) and note.phase == RankPhase.SAMPLE
 
 
 def test_a_rank_that_fails_in_a_collective_is_behind_the_others() -> None:
     """Oracle: the word names the phase and has not counted the collective that was not entered."""
     word = [0]
-    note = PhaseNote(1, faults=parse_faults("1:collective@2:raise"))
+    note = RankProgress(fault_injector(1, parse_faults("1:collective@2:raise")))
     note.show_on(word, 0)
-    note.reach(Phase.STEP_BEGIN)
+    note.reach(RankPhase.STEP_BEGIN)
     note.collective()
     with pytest.raises(RuntimeError):
         note.collective()
-    assert split_phase(word[0]) == (Phase.COLLECTIVE, 1)
+    assert split_phase(word[0]) == (RankPhase.COLLECTIVE, 1)
 
 
 def test_a_fault_says_everything() -> None:
     """Oracle: the fields, with their defaults."""
     assert parse_faults("") == ()
     assert parse_faults(" 1:load:kill,0:sample@4:sleep=2.5 ") == (
-        Fault(rank=1, phase=Phase.LOAD, action="kill"),
-        Fault(rank=0, phase=Phase.SAMPLE, action="sleep", nth=4, sleep_s=2.5),
+        Fault(rank=1, phase=RankPhase.LOAD, action="kill"),
+        Fault(rank=0, phase=RankPhase.SAMPLE, action="sleep", nth=4, sleep_s=2.5),
     )
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from tp_engine.config import EngineConfig
 from tp_engine.engine.flight_recording import FlightRecorder, process_state, read_board
-from tp_engine.faults import Phase, PhaseNote
 from tp_engine.flight_recorder.record import FlightRecord, load_record
 from tp_engine.ipc.job_board import NUM_RECORDS, PHASE_WORD, JobBoard, State, process_start
 from tp_engine.ipc.step_recorder import StepRecorder
 from tp_engine.plan import StepPlan
+from tp_engine.progress import RankPhase, RankProgress
 
 
 def plan(step_id: int) -> StepPlan:
@@ -44,14 +44,14 @@ def test_a_board_becomes_a_record() -> None:
     slot = board.slots[0]
     slot.register()
     slot.state = State.READY
-    note, recorder = PhaseNote(), StepRecorder(slot)
+    note, recorder = RankProgress(), StepRecorder(slot)
     note.show_on(slot.words, PHASE_WORD)
     began_ns = time.monotonic_ns()
     run_step(recorder, 1)
     slot.note_received(1, 5)
     slot.note_inputs(1, 0xBEEF)
     slot.begin_step(1)
-    note.reach(Phase.STEP_BEGIN)
+    note.reach(RankPhase.STEP_BEGIN)
     note.collective()
     board.slots[1].note_exit(-9)
     record = read(board)

@@ -9,8 +9,8 @@ import pytest
 
 from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import find_incident, where
-from tp_engine.faults import Phase, PhaseNote
 from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
+from tp_engine.progress import RankPhase, RankProgress
 
 SECOND = 1_000_000_000
 LIMITS = HangLimits(soft_s=30.0, hard_s=120.0, startup_s=600.0, cpu_proves_life=True)
@@ -25,7 +25,7 @@ class Jobs:
         self.notes = []
         self.now_ns = SECOND
         for slot in self.board.slots:
-            note = PhaseNote(slot.rank)
+            note = RankProgress()
             note.show_on(slot.words, PHASE_WORD)
             self.notes.append(note)
             slot.words[0], slot.state = 100 + slot.rank, State.READY
@@ -41,7 +41,7 @@ class Jobs:
 
     def begin(self, step_id: int, *, ranks: list[int], collectives: int) -> None:
         for rank in ranks:
-            self.notes[rank].reach(Phase.STEP_BEGIN)
+            self.notes[rank].reach(RankPhase.STEP_BEGIN)
             self.board.slots[rank].begin_step(step_id)
             for _ in range(collectives):
                 self.notes[rank].collective()
@@ -114,7 +114,7 @@ def test_a_rank_that_never_got_the_step_is_behind() -> None:
 def test_a_rank_that_does_not_end_is_named() -> None:
     """Oracle: rank 0 has begun to stop, and never sends the stop plan that rank 1 waits for."""
     jobs = Jobs(2)
-    jobs.notes[0].reach(Phase.SHUTDOWN)
+    jobs.notes[0].reach(RankPhase.SHUTDOWN)
     jobs.board.slots[0].state = State.STOPPING
     hang = jobs.after(121)
     assert hang is not None and hang.is_hard and hang.culprits == (0,)
@@ -171,7 +171,7 @@ def test_a_rank_that_starts_may_wait_for_a_disk() -> None:
     jobs = Jobs(2)
     for slot, note in zip(jobs.board.slots, jobs.notes, strict=True):
         slot.state = State.STARTING
-        note.reach(Phase.IMPORT)
+        note.reach(RankPhase.IMPORT)
     jobs.silent = {1}
     assert jobs.after(299) is None
     assert jobs.after(2) is not None
@@ -220,7 +220,7 @@ def test_the_start_has_a_budget_of_its_own() -> None:
     jobs = Jobs(2)
     for slot, note in zip(jobs.board.slots, jobs.notes, strict=True):
         slot.state = State.STARTING
-        note.reach(Phase.LOAD)
+        note.reach(RankPhase.LOAD)
     jobs.notes[0].done()
     assert jobs.after(299) is None
     hang = jobs.after(2)
@@ -265,11 +265,11 @@ def test_places_are_told_in_words() -> None:
     """Oracle: the words."""
     jobs = Jobs(1)
     slot, note = jobs.board.slots[0], jobs.notes[0]
-    note.reach(Phase.LOAD)
+    note.reach(RankPhase.LOAD)
     assert where(slot) == "in load"
     jobs.begin(12, ranks=[0], collectives=3)
     assert where(slot) == "in collective 3 of step 12"
-    note.reach(Phase.SAMPLE)
+    note.reach(RankPhase.SAMPLE)
     assert where(slot) == "in sample of step 12"
     slot.end_step(12)
     assert where(slot) == "waiting for step 13 (last phase: sample)"

@@ -25,14 +25,14 @@ DIRECTIONS = {
     "server": {"api"},
     "api": {"engine"},
     "engine": {"sched", "ipc", "worker", "grammar"},
-    "worker": {"models", "sampling", "weights", "dist"},
+    "worker": {"models", "sampling", "weights", "ranks"},
     "models": {"layers"},
     "sampling": {"layers"},
-    "layers": {"attention", "dist", "weights"},
-    "weights": {"dist"},
+    "layers": {"attention", "ranks", "weights"},
+    "weights": {"ranks"},
     "attention": {"kernels"},
     "kernels": set(),
-    "dist": {"ipc", "kernels"},
+    "ranks": {"ipc", "kernels"},
     "sched": set(),
     "ipc": set(),
     "grammar": set(),
@@ -47,7 +47,7 @@ FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
 
 # Outside thing -> the only place that may name it (a folder ends with a slash).
 DOORS = {
-    "torch.distributed": "tp_engine/dist/",
+    "torch.distributed": "tp_engine/ranks/",
     "triton": "tp_engine/kernels/",
     "flash_attn": "tp_engine/attention/flash_attn.py",
     "flash_attn_interface": "tp_engine/attention/flash_attn.py",

@@ -12,7 +12,6 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.test_models import CPU, NO_BACKENDS, logits_of, prompts
 from tp_engine.config import EngineConfig
-from tp_engine.dist.collectives import Communicator
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.ops import int8_rows
@@ -22,6 +21,7 @@ from tp_engine.layers.formats.int8 import Int8Linear, check_int8, make_int8_line
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from tp_engine.errors import RankError
-from tp_engine.faults import Phase, PhaseNote
 from tp_engine.ipc.job_board import (
     MEMORY_LINES,
     NUM_RECORDS,
@@ -24,16 +23,17 @@ from tp_engine.ipc.job_board import (
     process_start,
     split_echo,
 )
+from tp_engine.progress import RankPhase, RankProgress
 
 RANK_1 = """
 import sys
-from tp_engine.faults import Phase, PhaseNote
+from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
 slot = JobBoard.open(sys.argv[1]).slots[1]
 slot.register()
-note = PhaseNote(1)
+note = RankProgress()
 note.show_on(slot.words, PHASE_WORD)
-note.reach(Phase.STEP_BEGIN)
+note.reach(RankPhase.STEP_BEGIN)
 note.collective()
 note.collective()
 slot.note_received(7, 0x1234567890)
@@ -51,7 +51,7 @@ def test_what_a_process_writes_another_reads() -> None:
     slot = board.slots[1]
     assert (slot.pid, slot.state) == (process.pid, State.FAILED) and slot.started_ticks > 0
     assert 0 < slot.heartbeat_ns <= slot.failed_ns <= time.monotonic_ns() and slot.cpu_ns > 0
-    assert (slot.phase, slot.count) == (Phase.COLLECTIVE, 2)
+    assert (slot.phase, slot.count) == (RankPhase.COLLECTIVE, 2)
     assert (slot.step_received, slot.step_started, slot.step_done) == (7, 7, 0) and slot.busy_since_ns > 0
     assert split_echo(int(board.echoes[1, 7])) == (7, 0x34567890)
     assert slot.records[7].tolist() == list(range(9)) and not slot.records[:7].any() and not slot.records[8:].any()
@@ -150,7 +150,7 @@ def test_process_start_tells_processes_apart() -> None:
 def test_a_step_costs_microseconds() -> None:
     """Oracle: 100 notes of a step's kind in less than 2 ms of this thread's CPU time, thrice the measured at most."""
     slot = JobBoard.create(1).slots[0]
-    note = PhaseNote()
+    note = RankProgress()
     note.show_on(slot.words, PHASE_WORD)
 
     def cost_s() -> float:
@@ -158,10 +158,10 @@ def test_a_step_costs_microseconds() -> None:
         for step_id in range(1, 101):
             slot.note_received(step_id, 0x1234567890)
             slot.begin_step(step_id)
-            note.reach(Phase.STEP_BEGIN)
+            note.reach(RankPhase.STEP_BEGIN)
             for _ in range(8):
                 note.collective()
-            note.reach(Phase.SAMPLE)
+            note.reach(RankPhase.SAMPLE)
             slot.end_step(step_id)
         return time.thread_time() - began_s
 

@@ -8,9 +8,9 @@ import torch
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tests.unit.sampler_cases import ids
-from tp_engine.dist.collectives import SingleRank
-from tp_engine.dist.rank import RankInfo
 from tp_engine.plan import RowSampling
+from tp_engine.ranks.collectives import SingleRank
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
 from tp_engine.sampling.state import SamplingState

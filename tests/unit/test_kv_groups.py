@@ -15,14 +15,14 @@ from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
-from tp_engine.dist.collectives import SingleRank
-from tp_engine.dist.rank import RankInfo
-from tp_engine.faults import PhaseNote
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.model_config import load_model_config
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan, StepResult
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.collectives import SingleRank
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.graph_recorder import RepeatingRecorder
@@ -76,7 +76,7 @@ class Engine:
             kv_scales=None,
             communicator=alone,
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
-            note=PhaseNote(0),
+            note=RankProgress(),
         )
         self.free = [*range(1, NUM_BLOCKS, 2), *range(2, NUM_BLOCKS, 2)]  # no two of a row's lie side by side
         self.tokens: dict[int, list[int]] = {}

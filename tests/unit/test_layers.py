@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from tests.simulated_ranks import run_ranks
 from tests.unit.test_models import CPU, LLAMA3, prefill_metadata
 from tp_engine.attention.base import AttentionShape
-from tp_engine.dist.collectives import Communicator, SingleRank
 from tp_engine.kernels.activation import gate
 from tp_engine.kernels.layer_kv import KeyValue
 from tp_engine.kernels.rope import apply_rotary, norm_heads
@@ -29,6 +28,7 @@ from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.activation import SILU
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
+from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import as_stored, sources_of
 
 ALONE = LayerContext(communicator=SingleRank(), dtype=torch.float32, device=CPU, format_of=choose_formats(None))

@@ -10,9 +10,9 @@ import torch
 
 from tests.simulated_ranks import SimulatedCommunicator, run_ranks
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings
-from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
 from tp_engine.plan import RowSampling, TokenLogprobs
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler

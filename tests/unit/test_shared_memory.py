@@ -11,15 +11,15 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.test_symmetric_memory import HostOf
 from tp_engine.config import EngineConfig
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.rank import RankInfo
-from tp_engine.dist.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
-from tp_engine.dist.shared_exchange import SharedMemoryCommunicator
-from tp_engine.dist.shared_setup import _spin_s, with_shared_memory
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.faults import PhaseNote
 from tp_engine.ipc.rank_slots import RankSlots
 from tp_engine.kernels.native.library import native_library
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
+from tp_engine.ranks.shared_exchange import SharedMemoryCommunicator
+from tp_engine.ranks.shared_setup import _spin_s, with_shared_memory
 from tp_engine.worker.all_reduce import shares_host_memory
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
@@ -73,7 +73,7 @@ def test_ranks_that_share_a_core_do_not_spin(
 
 def setup(library: Communicator, *, is_required: bool = False) -> Communicator:
     return with_shared_memory(
-        library, HostOf(library), PhaseNote(), lambda: None, timeout_s=60, is_required=is_required, slot_bytes=4096
+        library, HostOf(library), RankProgress(), lambda: None, timeout_s=60, is_required=is_required, slot_bytes=4096
     )
 
 

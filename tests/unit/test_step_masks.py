@@ -14,9 +14,9 @@ import torch
 
 from tests.simulated_ranks import run_ranks
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings
-from tp_engine.dist.collectives import Communicator, SingleRank
 from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
 from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
+from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.sampling.choice import KernelSampler, make_sampler
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.parallel import ParallelSampler

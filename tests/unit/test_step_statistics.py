@@ -9,8 +9,8 @@ import pytest
 
 from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S, Distribution
 from tp_engine.engine.step_statistics import StepStatistics
-from tp_engine.faults import Phase, PhaseNote
 from tp_engine.ipc.job_board import COLLECTIVE_WORD, MEMORY_LINES, NUM_RECORDS, PHASE_WORD, JobBoard, RankSlot
+from tp_engine.progress import RankPhase, RankProgress
 
 US = 1000  # nanoseconds
 
@@ -123,12 +123,12 @@ def test_memory_and_collectives_are_on_the_board() -> None:
     lines = {name: number - 3 for number, name in enumerate(MEMORY_LINES)}
     slot.note_memory(lines)
     assert slot.memory == lines
-    note = PhaseNote()
+    note = RankProgress()
     note.show_on(slot.words, PHASE_WORD, COLLECTIVE_WORD)
-    note.reach(Phase.LOAD)
+    note.reach(RankPhase.LOAD)
     note.collected(0)
     assert slot.collective_ns == 0
-    note.reach(Phase.STEP_BEGIN)
+    note.reach(RankPhase.STEP_BEGIN)
     note.collected(0)
     first = slot.collective_ns
     note.collected(0)

@@ -10,14 +10,14 @@ import torch
 
 from tests.simulated_ranks import run_ranks
 from tp_engine.config import EngineConfig
-from tp_engine.dist.collectives import Communicator, SingleRank
-from tp_engine.dist.reduce_plan import Machine, ReducePlan, plan_reduces, why_not
-from tp_engine.dist.symmetric_memory import SymmetricCommunicator
-from tp_engine.dist.symmetric_setup import with_symmetric_memory
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.faults import PhaseNote
 from tp_engine.kernels.norm import NormRule, add_norm
 from tp_engine.layers.reduce_norm import Composed, Fused, reduce_add_norm
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.collectives import Communicator, SingleRank
+from tp_engine.ranks.reduce_plan import Machine, ReducePlan, plan_reduces, why_not
+from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
+from tp_engine.ranks.symmetric_setup import with_symmetric_memory
 from tp_engine.units import KIB, MIB
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 
@@ -164,7 +164,7 @@ def test_all_reduces_take_their_way() -> None:
 
     def body(library: Communicator) -> None:
         buffer, number = FakeBuffer(library), library.info.rank + 1
-        communicator = SymmetricCommunicator(library, buffer, SMALL, PhaseNote(library.info.rank))
+        communicator = SymmetricCommunicator(library, buffer, SMALL, RankProgress())
         for ones in (*shared, *not_shared):
             mine = ones * number
             assert communicator.all_reduce(mine) is mine and torch.equal(mine, ones * 3)
@@ -180,7 +180,7 @@ def test_all_reduces_take_their_way() -> None:
 
 def test_recording_is_as_possible_as_the_library_s() -> None:
     """A graph that holds an all-gather too needs a library that can be recorded."""
-    communicator = SymmetricCommunicator(SingleRank(), FakeBuffer(SingleRank()), SMALL, PhaseNote())
+    communicator = SymmetricCommunicator(SingleRank(), FakeBuffer(SingleRank()), SMALL, RankProgress())
     assert communicator.can_capture
 
 
@@ -191,7 +191,7 @@ def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -
         dataclasses.replace(H200, world_size=library.info.world_size),
         allocate,
         HostOf(library),
-        PhaseNote(library.info.rank),
+        RankProgress(),
         device=torch.device("cpu"),
         largest_bytes=4 * KIB,
         is_required=is_required,
@@ -251,7 +251,7 @@ def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> N
     """Oracle: the sum, then the norm.  9 rows are too large for one shot and go the other way."""
 
     def body(library: Communicator) -> None:
-        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, PhaseNote(), fuses_norm=True)
+        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, RankProgress(), fuses_norm=True)
         number, launches = library.info.rank + 1, []
 
         def kernel(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float, **where: Any) -> Any:
@@ -280,7 +280,7 @@ def test_what_is_not_told_to_fuse_does_not() -> None:
     assert reduce_add_norm(SingleRank(), add_norm) is add_norm
 
     def body(library: Communicator) -> None:
-        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, PhaseNote())
+        symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, RankProgress())
         assert isinstance(reduce_add_norm(symmetric, add_norm), Composed)
 
     run_ranks(2, body)

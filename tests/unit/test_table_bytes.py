@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine.dist.rank import RankInfo
 from tp_engine.kernels import sampling_tables
 from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.worker import runner_parts
 from tp_engine.worker.runner_parts import RunnerParts
 

@@ -19,8 +19,6 @@ from tests.paged_batches import make_batch
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
-from tp_engine.dist.collectives import SingleRank
-from tp_engine.dist.rank import RankInfo
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
@@ -34,6 +32,8 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.activation import Activation, ActivationKind
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
+from tp_engine.ranks.collectives import SingleRank
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.choice import make_sampler, recorded_sampler
 from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.state import SamplingState

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tp_engine.dist import groups
-from tp_engine.dist.rank import RankInfo
-from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
-from tp_engine.faults import PhaseNote
+from tp_engine.progress import RankProgress
+from tp_engine.ranks import groups
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.watched_store import WatchedStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ LONELY = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from tp_engine.dist.watched_store import WatchedStore
+from tp_engine.ranks.watched_store import WatchedStore
 from tp_engine.errors import RankError
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 began_s = time.monotonic()
@@ -88,7 +88,7 @@ def test_who_does_not_come_to_the_meeting_is_named(store: dist.TCPStore) -> None
     store.set("rank 2 joins", "1")
     watched = WatchedStore(store, lambda: None, timeout_s=0.05)
     with pytest.raises(RankError, match=r"rank 1: has not joined the job in time \(missing: 1;") as caught:
-        groups._meet(watched, RankInfo(world_size=3, local_world_size=3), PhaseNote(0))
+        groups._meet(watched, RankInfo(world_size=3, local_world_size=3), RankProgress())
     assert caught.value.rank == 1
 
 
@@ -101,7 +101,7 @@ def test_a_process_group_that_meets_through_it_hears_of_a_death() -> None:
 def test_the_groups_can_use_their_store_later(store: dist.TCPStore) -> None:
     """Oracle: a second group meets through it: symmetric memory does that long after the start."""
     joined = groups.join(
-        RankInfo(), store, PhaseNote(0), lambda: None, device_type="cpu", start_s=20.0, collective_s=20.0
+        RankInfo(), store, RankProgress(), lambda: None, device_type="cpu", start_s=20.0, collective_s=20.0
     )
     try:
         gc.collect()

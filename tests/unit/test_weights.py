@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from tests.unit.test_model_config import llama
 from tests.unit.test_shard import Somewhere, sources
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.dist.rank import RankInfo
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.layers.embedding import padded_vocab_size
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.spec import CheckpointNames, ModelSpec
 from tp_engine.models.causal_lm import build_model
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.dummy import HALF_WIDTH, POOL_SIZE, DummyWeights
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.source import Source, Span, set_sources, whole

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from tp_engine.dist.groups import RankGroups
 from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanPublisher
+from tp_engine.progress import RankPhase
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
@@ -35,7 +35,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         publisher = _open_channel(effective, groups, job)
         if publisher is not None:
             undo.callback(publisher.close)
-        job.note.reach(Phase.READY)
+        job.note.reach(RankPhase.READY)
         job.ready()
         undo.pop_all()
     grammars = GrammarQueue(compiler, effective.model.vocab_size)

@@ -26,9 +26,9 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.engine.step_statistics import StepStatistics
 from tp_engine.engine.step_trace import StepTrace
 from tp_engine.errors import EngineDeadError, RequestError
-from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.plan import Control, StepPlan, StepResult
+from tp_engine.progress import RankPhase
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.stats import SchedulerStats
@@ -205,7 +205,7 @@ class Engine:
             while self._num_in_flight:
                 self._finish_oldest()
             self._job.stopping()
-            self._job.note.reach(Phase.SHUTDOWN)
+            self._job.note.reach(RankPhase.SHUTDOWN)
             self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
         except BaseException as error:
             self._failure = error

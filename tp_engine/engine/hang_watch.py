@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from tp_engine.engine.incident import where
-from tp_engine.faults import Phase
 from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State, process_vitals
+from tp_engine.progress import RankPhase
 
 _PRESENT: Final = (State.STARTING, State.READY, State.STOPPING)
 _GAP_S: Final = 2.0
@@ -182,6 +182,6 @@ def _place(slot: RankSlot) -> tuple[int, ...]:
     """How far a rank is; a rank that sleeps in a phase is behind one that waits in that phase's next collective."""
     if slot.state in (State.ABSENT, State.STARTING):
         return (slot.state, slot.phase, slot.count)
-    if slot.phase >= Phase.STEP_BEGIN and slot.busy_since_ns:
+    if slot.phase >= RankPhase.STEP_BEGIN and slot.busy_since_ns:
         return (State.READY, slot.step_started, slot.count)
     return (State.READY, slot.step_started + 1, 0)

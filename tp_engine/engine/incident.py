@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tp_engine.errors import RankError
-from tp_engine.faults import Phase
 from tp_engine.ipc.job_board import JobBoard, RankSlot, State
+from tp_engine.progress import RankPhase
 
 ExitCode: TypeAlias = Callable[[int], int | None]
 """How a rank's process ended (negative: by a signal), where this process is its parent; else None."""
@@ -59,10 +59,10 @@ def where(slot: RankSlot) -> str:
     if slot.state == State.ABSENT:
         return "not there yet"
     phase, step = slot.phase, slot.step_started
-    if phase >= Phase.STEP_BEGIN and phase != Phase.SHUTDOWN:
+    if phase >= RankPhase.STEP_BEGIN and phase != RankPhase.SHUTDOWN:
         if slot.busy_since_ns == 0:
             return f"waiting for step {slot.step_done + 1} (last phase: {phase.label})"
-        which = f" {slot.count}" if phase == Phase.COLLECTIVE else ""
+        which = f" {slot.count}" if phase == RankPhase.COLLECTIVE else ""
         return f"in {phase.label}{which} of step {step}"
     return f"in {phase.label}"
 

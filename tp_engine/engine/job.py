@@ -25,9 +25,9 @@ from tp_engine.engine.incident import Incident
 from tp_engine.engine.processes import ChildRanks
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError
-from tp_engine.faults import PhaseNote
 from tp_engine.ipc.job_board import COLLECTIVE_WORD, PHASE_WORD, JobBoard, State
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.progress import RankProgress
 
 _DYING_S = 2.0
 _FOLLOWER_DYING_S = 0.5
@@ -45,7 +45,7 @@ class Job:
     def __init__(
         self,
         board: JobBoard,
-        note: PhaseNote,
+        note: RankProgress,
         config: EngineConfig,
         rank: int,
         *,
@@ -73,7 +73,13 @@ class Job:
 
     @classmethod
     def create(
-        cls, note: PhaseNote, config: EngineConfig, *, ends_process: bool, same_parent: bool, pulse: Pulse | None = None
+        cls,
+        note: RankProgress,
+        config: EngineConfig,
+        *,
+        ends_process: bool,
+        same_parent: bool,
+        pulse: Pulse | None = None,
     ) -> Job:
         """Rank 0's, with a new board for ``config.tensor_parallel_size`` ranks.  ``pulse`` is kept beating."""
         board = JobBoard.create(config.tensor_parallel_size)
@@ -81,7 +87,7 @@ class Job:
 
     @classmethod
     def attach(
-        cls, address: str, note: PhaseNote, config: EngineConfig, rank: int, *, same_parent: bool = False
+        cls, address: str, note: RankProgress, config: EngineConfig, rank: int, *, same_parent: bool = False
     ) -> Job:
         """Another rank's; its process is always ours alone.  ``RankError`` if rank 0 has ended."""
         return cls(JobBoard.open(address), note, config, rank, ends_process=True, same_parent=same_parent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tp_engine import env
-from tp_engine.dist.groups import launched_store
+from tp_engine.ranks.groups import launched_store
 
 _KEY = "engine is needed"
 _CONNECT_S = 60.0

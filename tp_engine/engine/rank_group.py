@@ -23,9 +23,6 @@ import msgspec
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
-from tp_engine.dist import groups as process_groups
-from tp_engine.dist.groups import RankGroups, Store
-from tp_engine.dist.rank import RankInfo
 from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.job import Job
@@ -33,10 +30,14 @@ from tp_engine.engine.processes import ChildRanks, die_with_launcher
 from tp_engine.engine.rank_spec import RankSpec
 from tp_engine.engine.worker_loop import run_worker
 from tp_engine.errors import ConfigError
-from tp_engine.faults import Phase, PhaseNote, configured_faults
+from tp_engine.faults import configured_faults, fault_injector
 from tp_engine.grammar.check import check_defaults
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
+from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.ranks import groups as process_groups
+from tp_engine.ranks.groups import RankGroups, Store
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.structured_defaults import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
@@ -58,19 +59,19 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
-    note = PhaseNote(0, faults=faults)
+    note = RankProgress(fault_injector(0, faults))
     job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
     with _closed_on_error(job):
         if adopts:
             assert launched is not None
             store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
             store.set(_BOARD_KEY, job.board.address)
-            logger.info("%s: torch is loaded, the other ranks may come", Phase.IMPORT.label)
-            note.reach(Phase.IMPORT)
+            logger.info("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
+            note.reach(RankPhase.IMPORT)
             return build_engine(
                 effective, _join(effective, _info(launched), store, job), job, leave=lambda _failed: None
             )
-        note.reach(Phase.IMPORT)
+        note.reach(RankPhase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
             return build_engine(effective, process_groups.alone(note), job, leave=lambda _failed: None)
         return _spawn(effective, job)
@@ -81,12 +82,12 @@ def serve_rank(config: EngineConfig) -> None:
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
     die_with_launcher(grace_s=_LAST_WORDS_S)
-    note = PhaseNote(launched.rank, faults=configured_faults())
+    note = RankProgress(fault_injector(launched.rank, configured_faults()))
     store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
     address = store.get(_BOARD_KEY).decode()
     job = Job.attach(address, note, effective.config, launched.rank, same_parent=True)
     with _closed_on_error(job):
-        note.reach(Phase.IMPORT)
+        note.reach(RankPhase.IMPORT)
         run_worker(effective, _join(effective, _info(launched), store, job), job)
 
 

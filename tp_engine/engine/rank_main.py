@@ -11,8 +11,9 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent, ignore_interrupts
 from tp_engine.engine.rank_spec import RankSpec
-from tp_engine.faults import Phase, PhaseNote, configured_faults
+from tp_engine.faults import configured_faults, fault_injector
 from tp_engine.log import configure_logging, get_logger
+from tp_engine.progress import RankPhase, RankProgress
 
 logger = get_logger(__name__)
 
@@ -27,9 +28,9 @@ def main() -> int:
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     configure_logging(f"rank {spec.rank}", config.log_format)
     try:
-        job = Job.attach(spec.board, PhaseNote(spec.rank, faults=configured_faults()), config, spec.rank)
+        job = Job.attach(spec.board, RankProgress(fault_injector(spec.rank, configured_faults())), config, spec.rank)
         with job.blaming():
-            job.note.reach(Phase.IMPORT)
+            job.note.reach(RankPhase.IMPORT)
             from tp_engine.engine.rank_group import serve_own_rank  # torch: seconds, which the watchdog already sees
 
             serve_own_rank(spec, config, job)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-from tp_engine.dist.groups import RankGroups
 from tp_engine.engine.job import Job
 from tp_engine.engine.step_trace import StepTrace
-from tp_engine.faults import Phase
 from tp_engine.ipc.plan_channel import PlanSubscriber
 from tp_engine.plan import FIRST_STEP_ID, PROFILE_ORDERS, Control
+from tp_engine.progress import RankPhase
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
@@ -27,7 +27,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
         name = groups.host.broadcast_bytes(b"").decode()
         subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
         stack.callback(subscriber.close)
-        job.note.reach(Phase.READY)
+        job.note.reach(RankPhase.READY)
         job.ready()
         _run_plans(worker, subscriber, job)
     job.leave()
@@ -41,7 +41,7 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
         trace.received(plan, subscriber.last_num_bytes, subscriber.last_checksum)
         if plan.control & Control.STOP:
             job.stopping()
-            job.note.reach(Phase.SHUTDOWN)
+            job.note.reach(RankPhase.SHUTDOWN)
             return
         trace.begin(plan.step_id)
         if plan.control & PROFILE_ORDERS:

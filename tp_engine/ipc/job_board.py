@@ -44,8 +44,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import RankError
-from tp_engine.faults import Phase, split_phase
 from tp_engine.ipc.segment import Segment, create_segment, open_segment
+from tp_engine.progress import RankPhase, split_phase
 
 NUM_RECORDS: Final = 512
 RECORD_FIELDS = (
@@ -210,7 +210,7 @@ class RankSlot:
         self.words[8] = state
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RankPhase:
         """The phase that the rank reached last."""
         return split_phase(self.words[PHASE_WORD])[0]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.ops import is_recordable, op
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.weights.source import Source, set_sources
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from tp_engine.dist.rank import RankInfo
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearShape, Part, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import round_up
 from tp_engine.weights.shard import vocab_share
 from tp_engine.weights.source import Span

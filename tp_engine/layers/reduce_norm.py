@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.symmetric_memory import SymmetricCommunicator
 from tp_engine.kernels.norm import NormRule
 from tp_engine.kernels.triton_support import has_triton
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 
 
 class AddNorm(Protocol):

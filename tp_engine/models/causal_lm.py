@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tp_engine.attention.base import Backends
-from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -19,6 +18,7 @@ from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.spec import LayerSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer
+from tp_engine.ranks.collectives import Communicator
 
 
 class CausalLM(nn.Module):

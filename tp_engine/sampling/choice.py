@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
 from tp_engine.layers.upload import upload
 from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.parallel import ParallelSampler

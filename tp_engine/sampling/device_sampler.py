@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.plan import IntArray
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
 from tp_engine.sampling.exchange import exchange
 from tp_engine.sampling.groups import RowGroup, Way

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tp_engine.dist.collectives import Communicator
+from tp_engine.ranks.collectives import Communicator
 
 WORD_BYTES = torch.int64.itemsize
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
 from tp_engine.sampling.exchange import exchange
 from tp_engine.sampling.groups import RowGroup, StepGroups, StepPlanner, Way

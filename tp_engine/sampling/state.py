@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.dist.rank import RankInfo
 from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray, RowSampling
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.penalties import PenaltyCounts
 from tp_engine.sampling.step_masks import StepMasks
 

@@ -11,7 +11,7 @@ from tp_engine.sched.block_manager import Donation, Hits
 from tp_engine.sched.cached_run import BlockName
 from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.entry import Entry
-from tp_engine.sched.sequence import Phase, Sequence
+from tp_engine.sched.sequence import Sequence, SequencePhase
 
 #: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32
@@ -65,7 +65,7 @@ class Admitter:
             donation = self._donation(sequence, siblings, draft.step_id)
             if donation is not None:
                 return self._fork(draft, sequence, donation)
-            if any(other.phase is Phase.PREFILL for other in siblings):
+            if any(other.phase is SequencePhase.PREFILL for other in siblings):
                 return Verdict.DEFERRED  # it will finish the prompt, or leave its row
         hits = self._blocks.find_hits(sequence)
         if hits.next_name in self._names:

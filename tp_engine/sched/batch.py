@@ -8,7 +8,7 @@ from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.row_state import RowState
-from tp_engine.sched.sequence import Phase, Sequence
+from tp_engine.sched.sequence import Sequence, SequencePhase
 from tp_engine.sched.stats import SchedulerCounters
 from tp_engine.sched.waiting_queue import WaitingQueue
 
@@ -38,7 +38,7 @@ class Batch:
             sequence.group.running.append(sequence)
         return self.blocks.seat(entries)
 
-    def leave(self, sequence: Sequence, phase: Phase) -> None:
+    def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
         """The sequence gives back row and blocks; its full blocks stay cached while nobody needs their room.
 
         So does its last one, if partly filled, of a request that others will continue.
@@ -58,7 +58,7 @@ class Batch:
     def preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
         num_lost = int(self.rows.num_computed[sequence.row])
-        self.leave(sequence, Phase.WAITING)
+        self.leave(sequence, SequencePhase.WAITING)
         sequence.num_lost_tokens += num_lost
         sequence.num_preemptions += 1
         sequence.prompt_logprobs.clear()

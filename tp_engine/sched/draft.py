@@ -8,7 +8,7 @@ import numpy as np
 from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
 from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.row_state import RowState
-from tp_engine.sched.sequence import Phase, Sequence
+from tp_engine.sched.sequence import Sequence, SequencePhase
 
 
 class StepDraft(msgspec.Struct):
@@ -50,8 +50,8 @@ class StepDraft(msgspec.Struct):
 
     def drop_preempted(self, rows: RowState) -> None:
         """Take back what was decided for rows that have since been preempted; call before anybody enters."""
-        self.decode_rows = self.decode_rows[rows.phase[self.decode_rows] == Phase.DECODE]
-        kept = rows.phase[self.block_rows] != Phase.WAITING
+        self.decode_rows = self.decode_rows[rows.phase[self.decode_rows] == SequencePhase.DECODE]
+        kept = rows.phase[self.block_rows] != SequencePhase.WAITING
         if not kept.all():
             block_ids = self.block_ids.reshape(len(kept), -1)[kept]
             self.block_rows, self.block_ids = self.block_rows[kept], block_ids.reshape(-1)

@@ -31,7 +31,7 @@ from tp_engine.sched.entry import Entry
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.row_set import RowSet
-from tp_engine.sched.sequence import NO_ROW, Phase, Sequence
+from tp_engine.sched.sequence import NO_ROW, Sequence, SequencePhase
 
 _VACANT_STEP = np.iinfo(np.int64).max
 _ONE = np.ones((), dtype=np.int64)  # an array is added in two thirds of the time that a Python number takes
@@ -87,7 +87,7 @@ class RowState:
         for entry in entries:
             sequence = entry.sequence
             sequence.row = row = heapq.heappop(self._vacant)
-            sequence.phase = Phase.PREFILL
+            sequence.phase = SequencePhase.PREFILL
             self.tokens[row, : len(sequence.token_ids)] = sequence.token_ids
             self.sequences[row] = self._prefilling[row] = sequence
             if sequence.constraint is not None:
@@ -100,14 +100,14 @@ class RowState:
         self.max_tokens[rows] = [sequence.max_tokens for sequence in seated]
         self.num_logprobs[rows] = [sequence.sampling.logprobs for sequence in seated]
         self.since_step[rows] = step_id
-        self.phase[rows] = Phase.PREFILL
+        self.phase[rows] = SequencePhase.PREFILL
         self.num_running += len(entries)
 
     def start_decoding(self, rows: npt.NDArray[np.intp]) -> None:
         """All known tokens of ``rows`` have been scheduled: from now on one token per step."""
-        self.phase[rows] = Phase.DECODE
+        self.phase[rows] = SequencePhase.DECODE
         for row in rows.tolist():
-            self._prefilling.pop(row).phase = Phase.DECODE
+            self._prefilling.pop(row).phase = SequencePhase.DECODE
         for sequence in self._look_up(rows[self.num_scheduled[rows] + _ONE >= self.max_tokens[rows]]):
             self._end(sequence)
         self._end_run()
@@ -126,7 +126,7 @@ class RowState:
         self._end_run()
 
     def _end(self, sequence: Sequence) -> None:
-        self.phase[sequence.row] = sequence.phase = Phase.ENDING
+        self.phase[sequence.row] = sequence.phase = SequencePhase.ENDING
         self.num_ending += 1
 
     def _end_run(self) -> None:
@@ -176,17 +176,17 @@ class RowState:
         self.num_tokens[place] = lengths
         return lengths
 
-    def vacate(self, sequence: Sequence, phase: Phase) -> None:
+    def vacate(self, sequence: Sequence, phase: SequencePhase) -> None:
         """The sequence leaves its row, to wait again or for good; its tokens go with it."""
         row = sequence.row
         self.num_departures += 1
-        self.num_ending -= sequence.phase is Phase.ENDING
+        self.num_ending -= sequence.phase is SequencePhase.ENDING
         self.num_constrained -= sequence.constraint is not None
         self.is_constrained[row] = False
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         sequence.phase = phase
         sequence.row = NO_ROW
-        self.phase[row] = Phase.WAITING
+        self.phase[row] = SequencePhase.WAITING
         self.since_step[row] = _VACANT_STEP
         self.sequences[row] = None
         self.num_blocks[row] = self.capacity[row] = self.first_block[row] = 0
@@ -203,7 +203,7 @@ class RowState:
         return self.run.rows.rows
 
     def _begin_run(self) -> DecodeRun:
-        index = np.flatnonzero(self.phase == Phase.DECODE)
+        index = np.flatnonzero(self.phase == SequencePhase.DECODE)
         rows = index.astype(np.int32)
         scheduled = self.num_scheduled[index]
         steps = self.max_tokens[index] - _ONE - scheduled
@@ -226,7 +226,7 @@ class RowState:
 
     def occupied(self) -> npt.NDArray[np.intp]:
         """The rows that have a sequence, in rising order."""
-        return np.flatnonzero(self.phase != Phase.WAITING)
+        return np.flatnonzero(self.phase != SequencePhase.WAITING)
 
     def running(self) -> list[Sequence]:
         """All sequences that have a row, by row."""
@@ -267,22 +267,24 @@ class RowState:
         vacant = [row for row, sequence in enumerate(self.sequences) if sequence is None]
         assert sorted(self._vacant) == vacant and len(occupied) == self.num_running
         assert all(self.sequences[s.row] is s and self.phase[s.row] == s.phase for s in occupied)
-        assert all(s.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for s in occupied)
-        assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == Phase.WAITING)
+        assert all(s.phase in (SequencePhase.PREFILL, SequencePhase.DECODE, SequencePhase.ENDING) for s in occupied)
+        assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == SequencePhase.WAITING)
         assert np.all(self.num_blocks[vacant] == 0)
         constrained = [s.row for s in occupied if s.constraint is not None]
         assert np.flatnonzero(self.is_constrained).tolist() == constrained and len(constrained) == self.num_constrained
-        assert self.num_ending == sum(s.phase is Phase.ENDING for s in occupied)
+        assert self.num_ending == sum(s.phase is SequencePhase.ENDING for s in occupied)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)
         assert np.all(self.first_block <= self._windows.first_needed(self.num_scheduled)), "a row lacks a block"
         for s in occupied:
             scheduled, known = int(self.num_scheduled[s.row]), int(self.num_tokens[s.row])
-            assert scheduled < known if s.phase is Phase.PREFILL else scheduled >= known - 1
-            assert (scheduled + 1 >= self.max_tokens[s.row]) == (s.phase is Phase.ENDING) or s.phase is Phase.PREFILL
-        assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is Phase.DECODE]
-        assert self.row_set(self.decode_rows()).sequences == [s for s in occupied if s.phase is Phase.DECODE]
-        assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is Phase.PREFILL]
+            assert scheduled < known if s.phase is SequencePhase.PREFILL else scheduled >= known - 1
+            assert (scheduled + 1 >= self.max_tokens[s.row]) == (
+                s.phase is SequencePhase.ENDING
+            ) or s.phase is SequencePhase.PREFILL
+        assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is SequencePhase.DECODE]
+        assert self.row_set(self.decode_rows()).sequences == [s for s in occupied if s.phase is SequencePhase.DECODE]
+        assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is SequencePhase.PREFILL]
 
     def _look_up(self, rows: IntArray | npt.NDArray[np.intp]) -> list[Sequence]:
         found = [self.sequences[row] for row in rows.tolist()]

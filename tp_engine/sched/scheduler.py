@@ -39,7 +39,7 @@ from tp_engine.sched.draft import StepDraft
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, aborted, collect_prompt_logprobs, slice_logprobs
-from tp_engine.sched.sequence import Phase, RequestGroup, Sequence
+from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.stats import SchedulerStats
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_builder import StepBuilder
@@ -102,15 +102,15 @@ class Scheduler:
             return
         self._num_compiling += len(group.sequences)
         for sequence in group.sequences:
-            sequence.phase = Phase.COMPILING
+            sequence.phase = SequencePhase.COMPILING
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """A request's grammar is compiled: its sequences may run.  Nothing happens for one that has been aborted."""
         group = self._groups.get(request_id)
         for sequence in group.sequences if group is not None else ():
-            if sequence.phase is Phase.COMPILING:
+            if sequence.phase is SequencePhase.COMPILING:
                 sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
-                sequence.phase = Phase.WAITING
+                sequence.phase = SequencePhase.WAITING
                 self._num_compiling -= 1
                 self._batch.waiting.push(sequence)
 
@@ -124,7 +124,7 @@ class Scheduler:
         for request_id in request_ids:
             group = self._groups.get(request_id)
             for sequence in group.sequences if group is not None else ():
-                if sequence.phase is not Phase.FINISHED:
+                if sequence.phase is not SequencePhase.FINISHED:
                     deltas.append(aborted(sequence, error))
                     self._finish(sequence)
         return deltas
@@ -240,11 +240,14 @@ class Scheduler:
         num_running = num_waiting = num_compiling = 0
         for group in self._groups.values():
             phases = [sequence.phase for sequence in group.sequences]
-            assert group.num_unfinished == sum(phase is not Phase.FINISHED for phase in phases) > 0
-            assert all(sequence.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING) for sequence in group.running)
+            assert group.num_unfinished == sum(phase is not SequencePhase.FINISHED for phase in phases) > 0
+            assert all(
+                sequence.phase in (SequencePhase.PREFILL, SequencePhase.DECODE, SequencePhase.ENDING)
+                for sequence in group.running
+            )
             num_running += len(group.running)
-            num_waiting += phases.count(Phase.WAITING)
-            num_compiling += phases.count(Phase.COMPILING)
+            num_waiting += phases.count(SequencePhase.WAITING)
+            num_compiling += phases.count(SequencePhase.COMPILING)
         assert num_running == self._batch.rows.num_running
         assert num_waiting == len(self._batch.waiting)
         assert num_compiling == self._num_compiling
@@ -273,7 +276,7 @@ class Scheduler:
                 outcome.first.add(position)
         may_end = self._stops.may_stop(token_ids)
         if rows.num_ending:
-            may_end |= rows.phase[sampled] == Phase.ENDING
+            may_end |= rows.phase[sampled] == SequencePhase.ENDING
         if np.count_nonzero(may_end):
             self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
         if rows.num_constrained:
@@ -299,14 +302,14 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         """The sequence ends for good; with its last one the request is forgotten."""
-        if sequence.phase is Phase.WAITING:
-            sequence.phase = Phase.FINISHED
+        if sequence.phase is SequencePhase.WAITING:
+            sequence.phase = SequencePhase.FINISHED
             self._batch.waiting.forget(sequence)
-        elif sequence.phase is Phase.COMPILING:
-            sequence.phase = Phase.FINISHED
+        elif sequence.phase is SequencePhase.COMPILING:
+            sequence.phase = SequencePhase.FINISHED
             self._num_compiling -= 1
         else:
-            self._batch.leave(sequence, Phase.FINISHED)
+            self._batch.leave(sequence, SequencePhase.FINISHED)
         group = sequence.group
         group.num_unfinished -= 1
         if group.num_unfinished == 0:

@@ -34,7 +34,7 @@ NO_ROW = -1
 OrderKey: TypeAlias = tuple[int, int, int]
 
 
-class Phase(enum.IntEnum):
+class SequencePhase(enum.IntEnum):
     """Where a sequence is; the value for rows (``RowState.phase``) that nobody occupies is WAITING."""
 
     WAITING = 0
@@ -78,7 +78,7 @@ class Sequence:
     token_ids: IntArray
     num_prompt_tokens: int
     max_tokens: int
-    phase: Phase = Phase.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     row: int = NO_ROW
     num_published: int = 0
     place: Place = ""

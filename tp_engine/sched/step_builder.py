@@ -7,7 +7,7 @@ import numpy as np
 from tp_engine.plan import NO_IDS, IntArray
 from tp_engine.sched.batch import Batch
 from tp_engine.sched.draft import StepDraft
-from tp_engine.sched.sequence import Phase, Sequence
+from tp_engine.sched.sequence import Sequence, SequencePhase
 
 
 class StepBuilder:
@@ -50,7 +50,7 @@ class StepBuilder:
                 return NO_IDS
             self._batch.preempt(self._batch.victim())
             draft.short = True
-            rows = rows[self._rows.phase[rows] == Phase.DECODE]
+            rows = rows[self._rows.phase[rows] == SequencePhase.DECODE]
             crossing = self._rows.at_block_end(rows) if len(rows) else NO_IDS
         if len(crossing):
             draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
@@ -72,7 +72,7 @@ class StepBuilder:
         for sequence in self._rows.prefilling():
             if draft.budget == 0:
                 break
-            if sequence.phase is not Phase.PREFILL:
+            if sequence.phase is not SequencePhase.PREFILL:
                 continue
             start = int(self._rows.num_scheduled[sequence.row])
             longest = min(draft.budget, self._blocks.next_chunk_limit(sequence.row))

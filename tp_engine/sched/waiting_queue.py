@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from tp_engine.sched.sequence import OrderKey, Phase, Sequence
+from tp_engine.sched.sequence import OrderKey, Sequence, SequencePhase
 
 
 class WaitingQueue:
@@ -22,28 +22,28 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add at its place, which for a preempted sequence is before all that arrived later."""
-        assert sequence.phase is Phase.WAITING
+        assert sequence.phase is SequencePhase.WAITING
         heapq.heappush(self._heap, (sequence.key, sequence))
 
     def pop(self) -> Sequence | None:
         """Take the first living one."""
         while self._heap:
             sequence = heapq.heappop(self._heap)[1]
-            if sequence.phase is Phase.WAITING:
+            if sequence.phase is SequencePhase.WAITING:
                 return sequence
             self._num_dead -= 1
         return None
 
     def forget(self, sequence: Sequence) -> None:
         """A queued sequence has been aborted."""
-        assert sequence.phase is Phase.FINISHED
+        assert sequence.phase is SequencePhase.FINISHED
         self._num_dead += 1
         if self._num_dead * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[1].phase is Phase.WAITING]
+            self._heap = [entry for entry in self._heap if entry[1].phase is SequencePhase.WAITING]
             heapq.heapify(self._heap)
             self._num_dead = 0
 
     def check_integrity(self) -> None:
         """Assert that the count of the dead is right and that nothing is queued twice."""
-        assert sum(entry[1].phase is not Phase.WAITING for entry in self._heap) == self._num_dead
+        assert sum(entry[1].phase is not SequencePhase.WAITING for entry in self._heap) == self._num_dead
         assert len({entry[0] for entry in self._heap}) == len(self._heap)

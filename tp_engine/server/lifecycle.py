@@ -221,7 +221,7 @@ def _recorded() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from tp_engine.dist.error_file import record_error  # torch.distributed
+        from tp_engine.ranks.error_file import record_error  # torch.distributed
 
         record_error(error)
         raise

@@ -6,10 +6,10 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices
-from tp_engine.dist.rank import RankInfo
-from tp_engine.dist.reduce_plan import FUSION_CAPABILITY, Machine, why_not
-from tp_engine.dist.symmetric_memory import probe_machine
 from tp_engine.errors import ConfigError
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.reduce_plan import FUSION_CAPABILITY, Machine, why_not
+from tp_engine.ranks.symmetric_memory import probe_machine
 
 CPU_CHOICES = ("gloo", "shm")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
-from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.worker.capture_sizes import capture_sizes
 from tp_engine.worker.device import Device
 from tp_engine.worker.graph_recorder import CudaRecorder, Recorder

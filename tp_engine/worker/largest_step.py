@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
-from tp_engine.dist.collectives import Communicator
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import MASK_TOKENS, IntArray, RowSampling
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.choice import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.units import ceil_div

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tp_engine.dist.rank import RankInfo
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.log import get_logger
+from tp_engine.ranks.rank import RankInfo
 
 logger = get_logger(__name__)
 
@@ -17,7 +17,7 @@ _MAX_BLOCKS = 1 << 40  # more is a bug of whoever counted
 
 
 class HostGroup(Protocol):
-    """The collectives on the CPU that the agreement needs; dist/groups.py has the real one."""
+    """The collectives on the CPU that the agreement needs; ranks/groups.py has the real one."""
 
     info: RankInfo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.dist.groups import RankGroups
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.worker.all_reduce import probe_devices, shares_host_memory, uses_symmetric_memory
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.phases import Phases

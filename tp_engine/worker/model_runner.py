@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
-from tp_engine.dist.collectives import Communicator
-from tp_engine.faults import Phase, PhaseNote
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.choice import make_sampler, recorded_sampler
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.state import SamplingState
@@ -67,7 +67,7 @@ class ModelRunner:
         kv_scales: torch.Tensor | None,
         communicator: Communicator,
         sampling: SamplingState,
-        note: PhaseNote,
+        note: RankProgress,
         note_inputs: NoteInputs | None = None,
     ) -> None:
         self._model = model
@@ -141,7 +141,7 @@ class ModelRunner:
     def _replay(self, plan: StepPlan, captured: CapturedDecodes) -> PendingStep:
         """A step that only decodes, from recordings."""
         rows = plan.decode_rows
-        self._note.reach(Phase.SAMPLE)
+        self._note.reach(RankPhase.SAMPLE)
         with self.named("replay"):
             token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1)
         self._batch.count_decodes(rows)
@@ -168,7 +168,7 @@ class ModelRunner:
         layout = inputs.layout
         if not len(layout.sampled_rows):
             return None, None
-        self._note.reach(Phase.SAMPLE)
+        self._note.reach(RankPhase.SAMPLE)
         logits = self._model.compute_local_logits(hidden)
         return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
 

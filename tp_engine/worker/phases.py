@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tp_engine.dist.groups import HostGroup
 from tp_engine.errors import RankError
-from tp_engine.faults import PhaseNote
 from tp_engine.log import get_logger
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.groups import HostGroup
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 class Phases:
     """Runs one phase after another on all ranks; ``seconds`` has the time of each on this rank, by its name."""
 
-    def __init__(self, group: HostGroup, note: PhaseNote) -> None:
+    def __init__(self, group: HostGroup, note: RankProgress) -> None:
         self._group = group
         self._note = note
         self.seconds: dict[str, float] = {}

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from tp_engine.attention.base import Backends
-from tp_engine.dist.groups import RankGroups
-from tp_engine.faults import PhaseNote
 from tp_engine.kernels.triton_support import has_triton
 from tp_engine.kv_layout import KvLayout
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -43,12 +43,12 @@ class RunnerParts:
     def trial_runner(self) -> Iterator[ModelRunner]:
         """A runner with a cache of one block, whose steps nobody is told of; afterwards the layers have no cache."""
         try:
-            yield self._make_runner(1, PhaseNote(self.groups.info.rank), None)
+            yield self._make_runner(1, RankProgress(), None)
         finally:
             for layer in self.model.attention_layers:
                 layer.unbind_kv_cache()
 
-    def _make_runner(self, num_blocks: int, note: PhaseNote, note_inputs: NoteInputs | None) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, note: RankProgress, note_inputs: NoteInputs | None) -> ModelRunner:
         torch_device = self.device.torch_device
         kv_cache = allocate_kv_cache(self.kv_shape, num_blocks, torch_device)
         kv_scales = allocate_kv_scales(self.kv_shape, num_blocks, torch_device)

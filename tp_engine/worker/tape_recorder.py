@@ -13,9 +13,9 @@ import ctypes
 
 import torch
 
-from tp_engine.dist.collectives import Communicator
 from tp_engine.kernels.native.tape import Tape, recording
 from tp_engine.log import get_logger
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.worker.graph_recorder import Step
 from tp_engine.worker.tape_memory import TapeMemory, TapeWatch
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from tp_engine.attention.registry import select_backend
-from tp_engine.dist.groups import RankGroups
-from tp_engine.faults import Phase
 from tp_engine.kv_size import KvCapacity
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Control, StepPlan
+from tp_engine.progress import RankPhase
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -107,7 +107,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self._runner is not None, "start() comes first"
-        self._groups.note.reach(Phase.STEP_BEGIN)
+        self._groups.note.reach(RankPhase.STEP_BEGIN)
         if self._profiler is None:
             return self._runner.run(plan)
         with self._profiler.step(plan.step_id):
@@ -174,7 +174,7 @@ class Worker:
         return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)
 
     def _load(self, device: torch.device) -> CausalLM:
-        self._groups.note.reach(Phase.LOAD)
+        self._groups.note.reach(RankPhase.LOAD)
         effective, config = self._effective, self._effective.config
         model = build_model(
             effective.model,
@@ -206,7 +206,7 @@ class Worker:
             return self._phases.run("measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner))
 
     def _profile(self, parts: RunnerParts, profiler: MemoryProfiler, cuda_graph_bytes: int) -> MemoryLedger:
-        self._groups.note.reach(Phase.PROFILE)
+        self._groups.note.reach(RankPhase.PROFILE)
         device, table_bytes = parts.device, parts.table_bytes
         with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
@@ -222,7 +222,7 @@ class Worker:
         config = self._effective.config
 
         def choose() -> int:
-            self._groups.note.reach(Phase.AGREE)
+            self._groups.note.reach(RankPhase.AGREE)
             num_blocks = choose_blocks(
                 ledger,
                 self._kv_shape,

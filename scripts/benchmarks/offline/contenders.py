@@ -25,9 +25,9 @@ from benchmarks.offline.peers import PACKAGES, PeerProcess, find_peer
 from benchmarks.shapes import add_tokenizer
 from benchmarks.workloads import WORKLOADS
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.dist.collectives import SingleRank
 from tp_engine.model_config import read_model
 from tp_engine.models.causal_lm import build_model
+from tp_engine.ranks.collectives import SingleRank
 from tp_engine.weights.source import sources_of
 
 Makers = dict[str, Callable[[], Engine]]

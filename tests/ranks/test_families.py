@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.launch import torchrun
 from tests.families import FAMILIES
+from tests.ranks.launch import torchrun
 from tp_engine.model_config import load_model_config
 
 VOCAB_SIZE, MAX_MODEL_LEN, CHUNK = 203, 200, 24
@@ -96,7 +96,7 @@ def run_cases(world_size: int, folders: list[Path], tmp_path: Path) -> list[dict
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     paths = [str(tmp_path / "cases.json"), str(tmp_path / "out.json")]
-    job = torchrun(world_size, ["-m", "tests.dist.parity_job", *paths], timeout_s=280)
+    job = torchrun(world_size, ["-m", "tests.ranks.parity_job", *paths], timeout_s=280)
     assert job.returncode == 0, job.stdout[-6000:]
     results = iter(json.loads((tmp_path / "out.json").read_text()))
     return [dict(zip(found, results, strict=False)) for found in settings]

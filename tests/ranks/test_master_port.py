@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.launch import ROOT, torchrun
+from tests.ranks.launch import ROOT, torchrun
 
 SCRIPT = """
 from tp_engine import LLM

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from tp_engine.dist.rank import RankInfo
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
+from tp_engine.ranks.rank import RankInfo
 
 logger = get_logger(__name__)
 

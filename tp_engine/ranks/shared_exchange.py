@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.dist.collectives import Communicator
 from tp_engine.errors import RankError
-from tp_engine.faults import PhaseNote
 from tp_engine.ipc.rank_slots import RankSlots
 from tp_engine.kernels.native.exchange import NativeExchange
 from tp_engine.kernels.native.tape import call
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.collectives import Communicator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,7 +97,7 @@ class SharedMemoryCommunicator:
     A tape holds an all-reduce as a call of Python, for the sake of its phase, its deadline and its time.
     """
 
-    def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, note: PhaseNote) -> None:
+    def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, note: RankProgress) -> None:
         self.info = library.info
         self.can_capture = isinstance(exchange, NativeExchange)  # then all ranks have the compiled kernels
         self._library = library

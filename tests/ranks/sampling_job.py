@@ -1,6 +1,6 @@
 """Samples on the ranks that torchrun started, from slices and from the whole logits; any difference is an error.
 
-torchrun --nproc-per-node N -m tests.dist.sampling_job
+torchrun --nproc-per-node N -m tests.ranks.sampling_job
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.sampler_cases import mixed_samplings
-from tp_engine.dist.collectives import ProcessGroupCommunicator
-from tp_engine.dist.rank import RankInfo
-from tp_engine.faults import PhaseNote
 from tp_engine.layers.embedding import padded_vocab_size
 from tp_engine.plan import RowSampling
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.collectives import ProcessGroupCommunicator
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
@@ -34,7 +34,7 @@ def main() -> None:
     info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
-    communicator = ProcessGroupCommunicator(info, group, PhaseNote(rank))
+    communicator = ProcessGroupCommunicator(info, group, RankProgress())
     for vocab_size, dtype in ((2000, torch.float32), (20_001, torch.bfloat16)):
         compare(communicator, vocab_size, dtype)
     dist.destroy_process_group()

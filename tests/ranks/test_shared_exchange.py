@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine.dist import groups
+from tp_engine.ranks import groups
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
@@ -19,7 +19,7 @@ def run_ranks(num_ranks: int, case: str) -> list[str]:
     store = groups.host_store(timeout_s=60)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.exchange_job", *map(str, (rank, num_ranks, store.port)), case],
+            [sys.executable, "-m", "tests.ranks.exchange_job", *map(str, (rank, num_ranks, store.port)), case],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,10 +8,15 @@ from functools import partial
 
 import torch
 
-from tp_engine.dist.agreement import Agreeing, all_do
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
-from tp_engine.dist.shared_exchange import (
+from tp_engine.ipc.rank_slots import RankSlots
+from tp_engine.kernels.native import exchange as native
+from tp_engine.kernels.native.library import native_library
+from tp_engine.log import get_logger
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.agreement import Agreeing, all_do
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
+from tp_engine.ranks.shared_exchange import (
     DTYPES,
     Exchange,
     Patience,
@@ -19,11 +24,6 @@ from tp_engine.dist.shared_exchange import (
     TorchExchange,
     rank_ordered_sum,
 )
-from tp_engine.faults import PhaseNote
-from tp_engine.ipc.rank_slots import RankSlots
-from tp_engine.kernels.native import exchange as native
-from tp_engine.kernels.native.library import native_library
-from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
 
@@ -34,7 +34,7 @@ _BLOCK_S = 0.05
 def with_shared_memory(
     library: Communicator,
     host: Agreeing,
-    note: PhaseNote,
+    note: RankProgress,
     check: Callable[[], None],
     *,
     timeout_s: float,
@@ -99,7 +99,7 @@ def _make_exchange(slots: RankSlots, host: Agreeing, patience: Patience) -> Exch
 
 
 def _spin_s(host: Agreeing) -> float:
-    """How long a wait may spin before it blocks: nothing where ranks must share the cores, of whichever each may use."""
+    """How long a wait may spin before it blocks: 0 if the ranks have fewer cores than there are ranks."""
     mine = ",".join(map(str, os.sched_getaffinity(0)))
     cores = {core for theirs in host.all_gather_bytes(mine.encode()) for core in theirs.decode().split(",")}
     return _SPIN_S if len(cores) >= host.info.world_size else 0.0

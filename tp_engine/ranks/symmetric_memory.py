@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.reduce_plan import ALIGNMENT, Machine, Method, ReducePlan
-from tp_engine.faults import PhaseNote
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.reduce_plan import ALIGNMENT, Machine, Method, ReducePlan
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -95,7 +95,7 @@ class SymmetricCommunicator:
         library: Communicator,
         buffer: SymmetricBuffer,
         plan: ReducePlan,
-        note: PhaseNote,
+        note: RankProgress,
         *,
         fuses_norm: bool = False,
     ) -> None:

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.dist.launch import torchrun
-from tests.dist.threads_job import NUM_CORES
+from tests.ranks.launch import torchrun
+from tests.ranks.threads_job import NUM_CORES
 
 
 def test_threads_while_loading_and_while_serving(checkpoint: Callable[..., Path]) -> None:
     """Oracle: cores divided by ranks, whatever torchrun chose (one); every rank says so in both phases."""
-    job = torchrun(2, ["-m", "tests.dist.threads_job", str(checkpoint("qwen3"))])
+    job = torchrun(2, ["-m", "tests.ranks.threads_job", str(checkpoint("qwen3"))])
     assert job.returncode == 0, job.stdout[-6000:]
     said = set(
         re.findall(r"rank (\d) (loading|serving): (\d+) threads", job.stdout)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.launch import torchrun
-from tests.dist.parity_job import BEAMS
+from tests.ranks.launch import torchrun
+from tests.ranks.parity_job import BEAMS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -132,7 +132,7 @@ def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Pa
     cases = [make_case(folders[model], world_size, variants[variant]) for model, variant in names]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     job = torchrun(
-        world_size, ["-m", "tests.dist.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")],
+        world_size, ["-m", "tests.ranks.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")],
         timeout_s=280,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout[-6000:]

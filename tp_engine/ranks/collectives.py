@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tp_engine.dist.rank import RankInfo
-from tp_engine.faults import PhaseNote
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.rank import RankInfo
 
 # The name that newer versions of torch want; older ones have only the other.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,7 +67,7 @@ class ProcessGroupCommunicator:
     gloo's are over when they return, so their time, waiting for the other ranks included, is noted for the board.
     """
 
-    def __init__(self, info: RankInfo, group: dist.ProcessGroup, note: PhaseNote) -> None:
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup, note: RankProgress) -> None:
         self.info = info
         self.can_capture = dist.get_backend(group) == "nccl"
         self._group = group

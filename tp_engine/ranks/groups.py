@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from tp_engine import env
-from tp_engine.dist.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
-from tp_engine.dist.rank import RankInfo
-from tp_engine.dist.reduce_plan import Machine
-from tp_engine.dist.shared_setup import with_shared_memory
-from tp_engine.dist.symmetric_memory import TorchOwnMemory
-from tp_engine.dist.symmetric_setup import with_symmetric_memory
-from tp_engine.dist.watched_store import WatchedStore
 from tp_engine.errors import RankError
-from tp_engine.faults import Phase, PhaseNote
 from tp_engine.log import get_logger
+from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.ranks.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.reduce_plan import Machine
+from tp_engine.ranks.shared_setup import with_shared_memory
+from tp_engine.ranks.symmetric_memory import TorchOwnMemory
+from tp_engine.ranks.symmetric_setup import with_symmetric_memory
+from tp_engine.ranks.watched_store import WatchedStore
 
 Store: TypeAlias = dist.Store
 
@@ -89,7 +89,7 @@ class RankGroups:
         info: RankInfo,
         communicator: Communicator,
         host: HostGroup,
-        note: PhaseNote,
+        note: RankProgress,
         *,
         owns_default: bool,
         device_group: dist.ProcessGroup | None = None,
@@ -109,7 +109,7 @@ class RankGroups:
         self._store = store
 
     def use_shared_memory(self, *, is_required: bool) -> None:
-        """Let ``communicator``, of ranks on CPUs of one host, be one that all-reduces through shared memory, if all can.
+        """Make ``communicator`` all-reduce through shared memory, if all ranks are CPUs of one host and can.
 
         A collective.  Raises ``RankError`` where ``is_required`` and a rank can not.
         """
@@ -169,10 +169,10 @@ class RankGroups:
         self._store = None
 
 
-def alone(note: PhaseNote) -> RankGroups:
+def alone(note: RankProgress) -> RankGroups:
     """The groups of a world of one: no sockets, no collectives."""
     communicator = SingleRank()
-    note.reach(Phase.GROUP_INIT)
+    note.reach(RankPhase.GROUP_INIT)
     return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), note, owns_default=False)
 
 
@@ -198,7 +198,7 @@ def launched_store(*, timeout_s: float) -> Store:
 def join(
     info: RankInfo,
     store: Store,
-    note: PhaseNote,
+    note: RankProgress,
     check: Callable[[], None],
     *,
     device_type: str,
@@ -221,8 +221,8 @@ def join(
             "one or call torch.distributed.destroy_process_group()",
         )
     if info.is_first:  # should it die before anybody else is here, nobody else can say where it was
-        logger.info("%s: %d ranks meet", Phase.GROUP_INIT.label, info.world_size)
-    note.reach(Phase.GROUP_INIT)
+        logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
+    note.reach(RankPhase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())
     try:
@@ -252,7 +252,7 @@ def join(
     )
 
 
-def _meet(store: WatchedStore, info: RankInfo, note: PhaseNote) -> None:
+def _meet(store: WatchedStore, info: RankInfo, note: RankProgress) -> None:
     """All ranks are here: whoever dies later is missed in a collective, not in a rendezvous."""
     keys = [f"rank {rank} joins" for rank in range(info.world_size)]
     store.set(keys[info.rank], "1")

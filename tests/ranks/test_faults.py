@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.launch import ROOT, torchrun
 from tests.faults.cases import Case, run_case
 from tests.faults.gate import Gate
+from tests.ranks.launch import ROOT, torchrun
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import PlanError, RankError
 from tp_engine.plan import StepPlan

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist.launch import ROOT, torchrun
+from tests.ranks.launch import ROOT, torchrun
 from tp_engine import LLM, AsyncLLM, SamplingParams
 from tp_engine.errors import EngineDeadError
 

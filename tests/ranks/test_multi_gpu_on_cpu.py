@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.ranks.launch import torchrun
 
 
 @pytest.mark.timeout(200)

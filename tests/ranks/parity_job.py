@@ -1,6 +1,6 @@
 """Runs engine cases one after another on the ranks that torchrun started; rank 0 writes what they generated.
 
-    torchrun --nproc-per-node N -m tests.dist.parity_job CASES.json OUT.json
+    torchrun --nproc-per-node N -m tests.ranks.parity_job CASES.json OUT.json
 
 A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case
 first runs its prompts as one batch; unless it ``is_batch_only``, then the first prompt alone, and a beam search of the

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
-from tests.dist.test_parity import CACHED, PLAIN, make_case
+from tests.ranks.launch import torchrun
+from tests.ranks.test_parity import CACHED, PLAIN, make_case
 
 
 @pytest.mark.timeout(200)
@@ -26,7 +26,7 @@ def test_async_scheduling_changes_no_token(checkpoint: Callable[..., Path], tmp_
                 cases.append({**case, "params": params})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     job = torchrun(
-        2, ["-m", "tests.dist.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")], timeout_s=180
+        2, ["-m", "tests.ranks.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")], timeout_s=180
     )
     assert job.returncode == 0, job.stdout[-6000:]
     results = json.loads((tmp_path / "out.json").read_text())

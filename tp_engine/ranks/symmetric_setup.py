@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
-from tp_engine.dist.agreement import Agreeing, all_do
-from tp_engine.dist.collectives import Communicator
-from tp_engine.dist.reduce_plan import Machine, plan_reduces
-from tp_engine.dist.symmetric_memory import OwnMemory, SymmetricCommunicator, check_sums
-from tp_engine.faults import PhaseNote
 from tp_engine.log import get_logger
+from tp_engine.progress import RankProgress
+from tp_engine.ranks.agreement import Agreeing, all_do
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.reduce_plan import Machine, plan_reduces
+from tp_engine.ranks.symmetric_memory import OwnMemory, SymmetricCommunicator, check_sums
 
 logger = get_logger(__name__)
 
@@ -23,7 +23,7 @@ def with_symmetric_memory(
     machine: Machine,
     allocate: Callable[[int], OwnMemory],
     host: Agreeing,
-    note: PhaseNote,
+    note: RankProgress,
     *,
     device: torch.device,
     largest_bytes: int,

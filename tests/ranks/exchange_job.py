@@ -1,6 +1,6 @@
 """One rank of a job that shares memory, without an engine: a process that the test starts and may kill.
 
-python -m tests.dist.exchange_job RANK NUM_RANKS STORE_PORT CASE
+python -m tests.ranks.exchange_job RANK NUM_RANKS STORE_PORT CASE
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from unittest import mock
 
 import torch
 
-from tp_engine.dist import groups, shared_setup
-from tp_engine.dist.groups import RankGroups
-from tp_engine.dist.rank import RankInfo
-from tp_engine.dist.shared_exchange import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
 from tp_engine.errors import RankError
-from tp_engine.faults import PhaseNote
 from tp_engine.kernels.native.exchange import NativeExchange
 from tp_engine.kernels.native.library import native_library
+from tp_engine.progress import RankProgress
+from tp_engine.ranks import groups, shared_setup
+from tp_engine.ranks.groups import RankGroups
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.shared_exchange import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
 
 SLOT_BYTES = 96 * 1024
 # Odd ones, one item more than a slot, several pieces, one and two shots.
@@ -41,7 +41,7 @@ def main(rank: int, num_ranks: int, port: int, case: str) -> None:
         if time.monotonic() > death_s:
             raise RankError(1, "its process is gone")
 
-    joined = groups.join(info, store, PhaseNote(rank), check, device_type="cpu", start_s=60, collective_s=60)
+    joined = groups.join(info, store, RankProgress(), check, device_type="cpu", start_s=60, collective_s=60)
     shared = [share(joined, check, timeout_s=COLLECTIVE_S[case], is_compiled=flag) for flag in (True, False)]
     if case == "exact":
         digests = {exact(one, joined.communicator) for one in shared}

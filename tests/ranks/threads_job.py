@@ -1,6 +1,6 @@
 """Says how many threads torch uses on each rank, while weights are loaded and while steps run, on a host of six cores.
 
-torchrun --nproc-per-node N -m tests.dist.threads_job MODEL
+torchrun --nproc-per-node N -m tests.ranks.threads_job MODEL
 """
 
 from __future__ import annotations

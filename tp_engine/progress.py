@@ -1,0 +1,118 @@
+"""How far each rank has come, as the other ranks and rank 0's watchdog see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from time import monotonic_ns
+from typing import Final, Protocol
+
+_COUNT_SHIFT: Final = 8
+
+
+class RankPhase(IntEnum):
+    """Where a rank is.  A rank that has done its step waits for the next plan, whatever phase it reached last."""
+
+    NONE = 0
+    IMPORT = 1
+    GROUP_INIT = 2
+    LOAD = 3
+    PROFILE = 4
+    AGREE = 5
+    READY = 6
+    STEP_BEGIN = 7
+    COLLECTIVE = 8
+    SAMPLE = 9
+    SHUTDOWN = 10
+
+    @property
+    def label(self) -> str:
+        """The name in faults, logs and files."""
+        return self.name.lower()
+
+
+_COLLECTIVE: Final = int(RankPhase.COLLECTIVE)
+
+
+class Words(Protocol):
+    """A list of integers, or a slot of the board."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+class RankProgress:
+    """A rank's progress: each phase that it reaches is written to ``words[index]``.
+
+    The word is ``count << 8 | phase``, one aligned store.  The count grows with every collective of a step, and when
+    the rank has done its part of a start-up phase.  Of two ranks in the same phase, the one with the smaller count is
+    behind.  ``words`` is the rank's slot of the job's board, or a list.  ``on_phase`` is called with each phase that
+    the rank reaches, and may raise: fault injection uses it (``faults.py``).
+    """
+
+    __slots__ = (
+        "_count", "_in_step", "_index", "_on_phase", "_phase", "_wait_index", "_waited_ns", "_waits", "_words",
+    )  # fmt: skip
+
+    def __init__(self, on_phase: Callable[[RankPhase], None] | None = None) -> None:
+        self._on_phase = on_phase
+        self._words: Words = [0]
+        self._index = 0
+        self._waits: Words = [0]
+        self._wait_index = 0
+        self._waited_ns = 0
+        self._count = 0
+        self._phase = RankPhase.NONE
+        self._in_step = False
+
+    def show_on(self, words: Words, index: int, wait_index: int | None = None) -> None:
+        """Write to ``words[index]`` from now on: the rank is attached to the board.
+
+        ``words[wait_index]`` adds up the nanoseconds that ``collected`` finds.
+        """
+        words[index] = self._words[self._index]
+        self._words, self._index = words, index
+        if wait_index is not None:
+            self._waits, self._wait_index = words, wait_index
+
+    def reach(self, phase: RankPhase) -> None:
+        """Record that this rank begins ``phase``."""
+        if phase != RankPhase.SAMPLE:
+            self._count = 0
+        self._phase = phase
+        self._in_step = phase >= RankPhase.STEP_BEGIN
+        self._words[self._index] = self._count << _COUNT_SHIFT | phase
+        if self._on_phase is not None:
+            self._on_phase(phase)
+
+    def done(self) -> None:
+        """This rank has done its part of a start-up phase and now waits for the others."""
+        self._count += 1
+        self._words[self._index] = self._count << _COUNT_SHIFT | self._phase
+
+    def collective(self) -> None:
+        """``reach`` for each of a step's many collectives; those of the start only count, in their own phase."""
+        if not self._in_step:
+            self.done()
+            return
+        if self._on_phase is not None:
+            self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE
+            self._on_phase(RankPhase.COLLECTIVE)
+        self._count += 1
+        self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE
+
+    def collected(self, started_ns: int) -> None:
+        """A collective of a step that began at ``started_ns`` (CLOCK_MONOTONIC) has ended."""
+        if self._in_step:
+            self._waited_ns += monotonic_ns() - started_ns
+            self._waits[self._wait_index] = self._waited_ns
+
+    @property
+    def phase(self) -> RankPhase:
+        """The phase reached last."""
+        return split_phase(self._words[self._index])[0]
+
+
+def split_phase(word: int) -> tuple[RankPhase, int]:
+    """The phase and the count in a ``RankProgress``'s word."""
+    return RankPhase(word & (1 << _COUNT_SHIFT) - 1), word >> _COUNT_SHIFT
