@@ -1,8 +1,8 @@
 """Rows whose sequences have a grammar: each one's place in it is advanced with its tokens.
 
-A sequence waits in ``SequencePhase.COMPILING`` while its grammar is compiled.  It then keeps a constraint of its own for
-life, also through preemption, because known tokens stay known.  The mask of the next token depends on the token before
-it, so such a row is planned only when that token is known (``StepBuilder``), and its mask travels with that plan.
+A sequence waits in ``SequencePhase.COMPILING`` while its grammar is compiled.  It then keeps a constraint of its own
+for life, also through preemption, because known tokens stay known.  The mask of the next token depends on the token
+before it, so such a row is planned only when that token is known (``StepBuilder``); its mask travels with that plan.
 """
 
 from __future__ import annotations
