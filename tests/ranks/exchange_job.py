@@ -65,7 +65,7 @@ def share(
     library = native_library() if is_compiled else None
     with mock.patch.object(shared_setup, "native_library", lambda: library):
         made = shared_setup.with_shared_memory(
-            joined.communicator, joined.host, joined.note, check, timeout_s=timeout_s, is_required=True,
+            joined.communicator, joined.host, joined.progress, check, timeout_s=timeout_s, is_required=True,
             slot_bytes=SLOT_BYTES,
         )  # fmt: skip
     assert isinstance(made, SharedMemoryCommunicator)

@@ -18,8 +18,8 @@ SCRIPT = """
 import sys
 from tp_engine.faults import configured_faults, fault_injector
 from tp_engine.progress import RankPhase, RankProgress
-note = RankProgress(fault_injector(int(sys.argv[1]), configured_faults()))
-note.reach(RankPhase.LOAD)
+progress = RankProgress(fault_injector(int(sys.argv[1]), configured_faults()))
+progress.reach(RankPhase.LOAD)
 print("loaded", flush=True)
 """
 
@@ -53,53 +53,53 @@ def test_a_stopped_process_is_stopped() -> None:
 
 def test_the_nth_time_and_no_other() -> None:
     """Oracle: the third of five times raises; collectives are counted as their own phase."""
-    note = RankProgress(fault_injector(2, parse_faults("2:step_begin@3:raise, 2:collective@2:oom")))
-    note.reach(RankPhase.STEP_BEGIN)
-    note.collective()
-    note.reach(RankPhase.STEP_BEGIN)
+    progress = RankProgress(fault_injector(2, parse_faults("2:step_begin@3:raise, 2:collective@2:oom")))
+    progress.reach(RankPhase.STEP_BEGIN)
+    progress.collective()
+    progress.reach(RankPhase.STEP_BEGIN)
     with pytest.raises(MemoryError, match="rank 2 in collective"):
-        note.collective()
+        progress.collective()
     with pytest.raises(RuntimeError, match="rank 2 in step_begin"):
-        note.reach(RankPhase.STEP_BEGIN)
-    note.reach(RankPhase.STEP_BEGIN)
+        progress.reach(RankPhase.STEP_BEGIN)
+    progress.reach(RankPhase.STEP_BEGIN)
 
 
 def test_sleeping_ends() -> None:
     """Oracle: the clock."""
-    note = RankProgress(fault_injector(0, parse_faults("0:sample:sleep=0.05")))
+    progress = RankProgress(fault_injector(0, parse_faults("0:sample:sleep=0.05")))
     began_s = time.monotonic()
-    note.reach(RankPhase.SAMPLE)
+    progress.reach(RankPhase.SAMPLE)
     assert time.monotonic() - began_s >= 0.05
 
 
 def test_the_word_shows_phase_and_count() -> None:
-    """Oracle: what was reached, also after the note has moved to the board; sampling goes on counting."""
+    """Oracle: what was reached, also after the progress has moved to the board; sampling goes on counting."""
     here, board = [0], [0, 0]
-    note = RankProgress()
-    note.show_on(here, 0)
-    note.reach(RankPhase.LOAD)
+    progress = RankProgress()
+    progress.show_on(here, 0)
+    progress.reach(RankPhase.LOAD)
     assert split_phase(here[0]) == (RankPhase.LOAD, 0)
-    note.show_on(board, 1)
-    note.done()
-    note.collective()
+    progress.show_on(board, 1)
+    progress.done()
+    progress.collective()
     assert split_phase(board[1]) == (RankPhase.LOAD, 2)
-    note.reach(RankPhase.STEP_BEGIN)
+    progress.reach(RankPhase.STEP_BEGIN)
     for _ in range(300):
-        note.collective()
+        progress.collective()
     assert split_phase(board[1]) == (RankPhase.COLLECTIVE, 300) and split_phase(here[0]) == (RankPhase.LOAD, 0)
-    note.reach(RankPhase.SAMPLE)
-    assert split_phase(board[1]) == (RankPhase.SAMPLE, 300) and note.phase == RankPhase.SAMPLE
+    progress.reach(RankPhase.SAMPLE)
+    assert split_phase(board[1]) == (RankPhase.SAMPLE, 300) and progress.phase == RankPhase.SAMPLE
 
 
 def test_a_rank_that_fails_in_a_collective_is_behind_the_others() -> None:
     """Oracle: the word names the phase and has not counted the collective that was not entered."""
     word = [0]
-    note = RankProgress(fault_injector(1, parse_faults("1:collective@2:raise")))
-    note.show_on(word, 0)
-    note.reach(RankPhase.STEP_BEGIN)
-    note.collective()
+    progress = RankProgress(fault_injector(1, parse_faults("1:collective@2:raise")))
+    progress.show_on(word, 0)
+    progress.reach(RankPhase.STEP_BEGIN)
+    progress.collective()
     with pytest.raises(RuntimeError):
-        note.collective()
+        progress.collective()
     assert split_phase(word[0]) == (RankPhase.COLLECTIVE, 1)
 
 

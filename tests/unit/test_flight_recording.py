@@ -44,15 +44,15 @@ def test_a_board_becomes_a_record() -> None:
     slot = board.slots[0]
     slot.register()
     slot.state = State.READY
-    note, recorder = RankProgress(), StepRecorder(slot)
-    note.show_on(slot.words, PHASE_WORD)
+    progress, recorder = RankProgress(), StepRecorder(slot)
+    progress.show_on(slot.words, PHASE_WORD)
     began_ns = time.monotonic_ns()
     run_step(recorder, 1)
     slot.note_received(1, 5)
     slot.note_inputs(1, 0xBEEF)
     slot.begin_step(1)
-    note.reach(RankPhase.STEP_BEGIN)
-    note.collective()
+    progress.reach(RankPhase.STEP_BEGIN)
+    progress.collective()
     board.slots[1].note_exit(-9)
     record = read(board)
     mine, other = record.ranks

@@ -22,12 +22,12 @@ class Jobs:
 
     def __init__(self, num_ranks: int, limits: HangLimits = LIMITS, rank: int = 0) -> None:
         self.board = JobBoard.create(num_ranks)
-        self.notes = []
+        self.progresses = []
         self.now_ns = SECOND
         for slot in self.board.slots:
-            note = RankProgress()
-            note.show_on(slot.words, PHASE_WORD)
-            self.notes.append(note)
+            progress = RankProgress()
+            progress.show_on(slot.words, PHASE_WORD)
+            self.progresses.append(progress)
             slot.words[0], slot.state = 100 + slot.rank, State.READY
         self.silent: set[int] = set()
         self.burning: set[int] = set()
@@ -41,10 +41,10 @@ class Jobs:
 
     def begin(self, step_id: int, *, ranks: list[int], collectives: int) -> None:
         for rank in ranks:
-            self.notes[rank].reach(RankPhase.STEP_BEGIN)
+            self.progresses[rank].reach(RankPhase.STEP_BEGIN)
             self.board.slots[rank].begin_step(step_id)
             for _ in range(collectives):
-                self.notes[rank].collective()
+                self.progresses[rank].collective()
 
     def after(self, seconds: float) -> Hang | None:
         """What the watch says at the end of ``seconds`` of half-second ticks."""
@@ -114,7 +114,7 @@ def test_a_rank_that_never_got_the_step_is_behind() -> None:
 def test_a_rank_that_does_not_end_is_named() -> None:
     """Oracle: rank 0 has begun to stop, and never sends the stop plan that rank 1 waits for."""
     jobs = Jobs(2)
-    jobs.notes[0].reach(RankPhase.SHUTDOWN)
+    jobs.progresses[0].reach(RankPhase.SHUTDOWN)
     jobs.board.slots[0].state = State.STOPPING
     hang = jobs.after(121)
     assert hang is not None and hang.is_hard and hang.culprits == (0,)
@@ -169,9 +169,9 @@ def test_a_rank_that_holds_its_interpreter_lives() -> None:
 def test_a_rank_that_starts_may_wait_for_a_disk() -> None:
     """Oracle: no beat and no CPU time: half of the start's budget, unless the kernel says that it is stopped."""
     jobs = Jobs(2)
-    for slot, note in zip(jobs.board.slots, jobs.notes, strict=True):
+    for slot, progress in zip(jobs.board.slots, jobs.progresses, strict=True):
         slot.state = State.STARTING
-        note.reach(RankPhase.IMPORT)
+        progress.reach(RankPhase.IMPORT)
     jobs.silent = {1}
     assert jobs.after(299) is None
     assert jobs.after(2) is not None
@@ -196,8 +196,8 @@ def test_a_rank_that_is_late_does_not_explain_a_stuck_step() -> None:
     """Oracle: 5 s of silence do not make 32 s without progress; who is behind does."""
     jobs = Jobs(3)
     jobs.begin(1, ranks=[0, 1, 2], collectives=1)
-    jobs.notes[0].collective()
-    jobs.notes[2].collective()
+    jobs.progresses[0].collective()
+    jobs.progresses[2].collective()
     assert jobs.after(25) is None
     jobs.silent = {0}
     hang = jobs.after(7)
@@ -218,14 +218,14 @@ def test_who_was_stopped_himself_counts_anew() -> None:
 def test_the_start_has_a_budget_of_its_own() -> None:
     """Oracle: half of it is soft, the whole is hard; a rank that has done its part is not the culprit."""
     jobs = Jobs(2)
-    for slot, note in zip(jobs.board.slots, jobs.notes, strict=True):
+    for slot, progress in zip(jobs.board.slots, jobs.progresses, strict=True):
         slot.state = State.STARTING
-        note.reach(RankPhase.LOAD)
-    jobs.notes[0].done()
+        progress.reach(RankPhase.LOAD)
+    jobs.progresses[0].done()
     assert jobs.after(299) is None
     hang = jobs.after(2)
     assert hang is not None and not hang.is_hard and hang.culprits == (1,) and "rank 1 is in load" in hang.text
-    jobs.notes[1].done()
+    jobs.progresses[1].done()
     assert jobs.after(299) is None
     hang = jobs.after(302)
     assert hang is not None and hang.is_hard and hang.hard_s == LIMITS.startup_s
@@ -264,12 +264,12 @@ def test_an_orderly_end_is_no_incident() -> None:
 def test_places_are_told_in_words() -> None:
     """Oracle: the words."""
     jobs = Jobs(1)
-    slot, note = jobs.board.slots[0], jobs.notes[0]
-    note.reach(RankPhase.LOAD)
+    slot, progress = jobs.board.slots[0], jobs.progresses[0]
+    progress.reach(RankPhase.LOAD)
     assert where(slot) == "in load"
     jobs.begin(12, ranks=[0], collectives=3)
     assert where(slot) == "in collective 3 of step 12"
-    note.reach(RankPhase.SAMPLE)
+    progress.reach(RankPhase.SAMPLE)
     assert where(slot) == "in sample of step 12"
     slot.end_step(12)
     assert where(slot) == "waiting for step 13 (last phase: sample)"

@@ -31,11 +31,11 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
 slot = JobBoard.open(sys.argv[1]).slots[1]
 slot.register()
-note = RankProgress()
-note.show_on(slot.words, PHASE_WORD)
-note.reach(RankPhase.STEP_BEGIN)
-note.collective()
-note.collective()
+progress = RankProgress()
+progress.show_on(slot.words, PHASE_WORD)
+progress.reach(RankPhase.STEP_BEGIN)
+progress.collective()
+progress.collective()
 slot.note_received(7, 0x1234567890)
 slot.begin_step(7)
 slot.records[7 % 512] = range(9)
@@ -150,18 +150,18 @@ def test_process_start_tells_processes_apart() -> None:
 def test_a_step_costs_microseconds() -> None:
     """Oracle: 100 notes of a step's kind in less than 2 ms of this thread's CPU time, thrice the measured at most."""
     slot = JobBoard.create(1).slots[0]
-    note = RankProgress()
-    note.show_on(slot.words, PHASE_WORD)
+    progress = RankProgress()
+    progress.show_on(slot.words, PHASE_WORD)
 
     def cost_s() -> float:
         began_s = time.thread_time()
         for step_id in range(1, 101):
             slot.note_received(step_id, 0x1234567890)
             slot.begin_step(step_id)
-            note.reach(RankPhase.STEP_BEGIN)
+            progress.reach(RankPhase.STEP_BEGIN)
             for _ in range(8):
-                note.collective()
-            note.reach(RankPhase.SAMPLE)
+                progress.collective()
+            progress.reach(RankPhase.SAMPLE)
             slot.end_step(step_id)
         return time.thread_time() - began_s
 

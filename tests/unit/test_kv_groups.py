@@ -76,7 +76,7 @@ class Engine:
             kv_scales=None,
             communicator=alone,
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
-            note=RankProgress(),
+            progress=RankProgress(),
         )
         self.free = [*range(1, NUM_BLOCKS, 2), *range(2, NUM_BLOCKS, 2)]  # no two of a row's lie side by side
         self.tokens: dict[int, list[int]] = {}

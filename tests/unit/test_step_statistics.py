@@ -123,13 +123,13 @@ def test_memory_and_collectives_are_on_the_board() -> None:
     lines = {name: number - 3 for number, name in enumerate(MEMORY_LINES)}
     slot.note_memory(lines)
     assert slot.memory == lines
-    note = RankProgress()
-    note.show_on(slot.words, PHASE_WORD, COLLECTIVE_WORD)
-    note.reach(RankPhase.LOAD)
-    note.collected(0)
+    progress = RankProgress()
+    progress.show_on(slot.words, PHASE_WORD, COLLECTIVE_WORD)
+    progress.reach(RankPhase.LOAD)
+    progress.collected(0)
     assert slot.collective_ns == 0
-    note.reach(RankPhase.STEP_BEGIN)
-    note.collected(0)
+    progress.reach(RankPhase.STEP_BEGIN)
+    progress.collected(0)
     first = slot.collective_ns
-    note.collected(0)
+    progress.collected(0)
     assert 0 < first < slot.collective_ns

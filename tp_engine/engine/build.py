@@ -35,7 +35,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         publisher = _open_channel(effective, groups, job)
         if publisher is not None:
             undo.callback(publisher.close)
-        job.note.reach(RankPhase.READY)
+        job.progress.reach(RankPhase.READY)
         job.ready()
         undo.pop_all()
     grammars = GrammarQueue(compiler, effective.model.vocab_size)

@@ -205,7 +205,7 @@ class Engine:
             while self._num_in_flight:
                 self._finish_oldest()
             self._job.stopping()
-            self._job.note.reach(RankPhase.SHUTDOWN)
+            self._job.progress.reach(RankPhase.SHUTDOWN)
             self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
         except BaseException as error:
             self._failure = error

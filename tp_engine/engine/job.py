@@ -36,7 +36,7 @@ _OWN_FAULT = (WeightError, PlanError)
 
 
 class Job:
-    """Made by ``create`` or ``attach``; ``note`` takes the phases.  End it with ``close``.
+    """Made by ``create`` or ``attach``; ``progress`` takes the phases.  End it with ``close``.
 
     ``ends_process``: this process is ours alone.  ``same_parent``: torchrun started all ranks, so that each may end the
     others; else rank 0 started them, and it alone may.
@@ -45,7 +45,7 @@ class Job:
     def __init__(
         self,
         board: JobBoard,
-        note: RankProgress,
+        progress: RankProgress,
         config: EngineConfig,
         rank: int,
         *,
@@ -56,8 +56,8 @@ class Job:
         self.board = board
         self.rank = rank
         self.slot = board.slots[rank]
-        self.note = note
-        note.show_on(self.slot.words, PHASE_WORD, COLLECTIVE_WORD)
+        self.progress = progress
+        progress.show_on(self.slot.words, PHASE_WORD, COLLECTIVE_WORD)
         self.slot.register()
         limits = HangLimits(
             soft_s=config.hang_soft_limit_s,
@@ -74,7 +74,7 @@ class Job:
     @classmethod
     def create(
         cls,
-        note: RankProgress,
+        progress: RankProgress,
         config: EngineConfig,
         *,
         ends_process: bool,
@@ -83,14 +83,14 @@ class Job:
     ) -> Job:
         """Rank 0's, with a new board for ``config.tensor_parallel_size`` ranks.  ``pulse`` is kept beating."""
         board = JobBoard.create(config.tensor_parallel_size)
-        return cls(board, note, config, 0, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
+        return cls(board, progress, config, 0, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
 
     @classmethod
     def attach(
-        cls, address: str, note: RankProgress, config: EngineConfig, rank: int, *, same_parent: bool = False
+        cls, address: str, progress: RankProgress, config: EngineConfig, rank: int, *, same_parent: bool = False
     ) -> Job:
         """Another rank's; its process is always ours alone.  ``RankError`` if rank 0 has ended."""
-        return cls(JobBoard.open(address), note, config, rank, ends_process=True, same_parent=same_parent)
+        return cls(JobBoard.open(address), progress, config, rank, ends_process=True, same_parent=same_parent)
 
     def adopt(self, children: ChildRanks) -> None:
         """Watch the ranks that this process has started, from now on."""

@@ -59,21 +59,21 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
-    note = RankProgress(fault_injector(0, faults))
-    job = Job.create(note, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
+    progress = RankProgress(fault_injector(0, faults))
+    job = Job.create(progress, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
     with _closed_on_error(job):
         if adopts:
             assert launched is not None
             store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
             store.set(_BOARD_KEY, job.board.address)
             logger.info("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
-            note.reach(RankPhase.IMPORT)
+            progress.reach(RankPhase.IMPORT)
             return build_engine(
                 effective, _join(effective, _info(launched), store, job), job, leave=lambda _failed: None
             )
-        note.reach(RankPhase.IMPORT)
+        progress.reach(RankPhase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
-            return build_engine(effective, process_groups.alone(note), job, leave=lambda _failed: None)
+            return build_engine(effective, process_groups.alone(progress), job, leave=lambda _failed: None)
         return _spawn(effective, job)
 
 
@@ -82,12 +82,12 @@ def serve_rank(config: EngineConfig) -> None:
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
     die_with_launcher(grace_s=_LAST_WORDS_S)
-    note = RankProgress(fault_injector(launched.rank, configured_faults()))
+    progress = RankProgress(fault_injector(launched.rank, configured_faults()))
     store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
     address = store.get(_BOARD_KEY).decode()
-    job = Job.attach(address, note, effective.config, launched.rank, same_parent=True)
+    job = Job.attach(address, progress, effective.config, launched.rank, same_parent=True)
     with _closed_on_error(job):
-        note.reach(RankPhase.IMPORT)
+        progress.reach(RankPhase.IMPORT)
         run_worker(effective, _join(effective, _info(launched), store, job), job)
 
 
@@ -138,7 +138,7 @@ def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job) ->
     groups = process_groups.join(
         info,
         store,
-        job.note,
+        job.progress,
         job.check,
         device_type=effective.config.device,
         shares_devices=effective.device_map.is_shared,

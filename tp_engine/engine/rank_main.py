@@ -30,7 +30,7 @@ def main() -> int:
     try:
         job = Job.attach(spec.board, RankProgress(fault_injector(spec.rank, configured_faults())), config, spec.rank)
         with job.blaming():
-            job.note.reach(RankPhase.IMPORT)
+            job.progress.reach(RankPhase.IMPORT)
             from tp_engine.engine.rank_group import serve_own_rank  # torch: seconds, which the watchdog already sees
 
             serve_own_rank(spec, config, job)

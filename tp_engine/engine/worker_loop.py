@@ -27,7 +27,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
         name = groups.host.broadcast_bytes(b"").decode()
         subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
         stack.callback(subscriber.close)
-        job.note.reach(RankPhase.READY)
+        job.progress.reach(RankPhase.READY)
         job.ready()
         _run_plans(worker, subscriber, job)
     job.leave()
@@ -41,7 +41,7 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
         trace.received(plan, subscriber.last_num_bytes, subscriber.last_checksum)
         if plan.control & Control.STOP:
             job.stopping()
-            job.note.reach(RankPhase.SHUTDOWN)
+            job.progress.reach(RankPhase.SHUTDOWN)
             return
         trace.begin(plan.step_id)
         if plan.control & PROFILE_ORDERS:

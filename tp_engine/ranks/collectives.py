@@ -67,22 +67,22 @@ class ProcessGroupCommunicator:
     gloo's are over when they return, so their time, waiting for the other ranks included, is noted for the board.
     """
 
-    def __init__(self, info: RankInfo, group: dist.ProcessGroup, note: RankProgress) -> None:
+    def __init__(self, info: RankInfo, group: dist.ProcessGroup, progress: RankProgress) -> None:
         self.info = info
         self.can_capture = dist.get_backend(group) == "nccl"
         self._group = group
-        self._note = note
-        self._collected = _nothing if self.can_capture else note.collected
+        self._progress = progress
+        self._collected = _nothing if self.can_capture else progress.collected
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._note.collective()
+        self._progress.collective()
         started_ns = monotonic_ns()
         dist.all_reduce(tensor, group=self._group)
         self._collected(started_ns)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._note.collective()
+        self._progress.collective()
         started_ns = monotonic_ns()
         if tensor.dim() == 1:  # nothing to rearrange, so nothing to copy
             whole = tensor.new_empty(self.info.world_size * len(tensor))
@@ -95,7 +95,7 @@ class ProcessGroupCommunicator:
         return torch.cat(parts, dim=-1)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        self._note.collective()
+        self._progress.collective()
         started_ns = monotonic_ns()
         parts = [torch.empty_like(tensor) for _ in range(self.info.world_size)] if self.info.is_first else None
         dist.gather(tensor.contiguous(), parts, group=self._group, group_dst=0)
@@ -103,7 +103,7 @@ class ProcessGroupCommunicator:
         return torch.cat(parts, dim=-1) if parts is not None else None
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._note.collective()
+        self._progress.collective()
         started_ns = monotonic_ns()
         dist.broadcast(tensor, group=self._group, group_src=0)
         self._collected(started_ns)

@@ -79,7 +79,7 @@ class HostGroup:
 
 
 class RankGroups:
-    """This process's membership: who it is, how it talks to the others, and what they know of it (``note``).
+    """This process's membership: who it is, how it talks to the others, and what they know of it (``progress``).
 
     ``close`` leaves.
     """
@@ -89,7 +89,7 @@ class RankGroups:
         info: RankInfo,
         communicator: Communicator,
         host: HostGroup,
-        note: RankProgress,
+        progress: RankProgress,
         *,
         owns_default: bool,
         device_group: dist.ProcessGroup | None = None,
@@ -101,7 +101,7 @@ class RankGroups:
         self.info = info
         self.communicator = communicator
         self.host = host
-        self.note = note
+        self.progress = progress
         self._owns_default = owns_default
         self._device_group = device_group
         self._check = check
@@ -116,7 +116,7 @@ class RankGroups:
         self.communicator = with_shared_memory(
             self.communicator,
             self.host,
-            self.note,
+            self.progress,
             self._check,
             timeout_s=self._collective_s + _AFTER_WATCHDOG_S,
             is_required=is_required,
@@ -146,7 +146,7 @@ class RankGroups:
             machine,
             lambda num_bytes: TorchOwnMemory(num_bytes, device, group),
             self.host,
-            self.note,
+            self.progress,
             device=device,
             largest_bytes=largest_bytes,
             is_required=is_required,
@@ -169,11 +169,11 @@ class RankGroups:
         self._store = None
 
 
-def alone(note: RankProgress) -> RankGroups:
+def alone(progress: RankProgress) -> RankGroups:
     """The groups of a world of one: no sockets, no collectives."""
     communicator = SingleRank()
-    note.reach(RankPhase.GROUP_INIT)
-    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), note, owns_default=False)
+    progress.reach(RankPhase.GROUP_INIT)
+    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress, owns_default=False)
 
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:
@@ -198,7 +198,7 @@ def launched_store(*, timeout_s: float) -> Store:
 def join(
     info: RankInfo,
     store: Store,
-    note: RankProgress,
+    progress: RankProgress,
     check: Callable[[], None],
     *,
     device_type: str,
@@ -222,11 +222,11 @@ def join(
         )
     if info.is_first:  # should it die before anybody else is here, nobody else can say where it was
         logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
-    note.reach(RankPhase.GROUP_INIT)
+    progress.reach(RankPhase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())
     try:
-        _meet(watched, info, note)
+        _meet(watched, info, progress)
         # NCCL's own threads use the store too, and should not depend on Python.
         store = watched if backend == "gloo" else store
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
@@ -236,14 +236,14 @@ def join(
         raise
     except (RuntimeError, TimeoutError) as error:
         raise RankError(info.rank, f"not all {info.world_size} ranks met within {start_s:g} s ({error})") from error
-    communicator: Communicator = ProcessGroupCommunicator(info, device, note)
+    communicator: Communicator = ProcessGroupCommunicator(info, device, progress)
     if device_type == "cuda" and backend == "gloo":
         communicator = StagedCommunicator(communicator)
     return RankGroups(
         info,
         communicator,
         HostGroup(info, host),
-        note,
+        progress,
         owns_default=True,
         device_group=device,
         check=check,
@@ -252,11 +252,11 @@ def join(
     )
 
 
-def _meet(store: WatchedStore, info: RankInfo, note: RankProgress) -> None:
+def _meet(store: WatchedStore, info: RankInfo, progress: RankProgress) -> None:
     """All ranks are here: whoever dies later is missed in a collective, not in a rendezvous."""
     keys = [f"rank {rank} joins" for rank in range(info.world_size)]
     store.set(keys[info.rank], "1")
-    note.done()
+    progress.done()
     try:
         store.wait(keys)
     except TimeoutError as error:

@@ -97,13 +97,13 @@ class SharedMemoryCommunicator:
     A tape holds an all-reduce as a call of Python, for the sake of its phase, its deadline and its time.
     """
 
-    def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, note: RankProgress) -> None:
+    def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, progress: RankProgress) -> None:
         self.info = library.info
         self.can_capture = isinstance(exchange, NativeExchange)  # then all ranks have the compiled kernels
         self._library = library
         self._exchange = exchange
         self._patience = patience
-        self._note = note
+        self._progress = progress
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in DTYPES or not tensor.is_contiguous():
@@ -112,19 +112,19 @@ class SharedMemoryCommunicator:
         return tensor
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
-        self._note.collective()
+        self._progress.collective()
         self._patience.started_ns = started_ns = monotonic_ns()
         try:
             self._exchange.all_reduce(tensor)
         except BaseException as failure:
             self._exchange = _Broken(failure)
             raise
-        self._note.collected(started_ns)
+        self._progress.collected(started_ns)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if not 0 < tensor.nbytes <= self._exchange.slot_bytes or tensor.dim() == 0:
             return self._library.all_gather(tensor)
-        self._note.collective()
+        self._progress.collective()
         self._patience.started_ns = started_ns = monotonic_ns()
         *rows, width = tensor.shape
         out = tensor.new_empty((*rows, self.info.world_size * width))
@@ -133,7 +133,7 @@ class SharedMemoryCommunicator:
         except BaseException as failure:
             self._exchange = _Broken(failure)
             raise
-        self._note.collected(started_ns)
+        self._progress.collected(started_ns)
         return out
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:

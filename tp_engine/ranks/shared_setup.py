@@ -34,7 +34,7 @@ _BLOCK_S = 0.05
 def with_shared_memory(
     library: Communicator,
     host: Agreeing,
-    note: RankProgress,
+    progress: RankProgress,
     check: Callable[[], None],
     *,
     timeout_s: float,
@@ -52,7 +52,7 @@ def with_shared_memory(
         return library
     patience = Patience(check, timeout_s=timeout_s)
     exchange = _make_exchange(slots, host, patience)
-    made = SharedMemoryCommunicator(library, exchange, patience, note)
+    made = SharedMemoryCommunicator(library, exchange, patience, progress)
     if together(lambda: check_exchange(made, library, slot_bytes)) is None:
         return library
     if host.info.is_first:

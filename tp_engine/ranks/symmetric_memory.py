@@ -95,7 +95,7 @@ class SymmetricCommunicator:
         library: Communicator,
         buffer: SymmetricBuffer,
         plan: ReducePlan,
-        note: RankProgress,
+        progress: RankProgress,
         *,
         fuses_norm: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class SymmetricCommunicator:
         self.buffer = buffer
         self.fuses_norm = fuses_norm
         self._library = library
-        self._note = note
+        self._progress = progress
         self._run = {
             Method.ONE_SHOT: buffer.one_shot,
             Method.TWO_SHOT: buffer.two_shot,
@@ -116,7 +116,7 @@ class SymmetricCommunicator:
         method = self.plan.choose(tensor.nbytes) if _fits(tensor) else Method.LIBRARY
         if method == Method.LIBRARY:
             return self._library.all_reduce(tensor)
-        self._note.collective()
+        self._progress.collective()
         self._run[method](tensor.view(-1))
         return tensor
 
@@ -124,7 +124,7 @@ class SymmetricCommunicator:
         """Whether the caller's own kernel may all-reduce ``tensor`` in one shot; if so, it must."""
         if not _fits(tensor) or self.plan.choose(tensor.nbytes) != Method.ONE_SHOT:
             return False
-        self._note.collective()
+        self._progress.collective()
         return True
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

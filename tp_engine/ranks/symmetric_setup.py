@@ -23,7 +23,7 @@ def with_symmetric_memory(
     machine: Machine,
     allocate: Callable[[int], OwnMemory],
     host: Agreeing,
-    note: RankProgress,
+    progress: RankProgress,
     *,
     device: torch.device,
     largest_bytes: int,
@@ -44,7 +44,7 @@ def with_symmetric_memory(
         return library
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
     plan = plan_reduces(replace(machine, has_multicast=multicasts), largest_bytes)
-    made = SymmetricCommunicator(library, buffer, plan, note, fuses_norm=fuses_norm)
+    made = SymmetricCommunicator(library, buffer, plan, progress, fuses_norm=fuses_norm)
     if together(lambda: check_sums(made, library, device)) is None:
         return library
     if host.info.is_first:

@@ -67,7 +67,7 @@ class ModelRunner:
         kv_scales: torch.Tensor | None,
         communicator: Communicator,
         sampling: SamplingState,
-        note: RankProgress,
+        progress: RankProgress,
         note_inputs: NoteInputs | None = None,
     ) -> None:
         self._model = model
@@ -76,7 +76,7 @@ class ModelRunner:
         self.kv_tensors = (kv_cache,) if kv_scales is None else (kv_cache, kv_scales)
         self._communicator = communicator
         self._sampling = sampling
-        self._note = note
+        self._progress = progress
         self._note_inputs = note_inputs
         self._sampler = make_sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), kv_cache.device)
@@ -141,7 +141,7 @@ class ModelRunner:
     def _replay(self, plan: StepPlan, captured: CapturedDecodes) -> PendingStep:
         """A step that only decodes, from recordings."""
         rows = plan.decode_rows
-        self._note.reach(RankPhase.SAMPLE)
+        self._progress.reach(RankPhase.SAMPLE)
         with self.named("replay"):
             token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1)
         self._batch.count_decodes(rows)
@@ -168,7 +168,7 @@ class ModelRunner:
         layout = inputs.layout
         if not len(layout.sampled_rows):
             return None, None
-        self._note.reach(RankPhase.SAMPLE)
+        self._progress.reach(RankPhase.SAMPLE)
         logits = self._model.compute_local_logits(hidden)
         return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
 

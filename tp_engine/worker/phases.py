@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 class Phases:
     """Runs one phase after another on all ranks; ``seconds`` has the time of each on this rank, by its name."""
 
-    def __init__(self, group: HostGroup, note: RankProgress) -> None:
+    def __init__(self, group: HostGroup, progress: RankProgress) -> None:
         self._group = group
-        self._note = note
+        self._progress = progress
         self.seconds: dict[str, float] = {}
 
     def run(self, name: str, body: Callable[[], Result]) -> Result:
@@ -41,7 +41,7 @@ class Phases:
             result, failure = self.run(name, body), None
         except Exception as error:
             failure = error
-        self._note.done()
+        self._progress.done()
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         reports = self._group.all_gather_bytes(text.encode())
         if failure is not None:

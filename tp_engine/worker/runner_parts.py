@@ -37,7 +37,7 @@ class RunnerParts:
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on."""
-        return self._make_runner(num_blocks, self.groups.note, self.note_inputs)
+        return self._make_runner(num_blocks, self.groups.progress, self.note_inputs)
 
     @contextmanager
     def trial_runner(self) -> Iterator[ModelRunner]:
@@ -48,7 +48,7 @@ class RunnerParts:
             for layer in self.model.attention_layers:
                 layer.unbind_kv_cache()
 
-    def _make_runner(self, num_blocks: int, note: RankProgress, note_inputs: NoteInputs | None) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, progress: RankProgress, note_inputs: NoteInputs | None) -> ModelRunner:
         torch_device = self.device.torch_device
         kv_cache = allocate_kv_cache(self.kv_shape, num_blocks, torch_device)
         kv_scales = allocate_kv_scales(self.kv_shape, num_blocks, torch_device)
@@ -61,7 +61,7 @@ class RunnerParts:
             kv_scales=kv_scales,
             communicator=self.groups.communicator,
             sampling=self._make_sampling(torch_device),
-            note=note,
+            progress=progress,
             note_inputs=note_inputs,
         )
 

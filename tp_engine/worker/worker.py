@@ -50,7 +50,7 @@ class Worker:
         self._effective = effective
         self._note_inputs = note_inputs
         self._groups = groups
-        self._phases = Phases(groups.host, groups.note)
+        self._phases = Phases(groups.host, groups.progress)
         config, model = effective.config, effective.model
         self._layout = model.kv_layout
         self._backends = tuple(
@@ -107,7 +107,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self._runner is not None, "start() comes first"
-        self._groups.note.reach(RankPhase.STEP_BEGIN)
+        self._groups.progress.reach(RankPhase.STEP_BEGIN)
         if self._profiler is None:
             return self._runner.run(plan)
         with self._profiler.step(plan.step_id):
@@ -174,7 +174,7 @@ class Worker:
         return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)
 
     def _load(self, device: torch.device) -> CausalLM:
-        self._groups.note.reach(RankPhase.LOAD)
+        self._groups.progress.reach(RankPhase.LOAD)
         effective, config = self._effective, self._effective.config
         model = build_model(
             effective.model,
@@ -206,7 +206,7 @@ class Worker:
             return self._phases.run("measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner))
 
     def _profile(self, parts: RunnerParts, profiler: MemoryProfiler, cuda_graph_bytes: int) -> MemoryLedger:
-        self._groups.note.reach(RankPhase.PROFILE)
+        self._groups.progress.reach(RankPhase.PROFILE)
         device, table_bytes = parts.device, parts.table_bytes
         with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
@@ -222,14 +222,14 @@ class Worker:
         config = self._effective.config
 
         def choose() -> int:
-            self._groups.note.reach(RankPhase.AGREE)
+            self._groups.progress.reach(RankPhase.AGREE)
             num_blocks = choose_blocks(
                 ledger,
                 self._kv_shape,
                 num_blocks_override=config.num_gpu_blocks_override,
                 cache_bytes_override=config.kv_cache_memory_bytes,
             )
-            self._groups.note.done()
+            self._groups.progress.done()
             return num_blocks
 
         return settle_blocks(
