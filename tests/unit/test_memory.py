@@ -17,7 +17,7 @@ from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.memory import MemoryProfiler, choose_blocks, log_memory, settle_blocks
-from tp_engine.worker.memory_agreement import HostGroup
+from tp_engine.worker.memory_agreement import AgreementGroup
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
     compute_ledger,
@@ -190,7 +190,7 @@ def capacity(layout: KvLayout = ONE_GROUP, max_model_len: int = 160) -> KvCapaci
 def settle(blocks: list[int], holds: KvCapacity | None = None, *, is_override: bool = False) -> list[Any]:
     """``settle_blocks`` on one rank per number."""
 
-    def settle_one(group: HostGroup) -> int:
+    def settle_one(group: AgreementGroup) -> int:
         return settle_blocks(
             lambda: blocks[group.info.rank], group, SHAPE, holds or capacity(), is_override=is_override
         )

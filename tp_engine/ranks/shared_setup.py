@@ -84,7 +84,7 @@ def _make_exchange(slots: RankSlots, host: Agreeing, patience: Patience) -> Exch
     words = host.all_gather_bytes(b"" if compiled is None else b"1")
     if compiled is None or not all(words) or slots.num_ranks > native.MAX_RANKS:
         return TorchExchange(slots, rank, patience.late, block_s=_BLOCK_S)
-    layout = native.Exchange(
+    layout = native.ExchangeLayout(
         slots=slots.base + slots.slots_offset,
         results=slots.base + slots.results_offset,
         semaphores=slots.base + slots.semaphores_offset,

@@ -12,7 +12,7 @@ from tp_engine.kv_size import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
 from tp_engine.worker.device import Device, MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape, resident_bytes
-from tp_engine.worker.memory_agreement import HostGroup, agree_on_blocks
+from tp_engine.worker.memory_agreement import AgreementGroup, agree_on_blocks
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
     blocks_that_fit,
@@ -96,7 +96,7 @@ def choose_blocks(
 
 def settle_blocks(
     choose: Callable[[], int],
-    group: HostGroup,
+    group: AgreementGroup,
     shape: KvCacheShape,
     capacity: KvCapacity,
     *,

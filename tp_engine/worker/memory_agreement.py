@@ -16,7 +16,7 @@ _RANK_BITS = 20
 _MAX_BLOCKS = 1 << 40  # more is a bug of whoever counted
 
 
-class HostGroup(Protocol):
+class AgreementGroup(Protocol):
     """The collectives on the CPU that the agreement needs; ranks/groups.py has the real one."""
 
     info: RankInfo
@@ -37,7 +37,7 @@ class Agreement:
     limiting_rank: int
 
 
-def agree_on_blocks(local: int | Exception, group: HostGroup) -> Agreement:
+def agree_on_blocks(local: int | Exception, group: AgreementGroup) -> Agreement:
     """Take the smallest ``local`` number of blocks.  Every rank calls this, a rank that failed with its exception.
 
     One all-reduce MIN carries all that is needed::

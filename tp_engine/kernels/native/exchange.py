@@ -12,7 +12,7 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 MAX_RANKS = 64
 
 
-class Exchange(ctypes.Structure):
+class ExchangeLayout(ctypes.Structure):
     """``struct exchange`` of ``exchange.c``; the last four fields are its own."""
 
     _fields_ = (
@@ -40,7 +40,9 @@ class NativeExchange:
     another thread could be woken.  Then other threads run.
     """
 
-    def __init__(self, library: ctypes.CDLL, layout: Exchange, late: Callable[[int], None], *, keeps: object) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, layout: ExchangeLayout, late: Callable[[int], None], *, keeps: object
+    ) -> None:
         holding = ctypes.PyDLL(library._name)
         for name in ("shared_all_reduce", "shared_all_gather"):
             function, waiting = getattr(holding, name), getattr(library, name)
