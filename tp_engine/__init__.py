@@ -46,7 +46,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, only when it is asked for: the frontend process needs neither."""
+    """Import the engine, and torch with it, at first use: the frontend process needs neither."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

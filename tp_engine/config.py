@@ -1,7 +1,7 @@
-"""The engine's configuration: one frozen record, one source of defaults, checked before any device is touched.
+"""The engine's configuration: a frozen record with all defaults, checked before any device is touched.
 
-The same fields serve the Python API (``LLM(block_size=32)``), the command line (``--block-size 32``) and TOML files
-(``block_size = 32``); ``tp_engine.options`` derives the latter two from the fields and their help below.
+Its fields are the options of the Python API (``LLM(block_size=32)``), the command line (``--block-size 32``) and TOML
+files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from the fields and their help texts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A configuration field; ``choices`` in ``metadata`` are checked, shown in ``--help`` and named in errors."""
+    """A configuration field.  ``choices`` in ``metadata`` are checked, shown in ``--help`` and named in errors."""
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that decides how the engine runs.  ``auto`` is resolved once, by ``resolve`` on rank 0."""
+    """All settings of the engine.  ``resolve`` replaces ``auto`` once, on rank 0."""
 
     model: str = option(
         str(DEMO_MODEL),
@@ -181,12 +181,12 @@ class EngineConfig:
 
     @property
     def tokenizer_source(self) -> str:
-        """Where the tokenizer comes from: ``tokenizer``, or the model itself."""
+        """Folder or hub name of the tokenizer: ``tokenizer``, or else the model."""
         return self.tokenizer or self.model
 
 
 def check_type(name: str, value: object, annotation: str) -> None:
-    """Refuse a value that does not fit its field's annotation, such as ``'16'`` for an int."""
+    """Raise ``ConfigError`` for a value that does not fit its field's annotation, such as ``'16'`` for an int."""
     kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
     base, _, none = annotation.partition(" | ")
     if value is None and none == "None":

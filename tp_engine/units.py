@@ -1,4 +1,4 @@
-"""Bytes and token counts as people read them."""
+"""Bytes and token counts in the units that people write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_count(text: str | int) -> int:
-    """A number of tokens: ``'32k'`` is 32,000, ``'32K'`` 32,768, ``'25.6k'`` 25,600 (no fractions of binary units)."""
+    """Tokens: ``'32k'`` -> 32,000, ``'32K'`` -> 32,768, ``'25.6k'`` -> 25,600 (binary units take no fractions)."""
     if isinstance(text, int):
         return text
     match = _COUNT.match(text)
@@ -47,10 +47,10 @@ def parse_count(text: str | int) -> int:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Smallest integer not below ``numerator / denominator``."""
+    """``numerator / denominator``, rounded up."""
     return -(-numerator // denominator)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of ``multiple`` not below ``value``."""
+    """``value``, rounded up to a multiple of ``multiple``."""
     return ceil_div(value, multiple) * multiple

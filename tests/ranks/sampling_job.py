@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.sampler_cases import mixed_samplings
-from tp_engine.layers.embedding import padded_vocab_size
+from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import ProcessGroupCommunicator

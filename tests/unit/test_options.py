@@ -10,7 +10,7 @@ import pytest
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options import Options, adopt_world_size, parse_options
-from tp_engine.options.cli import make_parser
+from tp_engine.options.flags import make_parser
 from tp_engine.server.config import ServerConfig
 
 TABLES = {"engine": EngineConfig, "server": ServerConfig}

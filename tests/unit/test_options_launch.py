@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("logging_as_before")
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """This process as a rank of a torchrun job of two."""
-    monkeypatch.setattr(options_launch, "_RANK0_SPEAKS_S", 0.0)
+    monkeypatch.setattr(options_launch, "_RANK0_REPORTS_S", 0.0)
     names = {"RANK": request.param, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))

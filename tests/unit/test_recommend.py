@@ -14,14 +14,12 @@ from tests.tiny_models import make_checkpoint
 from tp_engine import recommend
 from tp_engine.advice import sizes
 from tp_engine.advice.advise import choose_block_size
-from tp_engine.advice.hardware import GPU_GIB
-from tp_engine.advice.workload import WORKLOADS, Workload
+from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.kv_size import kv_block_bytes
-from tp_engine.layers.embedding import padded_vocab_size
-from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import GIB
 from tp_engine.worker.kv_cache import KvCacheShape

@@ -10,7 +10,8 @@ import torch
 
 from tests.simulated_ranks import SimulatedCommunicator, run_ranks
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings
-from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
+from tp_engine.layers.embedding import VocabSlice
+from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling, TokenLogprobs
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares

@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.config import EngineConfig
-from tp_engine.options.cli import make_parser
+from tp_engine.options.flags import make_parser
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState

@@ -14,7 +14,8 @@ import torch
 
 from tests.simulated_ranks import run_ranks
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings
-from tp_engine.layers.embedding import VocabSlice, padded_vocab_size
+from tp_engine.layers.embedding import VocabSlice
+from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.sampling.choice import KernelSampler, make_sampler

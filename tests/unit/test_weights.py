@@ -15,8 +15,7 @@ from tests.unit.test_model_config import llama
 from tests.unit.test_shard import Somewhere, sources
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.layers.embedding import padded_vocab_size
-from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
 from tp_engine.model_config.spec import CheckpointNames, ModelSpec
 from tp_engine.models.causal_lm import build_model
 from tp_engine.ranks.rank import RankInfo

@@ -1,1 +1,1 @@
-"""What fits on a device, worked out before anything runs: from config.json, memory, ranks and workload.  No torch."""
+"""Calculates before a start what fits on a device, from config.json, memory, ranks and workload.  No torch."""

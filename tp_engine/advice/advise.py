@@ -1,24 +1,22 @@
-"""From model, device, ranks and workload to a recommendation.  Pure arithmetic, in this order:
+"""Calculates a recommendation from model, device, ranks and workload.  Pure arithmetic, in this order:
 
 ::
 
-    block size      the largest whose half-empty last block wastes little of a mean request
+    block size      the largest whose half-empty last block wastes at most MAX_WASTE of a mean request
     KV cache        memory x utilization - weights - largest step - runtime
     blocks          KV cache / block bytes
-    concurrency     (blocks - those of the shared prefix) / blocks of a mean request's own tokens; where layers have
-                    windows, of those that they still see
-    max_num_seqs    concurrency, rounded; the largest step depends on it, so it is worked out twice
+    concurrency     (blocks - those of the shared prefix) / blocks of a mean request's own tokens; layers with a
+                    window count only the tokens that they still see
+    max_num_seqs    concurrency, rounded; the largest step depends on it, so all of this is calculated twice
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from tp_engine.advice import sizes
-from tp_engine.advice.hardware import Hardware
+from tp_engine.advice.question import Question, Workload
 from tp_engine.advice.recommendation import Recommendation
-from tp_engine.advice.workload import Workload
 from tp_engine.errors import ConfigError
 from tp_engine.kv_size import KvCapacity
 from tp_engine.model_config import MAX_WORLD_SIZE, check_tensor_parallel
@@ -31,24 +29,8 @@ MAX_NUM_SEQS = 1024
 DEFAULT_NUM_SEQS = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked.  None: to be chosen; ``tensor_parallel_size`` is then the smallest legal one that fits."""
-
-    name: str
-    model: ModelSpec
-    hardware: Hardware
-    workload: Workload
-    tensor_parallel_size: int | None = None
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    gpu_memory_utilization: float | None = None
-    max_model_len: int | None = None
-    block_size: int | None = None
-
-
 def advise(question: Question) -> Recommendation:
-    """The recommendation; one that does not fit says what would.  ``ConfigError`` for an illegal number of ranks."""
+    """The recommendation, with remedies if nothing fits.  Raises ``ConfigError`` for an illegal number of ranks."""
     if question.tensor_parallel_size is not None:
         check_tensor_parallel(question.model, question.tensor_parallel_size)
         return _with_remedies(question, _for_ranks(question, question.tensor_parallel_size))
@@ -62,7 +44,7 @@ def advise(question: Question) -> Recommendation:
 
 
 def legal_sizes(model: ModelSpec) -> list[int]:
-    """Numbers of ranks among which the model can be split."""
+    """All numbers of ranks that can share the model."""
     found = []
     for world_size in range(1, MAX_WORLD_SIZE + 1):
         try:
@@ -74,7 +56,7 @@ def legal_sizes(model: ModelSpec) -> list[int]:
 
 
 def choose_block_size(workload: Workload) -> int:
-    """The largest size of which half a block is at most ``MAX_WASTE`` of a mean request, else the smallest."""
+    """The largest size with half a block at most ``MAX_WASTE`` of a mean request, else the smallest size."""
     good = [size for size in BLOCK_SIZES if size / 2 <= MAX_WASTE * workload.live_tokens]
     return max(good, default=BLOCK_SIZES[0])
 
@@ -140,7 +122,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
 
 
 def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int) -> float:
-    """Mean requests at once; full blocks of the shared prefix are held once, by all, where no window lets them go."""
+    """Mean requests at once.  Layers without a window hold the shared prefix's full blocks once for all requests."""
     block_size, layout = capacity.block_size, capacity.layout
     num_shared = workload.shared_prefix // block_size * layout.windows.count(None)
     own_blocks = layout.blocks_for(workload.live_tokens, block_size, 1) - num_shared
@@ -193,7 +175,7 @@ def _reasons(question: Question, capacity: KvCapacity, concurrency: float) -> tu
 
 
 def _with_remedies(question: Question, found: Recommendation) -> Recommendation:
-    """What would help one that does not fit, each tried out."""
+    """If it does not fit: add the changes that would make it fit.  Each one is tried."""
     if found.fits:
         return found
     remedies = []

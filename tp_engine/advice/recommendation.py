@@ -1,4 +1,4 @@
-"""The recommendation: what it says, how it reads, and the command that follows from it."""
+"""The recommendation: its numbers, its text for people, and the command that follows from it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _OPTIONS = (
 class Recommendation:
     """Options for one model, device and workload, with the arithmetic behind them.
 
-    Bytes are one rank's.  ``fits`` False: ``problems`` say why not, ``remedies`` what to change, and there is no
-    ``command``.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at
-    once; ``max_num_seqs`` follows from it.  ``longest_request`` is the longest one that it holds, up to
-    ``max_model_len``.  ``reasons`` explain each choice.
+    Bytes are those of one rank.  If ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and
+    ``command`` is None.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds
+    at once; ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up
+    to ``max_model_len``.  ``reasons`` explain each choice.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Recommendation:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of ``EngineConfig`` (``LLM``'s keywords); empty where nothing fits."""
+        """Options of ``EngineConfig`` (keywords of ``LLM``); empty if it does not fit."""
         if not self.fits:
             return {}
         given = {name: getattr(self, name) for name in _OPTIONS}
@@ -68,18 +68,18 @@ class Recommendation:
 
     @property
     def command(self) -> str | None:
-        """The server's command line; None where nothing fits."""
+        """The command line of the server; None if it does not fit."""
         if not self.fits:
             return None
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in self.options.items()]
         return " ".join(("tp-engine serve", *flags))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """All fields, options and command as plain data."""
         return {**dataclasses.asdict(self), "options": self.options, "command": self.command}
 
     def explain(self) -> str:
-        """The whole as text for people."""
+        """The recommendation as text for people."""
         ranks = f", {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
         lines = [f"{self.model} for {self.workload} on {self.device}{ranks}", "", *self._memory(), ""]
         if self.fits:

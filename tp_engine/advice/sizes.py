@@ -1,20 +1,19 @@
-"""What a model takes on one rank, in bytes.  Weights and blocks are exact, the rest is an estimate."""
+"""Bytes that a model needs on one rank.  Weights and blocks are exact, the rest is an estimate."""
 
 from __future__ import annotations
 
 from tp_engine.kv_size import kv_block_bytes, kv_scale_bytes
-from tp_engine.model_config import local_num_kv_heads
+from tp_engine.model_config import local_num_kv_heads, padded_vocab_size
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
-from tp_engine.units import GIB, MIB, round_up
+from tp_engine.units import GIB, MIB
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 QUANTISED = ("fp8", "int8")
-VOCAB_ALIGNMENT = 16
 _LOGITS_COPIES = 3  # raw, edited and sorted, in float32
 
 
 def local_parameters(model: ModelSpec, world_size: int) -> int:
-    """Parameters that one of ``world_size`` ranks holds, the vocabulary's padding included."""
+    """Parameters of one of ``world_size`` ranks, with the padding of the vocabulary."""
     layers = sum(
         count * _layer_parameters(model.hidden_size, layer, world_size)
         for layer, count in model.distinct_layers.items()
@@ -40,10 +39,10 @@ def _local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
 
 
 def local_vocab_size(model: ModelSpec, world_size: int) -> int:
-    """Rows of the vocabulary on one rank; a world of one does not pad it."""
+    """Rows of the vocabulary on one rank.  A single rank holds the vocabulary without padding."""
     if world_size == 1:
         return model.vocab_size
-    return round_up(model.vocab_size, VOCAB_ALIGNMENT * world_size) // world_size
+    return padded_vocab_size(model.vocab_size, world_size) // world_size
 
 
 def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: str) -> int:
@@ -59,7 +58,7 @@ def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: st
 
 
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:
-    """About the peak of the largest step: one layer's tensors for ``num_tokens``, and the logits of all sequences."""
+    """Estimate of the largest step's peak: one layer's tensors for ``num_tokens``, and the logits of all sequences."""
     per_token = 0
     for layer in model.distinct_layers:
         num_heads, num_kv_heads = _local_heads(layer.attention, world_size)
@@ -70,7 +69,7 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
 
 
 def overhead_bytes(world_size: int, *, is_gpu: bool) -> int:
-    """About what torch does not count: the CUDA context, kernels, graphs, NCCL's buffers; on CPUs the interpreter."""
+    """Estimate of what torch does not count: CUDA context, kernels, graphs, NCCL's buffers; on CPUs the interpreter."""
     if not is_gpu:
         return 512 * MIB
     return int(1.25 * GIB) + (GIB if world_size > 1 else 0)

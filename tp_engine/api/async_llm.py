@@ -22,7 +22,7 @@ from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import Action, ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import RankError
-from tp_engine.options.toml import check_names
+from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams

@@ -21,7 +21,7 @@ from tp_engine.engine.engine import Engine
 from tp_engine.engine.rank_group import check_config, serve_rank, start_engine
 from tp_engine.engine.tokenizer_loading import load_tokenizer
 from tp_engine.errors import RequestError
-from tp_engine.options.toml import check_names
+from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams

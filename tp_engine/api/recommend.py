@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tp_engine.advice.advise import Question, advise
-from tp_engine.advice.hardware import Hardware, find_gpu
+from tp_engine.advice.advise import advise
+from tp_engine.advice.question import Hardware, Question, Workload, find_gpu, find_workload
 from tp_engine.advice.recommendation import Recommendation
-from tp_engine.advice.workload import Workload, find_workload
 from tp_engine.config import DEMO_MODEL
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tp_engine.errors import ConfigError
-from tp_engine.options.cli import did_you_mean
+from tp_engine.options.flags import did_you_mean
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

@@ -12,7 +12,7 @@ from tp_engine.cli.client_config import ClientConfig, parse_client
 from tp_engine.cli.server_client import ServerClient, ServerError
 from tp_engine.cli.session import Ask, ask_person, connected, finish_note, note, show
 from tp_engine.config import option
-from tp_engine.options.cli import did_you_mean
+from tp_engine.options.flags import did_you_mean
 
 PROMPT = "> "
 COMMANDS = {"/reset": "forget the conversation", "/exit": "leave (or Ctrl-D)", "/help": "these commands"}

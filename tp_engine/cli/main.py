@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tp_engine
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-from tp_engine.options.cli import did_you_mean
+from tp_engine.options.flags import did_you_mean
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

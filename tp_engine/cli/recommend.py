@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_engine.advice.hardware import GPU_GIB
-from tp_engine.advice.workload import WORKLOADS, Workload, find_workload
+from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload, find_workload
 from tp_engine.api.recommend import recommend
 from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, check_type, option
 from tp_engine.errors import ConfigError

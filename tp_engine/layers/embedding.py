@@ -21,20 +21,13 @@ from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearShape, Part, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.model_config import padded_vocab_size
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.units import round_up
 from tp_engine.weights.shard import vocab_share
 from tp_engine.weights.source import Span
 
-VOCAB_ALIGNMENT = 16
-
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
 """``lookup(token_ids, first_id, scale)`` as ``kernels.embedding.embed``, of a weight of its own."""
-
-
-def padded_vocab_size(vocab_size: int, world_size: int) -> int:
-    """Rows of all ranks together; each rank's share is a multiple of ``VOCAB_ALIGNMENT``."""
-    return round_up(vocab_size, VOCAB_ALIGNMENT * world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

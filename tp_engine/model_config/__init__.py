@@ -13,8 +13,10 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.source import MODEL_FILES, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.units import round_up
 
 MAX_WORLD_SIZE = 64
+VOCAB_ALIGNMENT = 16
 
 
 def read_model(config: Mapping[str, Any]) -> ModelSpec:
@@ -97,3 +99,8 @@ def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
         W % K == 0   each head is held by W / K ranks    K=2, W=4:  rank 0 [0]  rank 1 [0]  rank 2 [1]  rank 3 [1]
     """
     return max(1, num_kv_heads // world_size)
+
+
+def padded_vocab_size(vocab_size: int, world_size: int) -> int:
+    """Rows of the vocabulary on all ranks together; each rank's share is a multiple of ``VOCAB_ALIGNMENT``."""
+    return round_up(vocab_size, VOCAB_ALIGNMENT * world_size)

@@ -1,27 +1,30 @@
-"""Configuration from the command line and from TOML files, both derived from the fields of configuration dataclasses.
+"""Options from the command line and from TOML files; the fields of configuration dataclasses define both.
 
-Every dataclass is one *table*: its fields are flags (``--block-size 32``) and keys of the table of that name in the
-file given by ``--config`` (``[engine]`` ``block_size = 32``).  The command line wins over the file, the file over the
-defaults; the defaults live in the dataclasses alone.
+Every dataclass is one *table*.  Its fields are flags (``--block-size 32``) and keys of that table in the file of
+``--config`` (``[engine]`` ``block_size = 32``).  The command line overrides the file, and the file overrides the
+defaults, which exist only in the dataclasses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
-from tp_engine.options.cli import MODEL_TAG, make_parser
-from tp_engine.options.toml import dump_table, load_tables
+from tp_engine.options.flags import MODEL_TAG, did_you_mean, make_parser
+from tp_engine.units import parse_bytes, parse_count
 
 Config = TypeVar("Config")
 
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """What was given, per table, and whether the effective configuration shall be printed instead of a run."""
+    """The values given per table.  ``print_config``: print the effective configuration instead of running."""
 
     tables: Mapping[str, type[Any]]
     given: dict[str, dict[str, Any]]
@@ -29,21 +32,21 @@ class Options:
     _built: dict[str, Any] = field(default_factory=dict)
 
     def build(self, table: str, kind: type[Config]) -> Config:
-        """The configuration of one table; raises ``ConfigError`` where a value breaks a rule."""
+        """The configuration of one table.  Raises ``ConfigError`` if a value breaks a rule."""
         assert self.tables[table] is kind
         config: Config = kind(**self.given[table])
         self._built[table] = config
         return config
 
     def effective_toml(self) -> str:
-        """The tables built so far, as a file that ``--config`` reads back; secrets are left out."""
+        """The tables built so far, as a file for ``--config``, without secrets."""
         return "\n".join(dump_table(name, config) for name, config in self._built.items())
 
 
 def parse_options(
     prog: str, description: str, tables: Mapping[str, type[Any]], argv: Sequence[str] | None = None
 ) -> Options:
-    """Parse ``argv`` (default: this process's) and the TOML file that it names; raises ``ConfigError``."""
+    """Parse ``argv`` (default: that of this process) and the TOML file that it names.  Raises ``ConfigError``."""
     flags = vars(make_parser(prog, description, tables).parse_args(argv))
     given = load_tables(flags.pop("config"), tables) if "config" in flags else {name: {} for name in tables}
     print_config = flags.pop("print_config", False)
@@ -57,10 +60,10 @@ def parse_options(
 
 
 def adopt_world_size(engine: dict[str, Any], world_size: int | None) -> None:
-    """Let ``tensor_parallel_size`` follow torchrun's ``world_size``; refuse a contradiction.
+    """Set ``tensor_parallel_size`` to torchrun's ``world_size``; refuse a contradiction.
 
-    Every rank of the job belongs to the model, so the two numbers can only be equal.  Without torchrun (None) rank 0
-    starts the others itself.
+    All ranks of a job share one model, so the two numbers must be equal.  Without torchrun (None) rank 0 starts the
+    other ranks itself.
     """
     if world_size is None:
         return
@@ -71,3 +74,59 @@ def adopt_world_size(engine: dict[str, Any], world_size: int | None) -> None:
             f"torchrun with --nproc-per-node {asked}"
         )
     engine["tensor_parallel_size"] = world_size
+
+
+def load_tables(path: str, tables: Mapping[str, type[Any]]) -> dict[str, dict[str, Any]]:
+    """Read ``path``; the result has every table.  Raises ``ConfigError`` that names file, key and remedy."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can not read the configuration file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for name in document:
+        if name not in tables:
+            known = ", ".join(f"[{table}]" for table in tables)
+            raise ConfigError(f"{path}: unknown entry {name!r}; a file has the tables {known}")
+    return {name: _read_table(path, name, document.get(name, {}), kind) for name, kind in tables.items()}
+
+
+def _read_table(path: str, name: str, table: Any, kind: type[Any]) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+    check_names(f"{path}, [{name}]", table, kind)
+    specs = {spec.name: spec for spec in dataclasses.fields(kind)}
+    return {key: _convert(specs[key], value) for key, value in table.items()}
+
+
+def check_names(where: str, names: Iterable[str], kind: type[Any]) -> None:
+    """Raise ``ConfigError`` for a name that is no field of ``kind``, with the nearest field."""
+    known = [spec.name for spec in dataclasses.fields(kind)]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown option {name}{did_you_mean(name, known)}")
+
+
+def _convert(spec: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of a field: TOML has no tuples, and text may hold a size or a count.  The dataclass checks the rest."""
+    if spec.metadata.get("size") and isinstance(value, str):
+        return parse_bytes(value)
+    if spec.metadata.get("count") and isinstance(value, str):
+        return parse_count(value)
+    if str(spec.type).startswith("tuple"):
+        return tuple(value) if isinstance(value, list) else (value,)
+    return value
+
+
+def dump_table(name: str, config: Any) -> str:
+    """One ``[name]`` table with every field.  Fields without a value, and secrets, are comments."""
+    lines = [f"[{name}]"]
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if value is None or (spec.metadata.get("secret") and not value):
+            lines.append(f"# {spec.name} is not set")
+        elif spec.metadata.get("secret"):
+            lines.append(f"# {spec.name} is set and not shown")
+        else:
+            lines.append(f"{spec.name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"

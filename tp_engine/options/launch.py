@@ -1,4 +1,4 @@
-"""The life of a launched process: read the options, run the job, report a failure once, end with a meaningful code."""
+"""Runs a launched process: reads the options, runs the job, reports a failure once, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tp_engine.options import Options, adopt_world_size, parse_options
 EXIT_DONE = 0
 EXIT_MACHINE = 1
 EXIT_CONFIG = 2
-_RANK0_SPEAKS_S = 5.0
+_RANK0_REPORTS_S = 5.0
 
 _EXPLAINED = (RankError, WeightError, PlanError, EngineDeadError, OSError)
 
@@ -41,8 +41,8 @@ def run_launched(
 ) -> int:
     """Run ``job`` with the options and return the exit code of this process.
 
-    0: done, or stopped as asked.  2: a configuration that can not work, reported by rank 0 alone.  1: everything else;
-    failures that explain themselves in one line, unforeseen ones with their traceback.
+    0: done, or stopped on request.  2: the configuration can not work; rank 0 reports it.  1: any other failure; known
+    kinds are logged in one line, others with their traceback.
     """
     rank = env.given_rank()
     try:
@@ -57,7 +57,7 @@ def run_launched(
     except (ConfigError, RequestError) as error:
         _report_once(f"{prog}: error: {error}", rank)
         return EXIT_CONFIG
-    except MemoryBudgetError as error:  # the ranks have agreed on it
+    except MemoryBudgetError as error:  # all ranks raise the same error
         _report_once(f"{prog}: error: {error}", rank)
         return EXIT_MACHINE
     except _EXPLAINED as error:
@@ -69,17 +69,17 @@ def run_launched(
 
 
 def _report_once(message: str, rank: int) -> None:
-    """Rank 0 speaks; the others saw the same and let it, since torchrun ends all ranks as soon as one has ended."""
+    """Rank 0 prints; the other ranks wait, because torchrun ends all ranks as soon as one has ended."""
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        time.sleep(_RANK0_SPEAKS_S)
+        time.sleep(_RANK0_REPORTS_S)
 
 
 @contextlib.contextmanager
-def _silent_unless(speaks: bool) -> Any:
+def _silent_unless(prints: bool) -> Any:
     """``--help`` is printed once per job, not once per rank."""
-    with contextlib.nullcontext() if speaks else contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

@@ -21,7 +21,7 @@ from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.rank0_word import ask_rank0
 from tp_engine.engine.rank_group import serve_rank
 from tp_engine.errors import ConfigError
-from tp_engine.options.cli import did_you_mean
+from tp_engine.options.flags import did_you_mean
 
 
 def run_batch(
