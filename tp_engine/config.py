@@ -14,7 +14,7 @@ from typing import Any
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.log import LOG_FORMATS
-from tp_engine.structured_defaults import StructuredOutputsDefaults
+from tp_engine.structured_outputs import StructuredOutputsDefaults
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

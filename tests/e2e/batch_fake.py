@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.e2e.frontend import INFO, new_engine
 from tests.fake_engine import FakeEngine
-from tp_engine.api.batch_job import batch_run
+from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.input_processor import InputProcessor, load_tokenizer
 from tp_engine.api.output_processor import OutputProcessor

@@ -219,7 +219,7 @@ def test_shards_are_a_partition() -> None:
     """Oracle: each line number is taken by exactly one of N shards."""
     for count in range(1, 8):
         shards = [
-            BatchConfig(input_file="-", output_file="-", shard=f"{i}/{count}").line_shard for i in range(1, count + 1)
+            BatchConfig(input_file="-", output_file="-", shard=f"{i}/{count}").input_shard for i in range(1, count + 1)
         ]
         for number, shard in itertools.product(range(1, 50), shards):
             assert shard.takes(number) == ((number - 1) % count + 1 == shard.index)

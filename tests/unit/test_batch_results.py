@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine.api.batch_job.custom_ids import CustomIds
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
-from tp_engine.api.batch_job.order import ResultOrder
-from tp_engine.api.batch_job.progress import Progress
-from tp_engine.api.batch_job.read_ahead import ReadAhead
-from tp_engine.api.batch_job.results import Results
+from tp_engine.api.batch_job.outcomes import Progress, ResultOrder
+from tp_engine.api.batch_job.results import CustomIds, Results
+from tp_engine.api.batch_job.second_pass import ReadAhead
 from tp_engine.errors import ConfigError, RequestError
 
 

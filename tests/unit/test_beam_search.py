@@ -13,9 +13,7 @@ import pytest
 from tests.fake_engine import MODEL_INFO, FakeEngine, arith, fake_service
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.beam.outputs import beam_search_output, request_output
-from tp_engine.api.beam.runs import run_searches
-from tp_engine.api.beam.search import BeamSearch, one_token
+from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, request_output, run_searches
 from tp_engine.errors import EngineDeadError
 from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
-from tp_engine.api.openai.responses import AnswerShape
 from tp_engine.outputs import CompletionOutput
 from tp_engine.server.chunk_template import ChunkTemplate
 from tp_engine.server.replies import event

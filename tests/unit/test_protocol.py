@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tp_engine.api.openai import protocol
+from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
-from tp_engine.api.openai.responses import AnswerShape
 from tp_engine.api.openai.sampling import chat_params, completion_params, completion_prompts
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput

@@ -13,11 +13,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tp_engine.api.openai.protocol import parse_body
-from tp_engine.api.openai.responses_api.chat_body import chat_body
 from tp_engine.api.openai.responses_api.events import ResponseWriter, whole_response
-from tp_engine.api.openai.responses_api.input_items import input_messages
-from tp_engine.api.openai.responses_api.prepare import prepare_response
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.requests import chat_body, input_messages, prepare_response
 from tp_engine.api.openai.responses_api.shape import ResponseShape
 from tp_engine.errors import RequestError
 

@@ -13,9 +13,9 @@ import pytest
 from tests.asgi import App, run_served
 from tests.fake_engine import FakeEngine, echo
 from tests.tiny_server import chat_tokenizer
-from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import chat_params, completion_params
+from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import DEMO_MODEL
 from tp_engine.errors import ConfigError
 from tp_engine.server.config import ServerConfig

@@ -10,9 +10,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tp_engine.api.beam.outputs import beam_search_output
-from tp_engine.api.beam.runs import run_search
-from tp_engine.api.beam.search import BeamSearch, one_token
+from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.api.request_streams import RequestStreams

@@ -14,7 +14,7 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.check import check_constraint
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_defaults import StructuredOutputsDefaults
+from tp_engine.structured_outputs import StructuredOutputsDefaults
 
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 

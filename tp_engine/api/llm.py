@@ -10,9 +10,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from tp_engine import env
-from tp_engine.api.beam.outputs import beam_search_output
-from tp_engine.api.beam.runs import run_searches
-from tp_engine.api.beam.search import BeamSearch, one_token
+from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_processor import OutputProcessor
 from tp_engine.closing import Closing

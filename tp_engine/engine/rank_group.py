@@ -38,7 +38,7 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks import groups as process_groups
 from tp_engine.ranks.groups import RankGroups, Store
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.structured_defaults import StructuredOutputsDefaults
+from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
 logger = get_logger(__name__)

@@ -10,8 +10,7 @@ from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.library import llguidance, parser_limits
 from tp_engine.grammar.source import grammar_text, refusal
 from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary, check_tokenizer
-from tp_engine.structured_defaults import NAME, StructuredOutputsDefaults
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.structured_outputs import CONFIG_NAME, StructuredOutputsDefaults, StructuredOutputsParams
 
 
 def check_constraint(params: StructuredOutputsParams, tokenizer: Any | None) -> None:
@@ -27,7 +26,7 @@ def check_defaults(defaults: StructuredOutputsDefaults) -> None:
     try:
         check_grammar(defaults.probe())
     except RequestError as error:
-        raise ConfigError(f"{NAME} can not be used: {error}") from error
+        raise ConfigError(f"{CONFIG_NAME} can not be used: {error}") from error
 
 
 @lru_cache(maxsize=256)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.beam.outputs import request_output
-from tp_engine.api.beam.runs import gather_or_cancel
-from tp_engine.api.beam.search import BeamSearch
+from tp_engine.api.beam_search import BeamSearch, gather_or_cancel, request_output
+from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.requests import prepare_searches
-from tp_engine.api.openai.responses import JsonObject
 from tp_engine.outputs import RequestOutput
 from tp_engine.server.state import ServerState
 

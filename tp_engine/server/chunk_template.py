@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from tp_engine.api.openai.responses import AnswerShape
+from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.tools.events import CallArguments, ContentText, ReasoningText
 from tp_engine.outputs import CompletionOutput
 from tp_engine.server.replies import event

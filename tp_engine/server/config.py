@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_engine import env
 from tp_engine.api.openai.chat.options import ChatOptions
-from tp_engine.api.sampling_options import SamplingDefaultOptions
+from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.config import check_type, option
 from tp_engine.errors import ConfigError
 from tp_engine.units import MIB

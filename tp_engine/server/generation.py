@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.requests import PreparedAnswer, num_prompts, prepare
-from tp_engine.api.openai.responses import JsonObject
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tp_engine import env
-from tp_engine.api.generation_defaults import load_generation_defaults
 from tp_engine.api.openai.requests import default_model_name
+from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_launcher, kill_started
 from tp_engine.engine.service import EngineService

@@ -17,7 +17,7 @@ import uvicorn
 
 from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.generation_defaults import load_generation_defaults
+from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.tokenizer_loading import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError

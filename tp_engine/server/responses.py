@@ -11,12 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.errors import describe_error
 from tp_engine.api.openai.protocol import parse_body
-from tp_engine.api.openai.responses import JsonObject
 from tp_engine.api.openai.responses_api.events import ResponseWriter, whole_response
-from tp_engine.api.openai.responses_api.prepare import PreparedResponse, prepare_response
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.requests import PreparedResponse, prepare_response
 from tp_engine.log import get_logger
 from tp_engine.server.generation import engine_batches, engine_updates, whole_answer
 from tp_engine.server.guards import read_body

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 
+from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.chat.parser import ChatParser
 from tp_engine.api.openai.protocol import GenerationBody
 from tp_engine.api.openai.requests import PreparedAnswer
-from tp_engine.api.openai.responses import JsonObject
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import CompletionOutput

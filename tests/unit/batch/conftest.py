@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.batch_fake import FakeLLM
 from tests.unit.batch.jobs import NUM_LINES, completion
-from tp_engine.api.batch_job import batch_run
+from tp_engine.api.batch_job import run as batch_run
 
 
 @pytest.fixture(autouse=True)

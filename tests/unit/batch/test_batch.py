@@ -18,7 +18,7 @@ from tests.e2e.batch_fake import FakeLLM
 from tests.e2e.frontend import INFO
 from tests.fake_engine import FakeEngine
 from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, completion, results_of, run
-from tp_engine.api.batch_job import batch_run
+from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.run import run_job
 from tp_engine.config import EngineConfig

@@ -15,7 +15,7 @@ from tests.e2e.batch_fake import FakeLLM
 from tests.e2e.frontend import wait_until
 from tests.fake_engine import FakeEngine
 from tests.unit.batch.jobs import NUM_LINES, check_all_there, completion, results_of, run
-from tp_engine.api.batch_job import batch_run
+from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.summary import BatchStatus
 from tp_engine.server.batch import exit_code
 

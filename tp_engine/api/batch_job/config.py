@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.api.openai.chat.options import ChatOptions
-from tp_engine.api.sampling_options import SamplingDefaultOptions
+from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.config import check_type, option
 from tp_engine.errors import ConfigError
 from tp_engine.units import MIB
@@ -20,7 +20,7 @@ _SHARD = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class InputShard:
     """Every ``count``-th line, from line ``index`` on; both count from 1, so that ``1/1`` is all of them."""
 
     index: int = 1
@@ -75,15 +75,15 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        _ = self.line_shard, self.sampling_overrides
+        _ = self.input_shard, self.sampling_overrides
         self._check_input()
         self._check_outputs()
 
     @property
-    def line_shard(self) -> Shard:
+    def input_shard(self) -> InputShard:
         """``shard``, read."""
         match = _SHARD.fullmatch(self.shard)
-        shard = Shard(index=int(match[1]), count=int(match[2])) if match else Shard(index=0, count=0)
+        shard = InputShard(index=int(match[1]), count=int(match[2])) if match else InputShard(index=0, count=0)
         if not 1 <= shard.index <= shard.count:
             raise ConfigError(f"shard is {self.shard!r}; it must be I/N with I from 1 to N, such as 1/4 to 4/4")
         return shard

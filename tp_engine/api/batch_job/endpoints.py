@@ -1,25 +1,25 @@
-"""What each ``url`` of a batch line means: which body, how it is checked, and which prompts answer it."""
+"""What each ``url`` of a batch line means: its body, how that is checked, and the prompts that answer it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from tp_engine.api.batch_job.lines import BatchRequest
-from tp_engine.api.batch_job.prompts import BatchPrompt, PlainPrompt, SearchedPrompt
+from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from tp_engine.api.openai.requests import prepare, prepare_searches
-from tp_engine.api.openai.responses import JsonObject
-from tp_engine.api.openai.responses_api.chat_body import chat_body, renamed
-from tp_engine.api.openai.responses_api.prepare import prepare_response
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.requests import chat_body, prepare_response, renamed
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
 from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +118,52 @@ ENDPOINTS: Mapping[str, _Endpoint] = {
     "/v1/completions": _Endpoint(CompletionBody, _check_generation, _prepare_generation),
     "/v1/responses": _Endpoint(ResponsesBody, _check_response, _prepare_response),
 }
+
+
+@dataclass(slots=True)
+class PlainPrompt:
+    """Takes one request, whose output is the prompt's."""
+
+    request: EngineRequest
+    output: RequestOutput | None = None
+
+    def next_requests(self) -> list[EngineRequest]:
+        """What to run now."""
+        return [self.request]
+
+    def take(self, output: RequestOutput) -> bool:
+        """One of them is done; returns whether it is time for the next ones."""
+        self.output = output
+        return False
+
+
+@dataclass(slots=True)
+class SearchedPrompt:
+    """Takes a round of requests after the other; the ``n`` best sequences of ``search`` are the output."""
+
+    search: BeamSearch
+    decoder: TokenDecoder | None
+    n: int
+    output: RequestOutput | None = None
+    _asked: list[str] = field(default_factory=list)
+    _given: dict[str, RequestOutput] = field(default_factory=dict)
+
+    def next_requests(self) -> list[EngineRequest]:
+        """What to run now."""
+        requests = self.search.next_requests()
+        self._asked = [request.request_id for request in requests]
+        self._given = {}
+        return requests
+
+    def take(self, output: RequestOutput) -> bool:
+        """One of them is done; returns whether it is time for the next ones."""
+        self._given[output.request_id] = output
+        if len(self._given) < len(self._asked):
+            return False
+        self.search.advance([self._given[request_id] for request_id in self._asked])
+        if self.search.done:
+            self.output = request_output(self.search, self.decoder, n=self.n)
+        return not self.search.done
+
+
+BatchPrompt: TypeAlias = PlainPrompt | SearchedPrompt

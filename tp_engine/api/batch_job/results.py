@@ -1,7 +1,8 @@
-"""The results of a job: written one whole line at a time, and read again by the job that goes on.
+"""The results of a job: written one whole line at a time, and read again when the job is resumed.
 
 The result files are a job's only memory.  A process that is killed leaves whole lines and at most one torn line at the
-end; a re-run cuts the torn line off and skips what the whole lines tell of.
+end; the next run cuts the torn line off and skips the requests that the whole lines answer.  Of these it keeps about 17
+bytes each: a digest of the ``custom_id`` and whether the result is an error.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ import fcntl
 import os
 import sys
 import time
+from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 
-from tp_engine.api.batch_job.earlier_results import EarlierResults
-from tp_engine.api.batch_job.lines import ResultLine
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.api.batch_job.lines import ResultLine, line_number
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError
+
+_DIGEST_BYTES = 16
 
 _SYNC_PERIOD_S = 5.0
 _LINE_START = b'{"id":'
@@ -154,3 +162,96 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _WrittenLine(msgspec.Struct):
+    """What must be known of a result; the rest of it is skipped."""
+
+    id: str
+    custom_id: str | None
+    response: _Response | None
+    error: _Error | None
+
+
+class EarlierResults:
+    """What earlier runs wrote, at about 17 bytes per line.
+
+    ``answered`` are requests with a result, ``failed`` tells for each whether it is an error; ``refused_lines`` are
+    the numbers of lines that were no requests, in no order.
+    """
+
+    def __init__(self) -> None:
+        self.answered = CustomIds()
+        self.failed = bytearray()
+        self.refused_lines = array("q")
+
+    def __len__(self) -> int:
+        return len(self.failed) + len(self.refused_lines)
+
+    def add(self, path: Path, number: int, text: bytes) -> None:
+        """Remember line ``number`` of ``path``; raises ``ConfigError`` unless it is a result.
+
+        The refusal of a duplicate says nothing of the request that came first.
+        """
+        try:
+            line = msgspec.json.decode(text, type=_WrittenLine)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{str(path)!r} has a line {number} that is no batch result ({error}); give another file"
+            ) from None
+        if line.response is not None and line.custom_id is not None:
+            self.answered.add(line.custom_id)
+            self.failed.append(line.error is not None)
+        else:
+            self.refused_lines.append(line_number(line.id) or 0)
+
+
+class CustomIds:
+    """Ids in the order in which they were added; only their digests are kept."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._digests) // _DIGEST_BYTES
+
+    def add(self, custom_id: str) -> None:
+        """Append one."""
+        self._digests += blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
+
+    def repeated(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Positions of ids that were added before, and for each of them the position where it was first."""
+        if not len(self):
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        words = self._words()
+        order = np.argsort(words[:, 0], kind="stable")
+        sorted_words = words[order, 0]
+        likely = np.flatnonzero(sorted_words[1:] == sorted_words[:-1]) + 1
+        same = likely[words[order[likely], 1] == words[order[likely - 1], 1]]
+        # A run of equal ids at places p, p + 1, p + 2 of the order: ``same`` has p + 1 and p + 2, the first is at p.
+        run_starts = np.ones(len(same), dtype=bool)
+        run_starts[1:] = same[1:] != same[:-1] + 1
+        starts = np.maximum.accumulate(np.where(run_starts, same - 1, 0))
+        return order[same], order[starts]
+
+    def positions_in(self, others: CustomIds) -> npt.NDArray[np.int64]:
+        """For each id its position in ``others``, or -1."""
+        if not len(self) or not len(others):
+            return np.full(len(self), -1, dtype=np.int64)
+        words, other_words = self._words(), others._words()
+        order = np.argsort(other_words[:, 0], kind="stable")
+        places = np.searchsorted(other_words[order, 0], words[:, 0])
+        found = order[np.minimum(places, len(order) - 1)]
+        is_there = (other_words[found] == words).all(axis=1)
+        return np.where(is_there, found, -1)
+
+    def _words(self) -> npt.NDArray[np.uint64]:
+        return np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)

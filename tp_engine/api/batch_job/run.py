@@ -8,20 +8,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from tp_engine import env
-from tp_engine.api.batch_job.batch_run import BatchRun
 from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary
+from tp_engine.api.batch_job.endpoints import LineContext, PreparedLine, check_request, prepare_request
+from tp_engine.api.batch_job.lines import BatchRequest
+from tp_engine.api.batch_job.outcomes import Outcome, Outcomes, Progress
+from tp_engine.api.batch_job.results import EarlierResults, Results
+from tp_engine.api.batch_job.second_pass import LineRunner, ReadAhead, open_lines
+from tp_engine.api.batch_job.source import Source
+from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary, Tally
+from tp_engine.api.batch_job.survey import CheckRequest, LineState, Survey, survey_lines
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.llm import LLM
+from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.requests import default_model_name
+from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import DEMO_MODEL, EngineConfig
-from tp_engine.engine.rank0_word import ask_rank0
-from tp_engine.engine.rank_group import serve_rank
+from tp_engine.engine.build import model_info
+from tp_engine.engine.detokenizer import TokenDecoder
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.rank0_word import ask_rank0, tell_ranks
+from tp_engine.engine.rank_group import check_config, serve_rank
+from tp_engine.engine.tokenizer_loading import load_tokenizer
 from tp_engine.errors import ConfigError
+from tp_engine.log import get_logger
 from tp_engine.options.flags import did_you_mean
+from tp_engine.units import MIB
+from tp_engine.worker.effective_config import EffectiveConfig
+
+logger = get_logger(__name__)
+
+_IN_FLIGHT_PER_SEQUENCE = 2
+_WINDOW_PER_IN_FLIGHT = 8
+_MAX_AHEAD_BYTES = 64 * MIB
 
 
 def run_batch(
@@ -64,3 +91,128 @@ def _serve_if_follower(config: EngineConfig, batch_config: BatchConfig) -> None:
         if not batch_config.validate_only and ask_rank0():
             serve_rank(config)
         raise SystemExit(0)
+
+
+class BatchRun:
+    """Everything that one run knows: ``run`` once, then ``finish``."""
+
+    def __init__(self, config: EngineConfig, batch: BatchConfig, stop_requested: Callable[[], bool]) -> None:
+        self._config = config
+        self._batch = batch
+        self._stop_requested = stop_requested
+        self._started_s = time.monotonic()
+        self._running_s = 0.0
+        self._survey = Survey()
+        self._tally = Tally()
+        self._defaults = load_generation_defaults(
+            config.model, config.revision, source=batch.generation_config, overrides=batch.sampling_overrides
+        )
+        names = batch.served_model_name or (default_model_name(config.model), config.model)
+        self._model_names = tuple(dict.fromkeys(names))
+        self._max_in_flight = batch.max_in_flight or _IN_FLIGHT_PER_SEQUENCE * config.max_num_seqs
+
+    def run(self) -> BatchStatus:
+        """Check all lines, then run those that have no result; raises ``ConfigError`` before anything is started."""
+        effective = check_config(self._config)
+        output, errors = self._batch.result_paths
+        with Source(
+            self._batch.input_file,
+            max_line_bytes=self._batch.max_body_bytes,
+            spool_folder=None if output is None else output.parent,
+            stop_requested=self._stop_requested,
+        ) as source:
+            if not source.is_whole:
+                return BatchStatus.STOPPED
+            if self._batch.validate_only:
+                return self._validate(source, effective)
+            with Results(output, errors, resume=self._batch.resume) as results:
+                if not self._check(source, results.earlier, lambda request: check_request(request, self._model_names)):
+                    return BatchStatus.STOPPED
+                self._note_earlier()
+                is_needed = self._survey.count(LineState.RUN) > 0
+                tell_ranks(is_needed)
+                return self._run_lines(source, results) if is_needed else self._write_errors(source, results)
+
+    def finish(self, status: BatchStatus, error: BaseException | None = None) -> BatchSummary:
+        """The summary, in the log and in the file that was asked for."""
+        summary = dataclasses.replace(
+            BatchSummary.of(self._batch, status, self._survey, self._tally, error),
+            elapsed_s=round(time.monotonic() - self._started_s, 3),
+            running_s=round(self._running_s, 3),
+        )
+        if not isinstance(error, ConfigError):
+            logger.info("%s: %s", self._batch.output_file or self._batch.input_file, summary.as_text())
+        if self._batch.summary_file is not None:
+            summary.write(Path(self._batch.summary_file))
+        return summary
+
+    def _validate(self, source: Source, effective: EffectiveConfig) -> BatchStatus:
+        """All that an engine would refuse is found without one."""
+        config = effective.config
+        info = model_info(effective, num_blocks=effective.max_model_len)
+        processor = InputProcessor(info, load_tokenizer(config.tokenizer_source, config.revision))
+        context = self._context(processor, info)
+        is_whole = self._check(source, EarlierResults(), lambda request: prepare_request(request, context))
+        return BatchStatus.VALIDATED if is_whole else BatchStatus.STOPPED
+
+    def _check(self, source: Source, earlier: EarlierResults, check: CheckRequest) -> bool:
+        """Look at all lines; False if told to stop meanwhile."""
+        shard = self._batch.input_shard
+        survey = survey_lines(source, earlier, shard, check, stop_requested=self._stop_requested)
+        self._survey = survey or self._survey
+        num_bad = self._survey.problems.total()
+        if self._batch.strict and num_bad and not self._batch.validate_only:
+            raise ConfigError(f"{num_bad} lines of {self._batch.input_file!r} are bad; with --strict nothing is run")
+        return survey is not None
+
+    def _note_earlier(self) -> None:
+        survey = self._survey
+        if survey.num_left < survey.num_requests:
+            logger.info("%d of %d lines have a result", survey.num_requests - survey.num_left, survey.num_requests)
+        if survey.num_foreign:
+            logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
+
+    def _write_errors(self, source: Source, results: Results) -> BatchStatus:
+        """What is left when no line can be run."""
+        with self._outcomes(results) as outcomes:
+            for work in open_lines(source, self._survey, self._refuse):
+                assert work.result is not None
+                outcomes.put(work.ordinal, Outcome(work.result))
+        return BatchStatus.COMPLETED
+
+    def _refuse(self, request: BatchRequest) -> PreparedLine:
+        check_request(request, self._model_names)
+        raise RuntimeError("the input was changed while it was read")
+
+    def _run_lines(self, source: Source, results: Results) -> BatchStatus:
+        with LLM(**dataclasses.asdict(self._config)) as llm, self._outcomes(results) as outcomes:
+            context = self._context(llm.input_processor, llm.engine.model_info, llm.output_processor.decoder)
+            lines = open_lines(source, self._survey, lambda request: prepare_request(request, context))
+            with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:
+                runner = LineRunner(llm, ahead, outcomes, max_in_flight=self._max_in_flight)
+                return BatchStatus.COMPLETED if runner.run(self._stop_requested) else BatchStatus.STOPPED
+
+    def _context(self, processor: InputProcessor, model: ModelInfo, decoder: TokenDecoder | None = None) -> LineContext:
+        processor.chat = ChatFormat(processor.tokenizer, self._batch)
+        return LineContext(
+            processor=processor,
+            model=model,
+            decoder=decoder,
+            defaults=self._defaults,
+            model_names=self._model_names,
+        )
+
+    @contextlib.contextmanager
+    def _outcomes(self, results: Results) -> Iterator[Outcomes]:
+        """Where the second pass puts its results, while its time is taken."""
+        num_lines = self._survey.num_requests
+        progress = Progress(num_lines, num_lines - self._survey.num_left, shown=self._batch.progress_bar)
+        keeps_order = self._batch.output_order == "input"
+        window = _WINDOW_PER_IN_FLIGHT * self._max_in_flight
+        outcomes = Outcomes(results, progress, keeps_order=keeps_order, window=window)
+        self._tally, started_s = outcomes.tally, time.monotonic()
+        try:
+            yield outcomes
+        finally:
+            self._running_s = time.monotonic() - started_s
+            progress.close()

@@ -25,11 +25,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.api.batch_job.config import Shard
-from tp_engine.api.batch_job.custom_ids import CustomIds
-from tp_engine.api.batch_job.earlier_results import EarlierResults
+from tp_engine.api.batch_job.config import InputShard
 from tp_engine.api.batch_job.endpoints import ENDPOINTS
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, problem_code, read_line, repeated_line
+from tp_engine.api.batch_job.results import CustomIds, EarlierResults
 from tp_engine.api.batch_job.source import Source
 from tp_engine.log import get_logger
 
@@ -91,7 +90,7 @@ class Survey:
 def survey_lines(
     source: Source,
     earlier: EarlierResults,
-    shard: Shard,
+    shard: InputShard,
     check: CheckRequest,
     *,
     stop_requested: Callable[[], bool] = lambda: False,

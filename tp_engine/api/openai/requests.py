@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_engine.api.beam.search import BeamSearch, one_token
+from tp_engine.api.beam_search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.chat.body import chat_parsing, chat_prompt, parsed_params
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
-from tp_engine.api.openai.responses import AnswerShape
 from tp_engine.api.openai.sampling import (
     beam_search_params,
     chat_params,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.requests import PreparedAnswer
-from tp_engine.api.openai.responses import JsonObject
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 
 # By the finish reason of the chat: the response's status, and why it is incomplete.

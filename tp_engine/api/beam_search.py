@@ -1,30 +1,41 @@
-"""Beam search of one prompt: which beams live on.  It asks for requests of one token and never sees the engine.
+"""Beam search: which beams of a prompt live on, how searches run in an engine, and what users get.
+
+A ``BeamSearch`` asks for requests of one token and never sees the engine:
 
 ::
 
-    round     one request per live beam, its prompt being the user's and the beam's own tokens
+    round     one request per live beam; its prompt is the user's followed by the beam's own tokens
       |         -> per beam the likeliest next tokens with their log-probabilities: the candidates
       |         -> candidates that end with an EOS are complete
       +------ the W likeliest others live on
     end       after max_tokens rounds, or as soon as no live beam can overtake W complete ones
 
 The prefix cache makes this cheap: beams share all full blocks with each other and with the rounds before, and begin
-with a copy of their parent's partly filled one, so a round computes one token per beam.  Without the cache every round
-computes everything.
+with a copy of their parent's partly filled block, so a round computes one token per beam.  Without the cache every
+round computes all tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
+from tqdm import tqdm
+
+from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.outputs import Logprob, RequestOutput
+from tp_engine.engine.sequence_text import SequenceText
+from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,3 +176,115 @@ class BeamSearch:
 
     def _normalised(self, cum_logprob: float, num_tokens: int) -> float:
         return cum_logprob / math.pow(num_tokens, self.params.length_penalty)
+
+
+def run_searches(
+    searches: Sequence[BeamSearch],
+    generate: Callable[[list[EngineRequest]], list[RequestOutput]],
+    model: ModelInfo,
+    *,
+    max_searches: int,
+    use_tqdm: bool,
+) -> None:
+    """Run all to their end; ``generate`` completes a list of requests, ``max_searches`` take part in a round.
+
+    The first in order take part, as many as the KV cache holds at once: more would only drive each other's blocks out
+    of the prefix cache, and every round would compute its prompts again.
+    """
+    unfinished = list(searches)
+    with tqdm(total=len(searches), desc="prompts", unit="", disable=not use_tqdm) as progress:
+        while unfinished:
+            chosen = _that_fit(unfinished[:max_searches], model)
+            outputs = iter(generate([request for search in chosen for request in search.next_requests()]))
+            for search in chosen:
+                search.advance(list(islice(outputs, search.num_live)))
+            progress.update(sum(search.done for search in chosen))
+            unfinished = [search for search in unfinished if not search.done]
+
+
+async def run_search(search: BeamSearch, generate: Callable[[EngineRequest], Awaitable[RequestOutput]]) -> None:
+    """Run one search to its end; the requests of a round run together, and all of them end with this task."""
+    while not search.done:
+        search.advance(await gather_or_cancel([generate(request) for request in search.next_requests()]))
+
+
+async def gather_or_cancel(work: Sequence[Awaitable[Result]]) -> list[Result]:
+    """All results in order.  When one fails, or the caller is cancelled, the others are ended before this returns."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _that_fit(searches: Sequence[BeamSearch], model: ModelInfo) -> Sequence[BeamSearch]:
+    """The first ones that the pool holds together, at least one."""
+    num_blocks = 0
+    for number, search in enumerate(searches):
+        num_blocks += search.num_blocks(model.block_size)
+        if number > 0 and num_blocks > model.num_blocks:
+            return searches[:number]
+    return searches
+
+
+def beam_search_output(search: BeamSearch, decoder: TokenDecoder | None) -> BeamSearchOutput:
+    """The best sequences with the prompt before them; texts are empty without a decoder."""
+    return BeamSearchOutput(sequences=[_sequence(search, beam, decoder) for beam in search.best()])
+
+
+def request_output(search: BeamSearch, decoder: TokenDecoder | None, *, n: int) -> RequestOutput:
+    """The ``n`` best sequences, best first, without the prompt.
+
+    Positions keep as many log-probabilities as ``search.request`` asked for, besides that of the token itself.
+    """
+    request = search.request
+    completions = [_completion(search, beam, index, decoder) for index, beam in enumerate(search.best()[:n])]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=None,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        finished=True,
+        num_cached_tokens=search.num_cached_tokens,
+    )
+
+
+def _sequence(search: BeamSearch, beam: Beam, decoder: TokenDecoder | None) -> BeamSearchSequence:
+    assert beam.finish_reason is not None
+    tokens = search.request.prompt_token_ids + beam.token_ids
+    hides_eos = beam.finish_reason is FinishReason.STOP and not search.params.include_stop_str_in_output
+    return BeamSearchSequence(
+        tokens=tokens,
+        logprobs=beam.logprobs,
+        cum_logprob=beam.cum_logprob,
+        text="" if decoder is None else decoder.decode(tokens[: len(tokens) - hides_eos]),
+        finish_reason=beam.finish_reason.value,
+    )
+
+
+def _completion(search: BeamSearch, beam: Beam, index: int, decoder: TokenDecoder | None) -> CompletionOutput:
+    assert beam.finish_reason is not None
+    params, text = search.request.params, ""
+    if decoder is not None:
+        ends_with_eos = beam.finish_reason is FinishReason.STOP
+        text, _ = SequenceText(decoder, params).push(beam.token_ids, ends_with_stop_token=ends_with_eos, is_last=True)
+    logprobs = None
+    if (num_logprobs := params.logprobs) is not None:
+        pairs = zip(beam.token_ids, beam.logprobs, strict=True)
+        logprobs = [_position(token_id, position, num_logprobs) for token_id, position in pairs]
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=beam.token_ids,
+        finish_reason=beam.finish_reason.value,
+        cumulative_logprob=beam.cum_logprob,
+        logprobs=logprobs,
+    )
+
+
+def _position(token_id: int, position: Mapping[int, Logprob], num_logprobs: int) -> dict[int, Logprob]:
+    """The beam's own token, then the likeliest."""
+    likeliest = {other: entry for other, entry in position.items() if (entry.rank or 0) <= num_logprobs}
+    return {token_id: position[token_id]} | likeliest

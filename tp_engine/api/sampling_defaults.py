@@ -1,12 +1,14 @@
-"""The model's own sampling defaults, from the ``generation_config.json`` beside its weights or elsewhere."""
+"""Sampling defaults for what a request leaves open: the options that choose them, and the file that they come from."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_engine.config import option
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.source import resolve_model_folder
 from tp_engine.sampling_params import SamplingParams
@@ -61,3 +63,29 @@ def _defaults(written: Mapping[str, Any]) -> dict[str, Any]:
     if written.get(_LIMIT) is not None:
         defaults["max_tokens"] = written[_LIMIT]
     return defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaultOptions:
+    """Where the defaults of temperature, top_p and the like come from."""
+
+    generation_config: str = option(
+        "auto",
+        "where sampling defaults come from: auto (generation_config.json beside the weights), vllm (none), or the "
+        "folder of such a file",
+    )
+    override_generation_config: str | None = option(
+        None, """JSON object of sampling defaults that go before those, such as '{"temperature": 0.5}'"""
+    )
+
+    @property
+    def sampling_overrides(self) -> dict[str, Any]:
+        """``override_generation_config``, read."""
+        text = self.override_generation_config
+        try:
+            overrides = {} if text is None else json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"override_generation_config is {text!r}, which is not JSON: {error}") from error
+        if not isinstance(overrides, dict):
+            raise ConfigError(f"override_generation_config is {text!r}; it must be a JSON object")
+        return overrides

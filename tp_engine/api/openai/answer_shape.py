@@ -1,4 +1,4 @@
-"""From generated sequences to OpenAI response bodies: whole answers, stream chunks and batch lines alike."""
+"""From generated sequences to OpenAI bodies: whole answers, stream chunks and batch lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.api.openai.chat.answer import delta_json, message_json
-from tp_engine.api.openai.chat.parser import ChatParsing
+from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs_json
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
-from tp_engine.api.openai.tools.events import ChatEvent
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.outputs import CompletionOutput, RequestOutput
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -203,3 +202,38 @@ class AnswerShape:
 def _emptied(sequence: CompletionOutput) -> CompletionOutput:
     """As if it had ended before its first token."""
     return CompletionOutput(index=sequence.index, text="", token_ids=[], finish_reason="length")
+
+
+def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: str = "") -> dict[str, Any]:
+    """The message of a whole answer; ``echo`` is a text to repeat before its content.
+
+    Content is null beside calls without text.  Reasoning comes under its newer name too; without any it is null.
+    """
+    content = echo + parsed.content
+    message: dict[str, Any] = {"role": role, "content": content if content or not _has_more(parsed) else None}
+    if parsing.inside is not None:
+        message["reasoning_content"] = message["reasoning"] = parsed.reasoning or None
+    if parsed.calls:
+        message["tool_calls"] = [_call_json(*call) for call in parsed.calls]
+    return message
+
+
+def delta_json(event: ChatEvent) -> dict[str, Any]:
+    """What one event adds to a message that is streamed."""
+    match event:
+        case ReasoningText(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case ContentText(text):
+            return {"content": text}
+        case CallStarted(index, call_id, name):
+            return {"tool_calls": [{"index": index, **_call_json(call_id, name, "")}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _has_more(parsed: ParsedMessage) -> bool:
+    return bool(parsed.calls or parsed.reasoning)
+
+
+def _call_json(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

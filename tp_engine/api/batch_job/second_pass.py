@@ -1,0 +1,264 @@
+"""The second pass over the input: lines into the engine of this process, their results out of it.
+
+::
+
+    Source -> open_lines: read, prepare -> ReadAhead -> LineRunner: add requests, step, finish prompts -> Outcomes
+              (in a thread of its own)                  (in the caller's thread)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt, PreparedLine
+from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line, read_line, repeated_line
+from tp_engine.api.batch_job.outcomes import Outcome, Outcomes
+from tp_engine.api.batch_job.source import Source
+from tp_engine.api.batch_job.survey import LineState, Survey
+from tp_engine.api.llm import LLM
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.output_processor import Processed
+from tp_engine.closing import Closing
+from tp_engine.errors import RequestError
+from tp_engine.log import get_logger
+from tp_engine.outputs import RequestOutput
+
+logger = get_logger(__name__)
+
+_IDLE_S = 0.1
+_JOIN_S = 10.0
+_OPEN = (LineState.RUN, LineState.BAD, LineState.REPEATED)
+
+PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedLine]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A line with requests in the engine; ``failure`` is what ended one of them before its time, if anything did."""
+
+    ordinal: int
+    request: BatchRequest
+    prepared: PreparedLine
+    num_requests: int = 0
+    failure: Exception | None = None
+
+
+class LineRunner:
+    """Keeps about ``max_in_flight`` prompts in the engine, and hands on each line's result when it is complete."""
+
+    def __init__(self, llm: LLM, lines: ReadAhead[Work], outcomes: Outcomes, *, max_in_flight: int) -> None:
+        self._llm = llm
+        self._lines = lines
+        self._outcomes = outcomes
+        self._max_in_flight = max_in_flight
+        self._requests: dict[str, tuple[_Running, BatchPrompt]] = {}  # request id -> its line, its prompt
+        self._next: Work | None = None
+
+    def run(self, stop_requested: Callable[[], bool]) -> bool:
+        """Run all lines; False if stopped before the end."""
+        while not stop_requested():
+            self._admit()
+            if self._requests:
+                self._step()
+            elif self._next is None and self._lines.exhausted:
+                return True
+        return False
+
+    def _admit(self) -> None:
+        """Start lines while there is room; waits for one only if there is nothing else to do."""
+        while len(self._requests) < self._max_in_flight:
+            work = self._next or self._lines.get(timeout_s=0.0 if self._requests else _IDLE_S)
+            self._next = work
+            if work is None or not self._outcomes.has_room(work.ordinal):
+                return
+            self._next = None
+            self._start(work)
+
+    def _start(self, work: Work) -> None:
+        if work.result is not None:
+            self._outcomes.put(work.ordinal, Outcome(work.result))
+            return
+        assert work.request is not None and work.prepared is not None
+        running = _Running(work.ordinal, work.request, work.prepared)
+        for prompt in work.prepared.prompts:
+            self._submit(running, prompt)
+        if running.failure is not None:
+            started = [request_id for request_id, (line, _) in self._requests.items() if line is running]
+            self._llm.output_processor.process(self._llm.engine.abort(started))
+            for request_id in started:
+                del self._requests[request_id]
+            self._outcomes.put(work.ordinal, Outcome(work.request.failure(running.failure)))
+
+    def _submit(self, running: _Running, prompt: BatchPrompt) -> None:
+        """Queue what ``prompt`` needs next, unless something of this line has failed."""
+        for engine_request in [] if running.failure else prompt.next_requests():
+            try:
+                self._llm.engine.add_request(engine_request)
+            except RequestError as error:
+                running.failure = error
+                return
+            self._llm.output_processor.add(engine_request)
+            self._requests[engine_request.request_id] = (running, prompt)
+            running.num_requests += 1
+
+    def _step(self) -> None:
+        """One step of the engine; lines that it completes are written."""
+        engine, processor = self._llm.engine, self._llm.output_processor
+        processed = processor.process(engine.step())
+        processor.process(engine.abort(processed.aborts))
+        self._outcomes.step(sum(len(update.token_ids) for update in processed.updates))
+        self._note_errors(processed)
+        for output in processed.finished:
+            self._finish_prompt(output)
+
+    def _note_errors(self, processed: Processed) -> None:
+        for update in processed.updates:
+            if update.error is not None:
+                failure = HttpError(500, update.error, code="generation_failed")
+                self._requests[update.request_id][0].failure = failure
+
+    def _finish_prompt(self, output: RequestOutput) -> None:
+        running, prompt = self._requests.pop(output.request_id)
+        running.num_requests -= 1
+        if running.failure is None and prompt.take(output):
+            self._submit(running, prompt)
+        if running.num_requests == 0:
+            self._outcomes.put(running.ordinal, self._result(running))
+
+    def _result(self, running: _Running) -> Outcome:
+        if running.failure is not None:
+            return Outcome(running.request.failure(running.failure))
+        outputs = [prompt.output for prompt in running.prepared.prompts if prompt.output is not None]
+        try:
+            body = running.prepared.answer(outputs)
+        except Exception as error:
+            logger.exception("the answer to %s can not be written: %s", running.request.line_id, error)
+            return Outcome(running.request.failure(error))
+        return Outcome(running.request.result(200, body), outputs)
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One open line, the ``ordinal``-th of the job: a ``request`` and what answers it, or its ``result`` already.
+
+    ``num_bytes`` is the length of the line.
+    """
+
+    ordinal: int
+    num_bytes: int
+    request: BatchRequest | None = None
+    prepared: PreparedLine | None = None
+    result: ResultLine | None = None
+
+
+def open_lines(source: Source, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:
+    """In the order of the input; what ``prepare`` raises becomes the line's result."""
+    ordinal = 0
+    for number, text in source.lines():
+        if number > len(survey.states):
+            logger.warning(
+                "the input has grown since it was checked; lines from %d on are left for the next run", number
+            )
+            return
+        state = survey.states[number - 1]
+        if state in _OPEN:
+            work = Work(ordinal=ordinal, num_bytes=len(text or b""))
+            _fill(work, number, text, survey, prepare)
+            yield work
+            ordinal += 1
+
+
+def _fill(work: Work, number: int, text: bytes | None, survey: Survey, prepare: PrepareRequest) -> None:
+    try:
+        if survey.states[number - 1] == LineState.REPEATED:
+            raise repeated_line(number, survey.first_line(number))
+        work.request = read_line(number, text, ENDPOINTS)
+    except LineError as error:
+        work.result = bad_line(number, text, error)
+        return
+    try:
+        work.prepared = prepare(work.request)
+    except Exception as error:
+        if not isinstance(error, RequestError):
+            logger.exception("line %d can not be prepared: %s", number, error)
+        work.result = work.request.failure(error)
+
+
+class Sized(Protocol):
+    """What the bound on memory needs to know of an item."""
+
+    num_bytes: int
+
+
+Item = TypeVar("Item", bound=Sized)
+
+
+class ReadAhead(Generic[Item], Closing):
+    """Takes items while fewer than ``max_items`` are ready and these have fewer than ``max_bytes``.
+
+    An exception of the iterator comes out of ``get``, after the items before it.
+    """
+
+    def __init__(self, items: Iterator[Item], *, max_items: int, max_bytes: int) -> None:
+        self._items = items
+        self._max_items, self._max_bytes = max_items, max_bytes
+        self._ready: deque[Item] = deque()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._ended = self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
+        self._thread.start()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether ``get`` has given everything."""
+        with self._changed:
+            return self._ended and not self._ready and self._error is None
+
+    def get(self, timeout_s: float) -> Item | None:
+        """The next item; None at the end, or if none is ready within ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
+            if self._ready:
+                item = self._ready.popleft()
+                self._num_bytes -= item.num_bytes
+                self._changed.notify_all()
+                return item
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def close(self) -> None:
+        """End the thread; what it has read is forgotten."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    break
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, item: Item) -> bool:
+        """Wait for room; False when closing."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or (len(self._ready) < self._max_items and self._num_bytes < self._max_bytes)
+            )
+            self._ready.append(item)
+            self._num_bytes += item.num_bytes
+            self._changed.notify_all()
+            return not self._closing

@@ -1,1 +1,0 @@
-"""Beam search, on top of requests of one token."""
