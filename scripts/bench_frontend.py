@@ -114,6 +114,7 @@ async def stream_all(url: str, args: argparse.Namespace, *, num_streams: int, nu
         f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n"
     )
+    assert where.hostname is not None and where.port is not None
     readers = []
     for _ in range(num_streams):
         _, reader = await loop.create_connection(
@@ -130,9 +131,10 @@ _PROBED = ("p50", "p99", "max")
 def probe_health(url: str) -> int:
     """Ask ``/health`` until standard input ends, each time on a new connection; prints milliseconds."""
     where, times = urlsplit(url), []
-    os.set_blocking(sys.stdin.fileno(), False)
+    stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 - open until the process ends
+    os.set_blocking(stdin.fileno(), False)
     print("probing", flush=True)
-    while sys.stdin.buffer.raw.read(1) != b"":  # type: ignore[attr-defined]
+    while stdin.read(1) != b"":
         began_s = time.perf_counter()
         connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
         connection.request("GET", "/health")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, decode_input_cases, token_cases
-from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
+from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name, seconds_on_gpu
 
 SHAPES = {
     shape.name: shape
@@ -76,14 +76,7 @@ def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
         for _ in range(rounds):
             for launch in launches:
                 launch()
-    samples = []
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3 / (rounds * len(launches)))
+    samples = [seconds_on_gpu(graph.replay) / (rounds * len(launches)) for _ in range(repeats + 2)]
     return statistics.median(samples[2:])
 
 

@@ -138,7 +138,7 @@ def run_rounds(makers: Makers, num_rounds: int) -> tuple[dict[str, list[Start]],
 
 def summarise(starts: Mapping[str, list[Start]]) -> list[dict[str, Any]]:
     """Medians by contender; ``ratio`` is vLLM's time to the first token over this one's."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "ready_s": median(one.ready_s for one in runs),

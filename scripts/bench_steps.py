@@ -156,13 +156,14 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         options["load_format"] = "dummy"
     if args.devices:
         options["devices"] = args.devices
-    return options | args.engine_options
+    options |= args.engine_options
+    return options
 
 
 def _output_len(args: argparse.Namespace) -> int:
     """Enough for the first request to run until the last one's prompt is done, and for all the steps after it."""
-    num_prompt_steps = -(-args.batch_size * args.context_len // (_BUDGET - args.batch_size))
-    return 2 * num_prompt_steps + _WARM_UP_STEPS + 2 * args.steps + 16
+    num_prompt_steps: int = -(-args.batch_size * args.context_len // (_BUDGET - args.batch_size))
+    return 2 * num_prompt_steps + _WARM_UP_STEPS + 2 * int(args.steps) + 16
 
 
 def _ceilings(args: argparse.Namespace) -> Ceilings:

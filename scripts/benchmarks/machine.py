@@ -59,10 +59,19 @@ def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 10) -> floa
 def _cuda_seconds(run: Callable[[], object], repeats: int) -> float:
     for _ in range(3):
         run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def run_all() -> None:
+        for _ in range(repeats):
+            run()
+
+    return seconds_on_gpu(run_all) / repeats
+
+
+def seconds_on_gpu(run: Callable[[], object]) -> float:
+    """Seconds that the GPU takes for what ``run`` launches on the current stream."""
+    begin, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
     begin.record()
-    for _ in range(repeats):
-        run()
+    run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
+    return float(begin.elapsed_time(end)) / 1e3

@@ -68,10 +68,10 @@ class PlanContender:
         self._publisher.publish(step, TIMEOUT_S)
         self._repeats_rows, self._rows = step.decode_rows is self._rows, step.decode_rows
 
-    def encode(self, step: StepPlan) -> bytes:
+    def encode(self, step: StepPlan) -> bytes | bytearray:
         return encode_plan(step, repeats_rows=self._repeats_rows)
 
-    def decode(self, data: bytes) -> None:
+    def decode(self, data: bytes | bytearray) -> None:
         decode_plan(data, self._rows)
 
     def sample(self, step: StepPlan) -> StepResult:

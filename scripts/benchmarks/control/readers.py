@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
@@ -67,7 +67,7 @@ class Readers:
     def __init__(
         self, context: BaseContext, count: int, open_channel: Callable[..., Receive], arguments: tuple[Any, ...]
     ) -> None:
-        self._stamps = RawArray("q", count)
+        self._stamps: Sequence[int] = RawArray("q", count)
         self._pipes = []
         self._processes = []
         for index in range(count):

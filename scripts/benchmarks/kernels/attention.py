@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def attention_cases(shape: Shape, num_requests: int, length: int) -> Iterator[Ke
                 kernel=f"decode attention ({short_name(cache_dtype)})",
                 size=f"{num_requests} x {length}",
                 num_bytes=decode_bytes(shape, num_requests, length, cache_dtype),
-                make=lambda cache_dtype=cache_dtype: _launch(shape, [1] * num_requests, length, cache_dtype),
+                make=partial(_launch, shape, [1] * num_requests, length, cache_dtype),
             )
 
 

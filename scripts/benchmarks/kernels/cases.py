@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -109,7 +110,7 @@ def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
             kernel=f"norm, rope, store ({short_name(cache_dtype)})",
             size=size,
             num_bytes=heads_bytes(shape, num_tokens, cache_dtype),
-            make=lambda cache_dtype=cache_dtype: _heads_launch(shape, num_tokens, cache_dtype),
+            make=partial(_heads_launch, shape, num_tokens, cache_dtype),
         )
 
 

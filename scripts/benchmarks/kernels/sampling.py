@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,9 +35,7 @@ def sampling_cases(shape: Shape, num_rows: int, vocab_size: int) -> Iterator[Ker
             kernel=f"sample: {name}",
             size=f"{num_rows} x {vocab_size}",
             num_bytes=num_rows * vocab_size * shape.dtype.itemsize,
-            make=lambda name=name, sampling=sampling: _launch(
-                shape, num_rows, vocab_size, sampling, PEAKED_SPREAD if "peaked" in name else SPREAD
-            ),
+            make=partial(_launch, shape, num_rows, vocab_size, sampling, PEAKED_SPREAD if "peaked" in name else SPREAD),
         )
 
 

@@ -106,7 +106,8 @@ def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
         options["load_format"] = "dummy"
     if args.devices:
         options["devices"] = ",".join(args.devices.split(",")[:size])
-    return options | args.engine_options
+    options |= args.engine_options
+    return options
 
 
 def nano_vllm(args: argparse.Namespace, model: Path) -> Engine:

@@ -127,7 +127,7 @@ def link_with_tokenizer(model: Path, folder: Path) -> None:
     size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     words = {"type": "WordLevel", "vocab": {f"<{token}>": token for token in range(size)}, "unk_token": "<0>"}
     parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts), "model": words}
+    tokenizer: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts), "model": words}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<0>", "bos_token": "<1>", "eos_token": "<2>"}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -159,7 +159,8 @@ def main(name: str) -> None:
         command = json.loads(line)
         try:
             if "load" in command:
-                engine, answer = ENGINES[name](**command["load"]), {"loaded": True}
+                engine = ENGINES[name](**command["load"])
+                answer: dict[str, Any] = {"loaded": True}
             else:
                 answer = run(engine, **command["run"])
         except Exception as error:

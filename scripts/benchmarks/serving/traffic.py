@@ -53,7 +53,7 @@ def random_requests(
 
     def lengths(mean: int) -> list[int]:
         low, high = math.floor(mean * (1 - range_ratio)), math.ceil(mean * (1 + range_ratio))
-        return rng.integers(max(1, low), high + 1, num_requests).tolist()
+        return list(map(int, rng.integers(max(1, low), high + 1, num_requests)))
 
     prefix = rng.integers(3, vocab_size, prefix_len).tolist()
     sizes = zip(lengths(input_len), lengths(output_len), strict=True)
@@ -87,4 +87,4 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) 
         return [0.0] * num_requests
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), num_requests)
     times = np.cumsum(gaps)
-    return (times * (num_requests / rate / times[-1])).tolist()
+    return list(map(float, times * (num_requests / rate / times[-1])))
