@@ -32,8 +32,7 @@ from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
 from tp_engine.plan import Control, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerView, ViewLimits
+from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 20.0
 Reply = Callable[[EngineRequest], Sequence[int]]

@@ -9,6 +9,9 @@ plan in this order::
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
 
+``rows_epoch`` numbers the sets of decode rows: plans of an equal epoch above 0 have equal ``decode_rows``, so that a
+reader may keep what it made of them.  Epoch 0 says nothing about the rows.
+
 ``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
 bit t % 32 of word t // 32, set where the token may come.  They hold for this step alone.
 
@@ -118,6 +121,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     step_id: int
     control: Control = Control.NONE
+    rows_epoch: int = 0
     released: IntArray = NO_IDS
     admitted: tuple[Admission, ...] = ()
     block_rows: IntArray = NO_IDS

@@ -16,7 +16,7 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.errors import RequestError
 from tp_engine.plan import IntArray
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.banned_words import BannedWords, MaskWriter
+from tp_engine.sched.constraint import BannedWords, MaskWriter
 
 VOCAB = 70
 

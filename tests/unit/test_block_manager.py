@@ -8,10 +8,9 @@ import pytest
 from tests.unit.scheduler_harness import limits
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.batch import Batch
-from tp_engine.sched.entry import Entry
 from tp_engine.sched.intake import build_group
-from tp_engine.sched.sequence import Sequence, SequencePhase
+from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
+from tp_engine.sched.step_builder import Batch
 
 
 @pytest.fixture

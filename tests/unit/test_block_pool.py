@@ -19,7 +19,7 @@ def ids(*blocks: int) -> BlockIds:
 
 def take(pool: BlockPool, count: int) -> tuple[list[int], list[int]]:
     """Blocks taken, and those whose content is lost."""
-    taken, lost = pool.take(count)
+    taken, lost = pool.allocate(count)
     return taken.tolist(), lost.tolist()
 
 
@@ -43,8 +43,8 @@ def test_golden_order_without_hashes() -> None:
 def test_golden_eviction_takes_tails_before_heads() -> None:
     """By hand: free blocks go first, then the older table's tail, its head, and only then the younger table's."""
     pool = BlockPool(6)
-    first, _ = pool.take(3)
-    second, _ = pool.take(2)
+    first, _ = pool.allocate(3)
+    second, _ = pool.allocate(2)
     pool.mark_full(ids(0, 1, 3, 4))
     pool.release(first)
     assert order(pool) == [2, 5, 1, 0]
@@ -59,7 +59,7 @@ def test_golden_eviction_takes_tails_before_heads() -> None:
 def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
     """By hand: a shared cached block is unlinked where it is, and comes back as the most recently used."""
     pool = BlockPool(4)
-    pool.take(3)
+    pool.allocate(3)
     pool.mark_full(ids(0, 1, 2))
     pool.release(ids(0, 1, 2))
     assert order(pool) == [3, 2, 1, 0]
@@ -75,7 +75,7 @@ def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
 def test_golden_tails_go_after_free_blocks_and_before_full_ones() -> None:
     """By hand: the older tail first, both before a full block that was cached before them."""
     pool = BlockPool(6)
-    pool.take(5)
+    pool.allocate(5)
     pool.mark_full(ids(0))
     pool.release(ids(0))
     for block in (3, 1):
@@ -92,7 +92,7 @@ def test_golden_tails_go_after_free_blocks_and_before_full_ones() -> None:
 def test_content_forgotten_keeps_the_order() -> None:
     """By hand: cached blocks become free where they stand."""
     pool = BlockPool(3)
-    pool.take(2)
+    pool.allocate(2)
     pool.mark_full(ids(0))
     pool.release(ids(0, 1))
     pool.forget_content()
@@ -104,7 +104,7 @@ def test_misuse_is_our_fault() -> None:
     """Asserts: taking too many, releasing what nobody holds, sharing a block without content."""
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 available"):
-        pool.take(3)
+        pool.allocate(3)
     with pytest.raises(AssertionError, match="nobody holds"):
         pool.release(ids(0))
     with pytest.raises(AssertionError, match="nothing to share"):

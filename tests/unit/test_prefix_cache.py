@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tp_engine.sched.cached_run import NO_BLOCK, Place, is_lost
-from tp_engine.sched.prefix_cache import PrefixCache
+from tp_engine.sched.prefix_cache import NO_BLOCK, Place, PrefixCache, is_lost
 
 SIZE = 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tp_engine.sched.row_set import RowSet
+from tp_engine.sched.decode_run import RowSet
 
 
 @pytest.mark.parametrize("rows", [[], [0], [5], [0, 1, 2], [3, 4, 5, 6], [0, 2], [1, 2, 5], [0, 1, 3, 4, 7]])

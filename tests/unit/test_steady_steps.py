@@ -26,7 +26,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.results = 0
-        plan, take = SteadySteps.plan, SteadySteps.take
+        plan, take = SteadySteps.schedule, SteadySteps.update
 
         def counted_plan(steady: SteadySteps, step_id: int) -> StepPlan | None:
             made = plan(steady, step_id)
@@ -38,14 +38,14 @@ class Counted:
             self.results += output is not None
             return output
 
-        monkeypatch.setattr(SteadySteps, "plan", counted_plan)
-        monkeypatch.setattr(SteadySteps, "take", counted_take)
+        monkeypatch.setattr(SteadySteps, "schedule", counted_plan)
+        monkeypatch.setattr(SteadySteps, "update", counted_take)
 
 
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is steady."""
-    monkeypatch.setattr(SteadySteps, "plan", lambda self, step_id: None)
-    monkeypatch.setattr(SteadySteps, "take", lambda self, plan, result: None)
+    monkeypatch.setattr(SteadySteps, "schedule", lambda self, step_id: None)
+    monkeypatch.setattr(SteadySteps, "update", lambda self, plan, result: None)
 
 
 def both_ways(run: Callable[[], Simulation]) -> tuple[Simulation, Simulation, Counted]:

@@ -24,8 +24,7 @@ from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sched.view import SchedulerStats, ViewLimits
 
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle

@@ -16,8 +16,7 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, StepOutput
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sched.view import SchedulerStats, ViewLimits
 
 logger = get_logger(__name__)
 

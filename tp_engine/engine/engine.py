@@ -31,8 +31,7 @@ from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.progress import RankPhase
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.worker.model_runner import PendingStep
 from tp_engine.worker.worker import Worker
 

@@ -24,8 +24,7 @@ from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, SequenceDelta
-from tp_engine.sched.banned_words import BannedWords, MaskWriter, Words
-from tp_engine.sched.constraint import Grammar
+from tp_engine.sched.constraint import BannedWords, Grammar, MaskWriter, Words
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.effective_config import EffectiveConfig
 

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from tp_engine.engine.report import EngineReport
 from tp_engine.request import EngineRequest, StepOutput
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sched.view import SchedulerStats, ViewLimits
 
 # What an EngineRequest is refused with while the engine drains; a server answers it with HTTP 503.
 CODE_UNAVAILABLE = "service_unavailable"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import SchedulerView
+from tp_engine.sched.view import SchedulerStats, SchedulerView
 
 #: Upper bounds of the distributions' buckets; a last bucket without a bound follows.
 STEP_TIME_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

@@ -28,8 +28,7 @@ from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
 from tp_engine.plan import Control
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sched.view import SchedulerStats, ViewLimits
 
 logger = get_logger(__name__)
 

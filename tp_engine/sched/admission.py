@@ -6,12 +6,10 @@ import enum
 import time
 
 from tp_engine.plan import Admission, IntArray
-from tp_engine.sched.batch import Batch
 from tp_engine.sched.block_manager import Donation, Hits
-from tp_engine.sched.cached_run import BlockName
-from tp_engine.sched.draft import StepDraft
-from tp_engine.sched.entry import Entry
-from tp_engine.sched.sequence import Sequence, SequencePhase
+from tp_engine.sched.prefix_cache import BlockName
+from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
+from tp_engine.sched.step_builder import Batch, StepDraft
 
 #: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32

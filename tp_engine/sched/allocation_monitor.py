@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tp_engine.errors import ConfigError
-from tp_engine.sched.stats import SchedulerStats
+from tp_engine.sched.view import SchedulerStats
 
 DEFAULT_HISTORY = 600
 

@@ -1,4 +1,4 @@
-"""Blocks of the running rows: who gets which, what is shared, what is published, what is given back.
+"""Blocks of the running rows: which row gets which, what is shared, what is published, what is given back.
 
 Table of a row with hits, and of its fork (``n > 1``) whose last prompt token is at position P - 1::
 
@@ -28,14 +28,12 @@ import numpy.typing as npt
 
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
-from tp_engine.sched.cached_run import NO_BLOCK, BlockName, Place, is_lost
-from tp_engine.sched.entry import Entry, Shared
 from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
-from tp_engine.sched.prefix_cache import PrefixCache
+from tp_engine.sched.prefix_cache import NO_BLOCK, BlockName, Place, PrefixCache, is_lost
 from tp_engine.sched.row_state import RowState
-from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.sequence import Entry, Sequence, Shared
 from tp_engine.units import ceil_div
 
 
@@ -61,7 +59,7 @@ class Donation(msgspec.Struct, frozen=True):
 
 
 class BlockManager:
-    """The one place where it is decided how block tables change."""
+    """Decides how block tables change; nothing else does."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowState) -> None:
         self.block_size = limits.block_size
@@ -82,7 +80,7 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` blocks can be taken now, if need be after all windows gave back what they left behind."""
+        """Whether ``count`` blocks can be allocated now, once all windows gave back what they left behind."""
         if count > self.pool.num_available:
             self.expire_all()
         return count <= self.pool.num_available
@@ -141,7 +139,7 @@ class BlockManager:
         tables: list[IntArray] = []
         lengths = [self.blocks_for(entry.end) for entry in entries]
         num_new = sum(lengths) - sum(len(entry.shared.table) for entry in entries)
-        taken = self.take(num_new * self.num_groups).reshape(num_new, self.num_groups)
+        taken = self.allocate(num_new * self.num_groups).reshape(num_new, self.num_groups)
         start = 0
         for entry, length in zip(entries, lengths, strict=True):
             end = start + length - len(entry.shared.table)
@@ -165,7 +163,7 @@ class BlockManager:
 
     def grow(self, row: int, count: int) -> IntArray:
         """``count`` more logical blocks at the end of one row's tables; their ids (count * G,), as in a plan."""
-        taken = self.take(count * self.num_groups)
+        taken = self.allocate(count * self.num_groups)
         start = int(self._rows.num_blocks[row])
         self._rows.block_table[row, start : start + count] = taken.reshape(count, -1)
         self._set_lengths(row, start + count)
@@ -173,7 +171,7 @@ class BlockManager:
 
     def grow_rows(self, rows: IntArray) -> IntArray:
         """One more logical block for each of ``rows`` (n,), distinct, in order; (n * G,), as in a plan."""
-        taken = self.take(len(rows) * self.num_groups)
+        taken = self.allocate(len(rows) * self.num_groups)
         self._rows.add_blocks(rows, taken)
         return taken
 
@@ -191,21 +189,13 @@ class BlockManager:
         """
         if not self._has_windows:
             return
-        first, old = self.windows.first_needed(positions), self._rows.first_block[rows]
-        counts = first - old
-        which, groups = np.nonzero(counts)
-        if not len(which):
-            return
-        self._rows.first_block[rows] = first
-        counts = counts[which, groups]
-        ends = counts.cumsum()
-        numbers = np.arange(ends[-1]) + np.repeat(old[which, groups] - ends + counts, counts)
-        left = self._rows.block_table[np.repeat(rows[which], counts), numbers, np.repeat(groups, counts)]
-        self.pool.release_repeated(left.astype(np.intp))
+        left = self._rows.left_behind(rows, self.windows.first_needed(positions))
+        if len(left):
+            self.pool.release_repeated(left)
 
-    def take(self, count: int) -> IntArray:
+    def allocate(self, count: int) -> IntArray:
         """``count`` blocks, int32, that will be entered into tables."""
-        taken, lost = self.pool.take(count)
+        taken, lost = self.pool.allocate(count)
         if len(lost):
             self.cache.evict(lost)
         return taken.astype(np.int32)

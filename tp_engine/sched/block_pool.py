@@ -59,8 +59,8 @@ class BlockPool:
         """Blocks that at least one row holds."""
         return self.num_blocks - self.num_available
 
-    def take(self, count: int) -> tuple[BlockIds, BlockIds]:
-        """Take the first ``count`` blocks; returns them, and those among them whose cached content is lost."""
+    def allocate(self, count: int) -> tuple[BlockIds, BlockIds]:
+        """The first ``count`` blocks leave their queues; these, and those among them whose cached content is lost."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
         from_free = min(count, self.num_free)
         taken = lost = NO_BLOCKS

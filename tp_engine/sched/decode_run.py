@@ -1,26 +1,51 @@
-"""A run of steps in which the same rows decode, and what follows from their being the same."""
+"""Some rows of the batch, and a run of steps in which the same rows decode."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import IntArray
-from tp_engine.sched.row_set import RowSet
+from tp_engine.sched.sequence import Sequence
 
-_MOST_STEPS = 32  # whose notes one step may have to enter
+_MOST_STEPS = 32  # notes of more steps would take too long to enter in one step
+
+
+class RowSet:
+    """``rows`` (n,) int32 and the ``sequences`` that sit there, in the rows' order.
+
+    ``epoch`` is the number of a run's rows (``StepPlan.rows_epoch``), and 0 for other rows.
+
+    ``place`` indexes these rows in an array over all rows: a slice if ``rows`` are rising and without gaps, as they
+    mostly are, because numpy takes a fraction of the time for it; else indices (n,) intp.
+    """
+
+    def __init__(self, rows: IntArray, sequences: list[Sequence], *, epoch: int = 0, is_rising: bool = False) -> None:
+        self.rows = rows
+        self.sequences = sequences
+        self.epoch = epoch
+        first, count = int(rows[0]) if len(rows) else 0, len(rows)
+        follow = is_rising and (count == 0 or int(rows[-1]) - first + 1 == count)
+        self.place: slice | npt.NDArray[np.intp] = slice(first, first + count) if follow else rows.astype(np.intp)
+
+    @cached_property
+    def names(self) -> tuple[list[str], list[int]]:
+        """Request id of each sequence, and its index among the request's.  Not to be changed."""
+        return [one.request_id for one in self.sequences], [one.index for one in self.sequences]
 
 
 class DecodeRun:
     """``rows`` decode, one token each per step, until one of them reaches its end or leaves, or another joins.
 
-    So the run's whole future is known when it begins.  Row i needs a new block in step ``room[i]``, counted from 0, and
+    So all steps of the run are known when it begins.  Row i needs a new block in step ``room[i]``, counted from 0, and
     in every ``block_size``-th step after that; ``num_steps`` steps on, the first row reaches its end.
 
-    What a step changes may be *noted* here instead of being entered into the arrays of ``RowState`` at once, and
-    ``RowState.settle`` enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for
-    which ``grown_rows`` took ``grown_blocks``, G for each row and no row twice, and the rows got the first
-    ``num_results`` of ``results``, (steps, rows) int32.
+    What a step changes may be *noted* here instead of being entered into the arrays of ``RowState`` at once, which then
+    enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for which ``grown_rows``
+    took ``grown_blocks``, G for each row and no row twice, and the rows got the first ``num_results`` of ``results``,
+    (steps, rows) int32.
     """
 
     def __init__(self, rows: RowSet, room: npt.NDArray[np.int64], num_steps: int, block_size: int) -> None:
@@ -36,7 +61,7 @@ class DecodeRun:
         self._place_in_block = 0
 
     def growing(self) -> IntArray:
-        """Those rows that need a new block in the next step.  Not to be changed."""
+        """The rows that need a new block in the next step.  Not to be changed."""
         found = self._growing[self._place_in_block]
         if found is None:
             found = self.rows.rows[self._room == self._place_in_block]
@@ -49,7 +74,7 @@ class DecodeRun:
         self._place_in_block = (self._place_in_block + 1) % len(self._growing)
 
     def note_plan(self, grown: IntArray, blocks: IntArray) -> None:
-        """``advance``, for which the rows ``grown`` took ``blocks``."""
+        """``advance``; the rows ``grown`` took ``blocks`` for it."""
         self.advance()
         self.num_planned += 1
         if len(grown):
@@ -63,7 +88,7 @@ class DecodeRun:
 
     @property
     def is_full(self) -> bool:
-        """Whether notes must be entered before more are taken."""
+        """Whether the notes must be entered before more are taken."""
         return self.num_planned == min(_MOST_STEPS, len(self._growing)) or self.num_results == _MOST_STEPS
 
     @property
@@ -72,7 +97,7 @@ class DecodeRun:
         return self.num_planned > 0 or self.num_results > 0
 
     def forget_notes(self) -> None:
-        """They have been entered."""
+        """All notes have been entered."""
         self.num_planned = self.num_results = 0
         self.grown_rows.clear()
         self.grown_blocks.clear()

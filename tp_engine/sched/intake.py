@@ -1,17 +1,22 @@
-"""Which requests are let in, and what they become."""
+"""Which requests the scheduler accepts, and the sequences that it makes of them."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 
 import numpy as np
+import xxhash
 
 from tp_engine.errors import RequestError
-from tp_engine.plan import IntArray
+from tp_engine.plan import NO_FLOATS, NO_IDS, IntArray, RowSampling
 from tp_engine.request import EngineRequest
+from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.row_sampling import base_seed, row_sampling
 from tp_engine.sched.sequence import RequestGroup, Sequence
+
+_INT64_RANGE = 1 << 64
+_INT64_HALF = 1 << 63
 
 
 def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) -> RequestGroup:
@@ -28,12 +33,12 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) ->
         stop_token_ids=frozenset(params.stop_token_ids),
         num_unfinished=params.n,
     )
-    seed = base_seed(params, limits.seed, number)
+    seed = _base_seed(params, limits.seed, number)
     longest = limits.max_sequence_tokens
     max_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
     for index in range(params.n):
         key = (request.priority, number, index)
-        sampling = row_sampling(params, index, seed, eos | group.stop_token_ids)
+        sampling = _row_sampling(params, index, seed, eos | group.stop_token_ids)
         group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens))
     return group
 
@@ -43,7 +48,7 @@ def _prompt_array(request: EngineRequest) -> IntArray:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     try:
         count = len(request.prompt_token_ids)
-        packed = bytearray(struct.pack(f"<{count}i", *request.prompt_token_ids))  # in half of numpy's time
+        packed = bytearray(struct.pack(f"<{count}i", *request.prompt_token_ids))  # takes half of numpy's time
     except struct.error as error:
         raise RequestError(f"the prompt is not a list of token ids: {error}", param="prompt") from error
     prompt: IntArray = np.frombuffer(packed, dtype="<i4")
@@ -70,3 +75,41 @@ def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
+
+
+def _base_seed(params: SamplingParams, engine_seed: int, request_number: int) -> int:
+    """The user's seed, or one drawn from the engine's seed and the number of the request: equal in every run."""
+    if params.seed is not None:
+        return params.seed
+    return xxhash.xxh3_64_intdigest(f"{engine_seed}:{request_number}".encode()) % _INT64_HALF
+
+
+def _row_sampling(params: SamplingParams, index: int, seed: int, stop_ids: Collection[int]) -> RowSampling:
+    """What the sampler needs to know of sequence ``index``: its seed is ``seed + index``; only the first reports prompt
+    logprobs.
+
+    ``stop_ids`` (EOS ids included) travel only where ``min_tokens`` makes the sampler suppress them.
+    """
+    bias = params.logit_bias or {}
+    prompt_logprobs = -1 if params.prompt_logprobs is None or index > 0 else params.prompt_logprobs
+    return RowSampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=(seed + index + _INT64_HALF) % _INT64_RANGE - _INT64_HALF,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        min_tokens=params.min_tokens,
+        stop_token_ids=_ids(sorted(stop_ids)) if params.min_tokens > 0 else NO_IDS,
+        bias_token_ids=_ids(list(bias)),
+        bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else NO_FLOATS,
+        allowed_token_ids=_ids(list(params.allowed_token_ids or ())),
+    )
+
+
+def _ids(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int32) if values else NO_IDS

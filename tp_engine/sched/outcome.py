@@ -1,21 +1,38 @@
-"""What a step gave each sequence, in columns; the few with more than a token to tell get a record."""
+"""What a step gave each sequence: its token, in columns, and a record for the few that end or have more to tell."""
 
 from __future__ import annotations
 
-import msgspec
+from collections import Counter
+from dataclasses import dataclass
 
-from tp_engine.plan import IntArray, StepResult, TokenLogprobs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
 from tp_engine.request import FinishReason, SequenceDelta, StepOutput
-from tp_engine.sched.row_set import RowSet
-from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.stop_check import Ending
+from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.sequence import RequestGroup, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.
+
+    ``by_grammar``: its grammar allows no more, so that its last token is no stop token; ``error``: what went wrong.
+    """
+
+    reason: FinishReason
+    stop_reason: int | None = None
+    by_grammar: bool = False
+    error: str | None = None
 
 
 class StepOutcome(msgspec.Struct, gc=False):
     """The new token of each of ``sequences``, in the step's batch order.
 
-    ``endings`` and ``logprobs`` are by position, for those few that have one; ``first`` are the positions of the
-    sequences that got their first token, ``dropped`` of those that end without the token that they got.
+    ``endings`` and ``logprobs`` are by position, for the few sequences that have one; ``first`` are the positions of
+    the sequences that got their first token, ``dropped`` of those that end without the token that they got.
     """
 
     rows: RowSet
@@ -27,8 +44,24 @@ class StepOutcome(msgspec.Struct, gc=False):
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Who got a token."""
+        """The sequences that got a token."""
         return self.rows.sequences
+
+    def advance_constraints(self, is_constrained: BoolArray) -> None:
+        """Give each constrained sequence's grammar its new token; ``is_constrained`` is over all rows.
+
+        Some sequences end with the token, or without it, if the grammar refuses it.  That happens only where
+        min_tokens or allowed_token_ids ban all that the grammar allows.
+        """
+        for position in np.flatnonzero(is_constrained[self.rows.rows]).tolist():
+            constraint = self.sequences[position].constraint
+            assert constraint is not None
+            if not constraint.accept(int(self.token_ids[position])):
+                self.dropped.append(position)
+            elif not constraint.is_over or self._has_stopped(position):
+                continue
+            reason = FinishReason.STOP if constraint.error is None else FinishReason.ERROR
+            self.endings[position] = Ending(reason, error=constraint.error, by_grammar=True)
 
     def output(self) -> StepOutput:
         """For the engine's caller.  To be called once: prompt logprobs go out with it."""
@@ -42,6 +75,11 @@ class StepOutcome(msgspec.Struct, gc=False):
         for position in reversed(special):
             del request_ids[position], indices[position], token_ids[position]
         return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids, deltas=deltas)
+
+    def _has_stopped(self, position: int) -> bool:
+        """Whether a stop token has ended the sequence too: that is the better reason."""
+        end = self.endings.get(position)
+        return end is not None and end.reason is FinishReason.STOP
 
     def _delta(self, position: int, request_ids: list[str], indices: list[int], token_ids: list[int]) -> SequenceDelta:
         sequence = self.sequences[position]
@@ -60,6 +98,65 @@ class StepOutcome(msgspec.Struct, gc=False):
         if position in self.first:
             _add_first(delta, sequence)
         return delta
+
+
+class StopChecker:
+    """Finds the few rows that may end by array operations; ``ending`` then looks at those alone.
+
+    ``_watched`` is a table over token ids: True where the id can end *some* request.  It reaches one beyond the
+    largest such id and stays False there, so that larger ids can be clipped to it.
+    """
+
+    def __init__(self) -> None:
+        self._count: Counter[int] = Counter()
+        self._watched: npt.NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
+
+    def watch(self, group: RequestGroup) -> None:
+        """A request has come in."""
+        ids = group.eos_token_ids | group.stop_token_ids
+        changed = any(token_id not in self._count for token_id in ids)
+        self._count.update(ids)
+        if changed:
+            self._rebuild()
+
+    def unwatch(self, group: RequestGroup) -> None:
+        """A request has ended."""
+        ids = group.eos_token_ids | group.stop_token_ids
+        self._count.subtract(ids)
+        gone = [token_id for token_id in ids if self._count[token_id] == 0]
+        for token_id in gone:
+            del self._count[token_id]
+        if gone:
+            self._rebuild()
+
+    def may_stop(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of ``token_ids`` (n,) end some request."""
+        found: npt.NDArray[np.bool_] = self._watched.take(token_ids, mode="clip")
+        return found
+
+    def may_any_stop(self, token_ids: IntArray) -> bool:
+        """Whether any of ``token_ids`` ends some request; a byte string is searched in half the time of an array."""
+        return True in self._watched.take(token_ids, mode="clip").tobytes()
+
+    def _rebuild(self) -> None:
+        ids = list(self._count)
+        self._watched = np.zeros(max(ids, default=-1) + 2, dtype=np.bool_)
+        self._watched[ids] = True
+
+
+def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) -> Ending | None:
+    """How the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.
+
+    A stop token counts once ``min_tokens`` generated tokens precede it, and before the limit of length.
+    """
+    group = sequence.group
+    num_before = num_tokens - sequence.num_prompt_tokens - 1
+    if num_before >= sequence.sampling.min_tokens:
+        if token_id in group.eos_token_ids:
+            return Ending(FinishReason.STOP)
+        if token_id in group.stop_token_ids:
+            return Ending(FinishReason.STOP, token_id)
+    return Ending(FinishReason.LENGTH) if num_tokens >= max_tokens else None
 
 
 def aborted(sequence: Sequence, error: str | None = None) -> SequenceDelta:

@@ -25,58 +25,112 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import BoolArray, IntArray
-from tp_engine.sched.decode_run import DecodeRun
-from tp_engine.sched.entry import Entry
+from tp_engine.plan import NO_IDS, BoolArray, IntArray
+from tp_engine.sched.decode_run import DecodeRun, RowSet
+from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.lru_queue import BlockIds
-from tp_engine.sched.row_set import RowSet
-from tp_engine.sched.sequence import NO_ROW, Sequence, SequencePhase
+from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
+from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
+
+NO_ROWS = RowSet(NO_IDS, [], is_rising=True)
 
 _VACANT_STEP = np.iinfo(np.int64).max
-_ONE = np.ones((), dtype=np.int64)  # an array is added in two thirds of the time that a Python number takes
+_ONE = np.ones((), dtype=np.int64)  # numpy adds an array in two thirds of the time that it takes for a Python number
 
 
 class RowState:
-    """Who sits where.  All counters are int64 (rows,); ``tokens`` is int32 (rows, width), ``block_table`` int32 (rows,
-    logical blocks, G), ``first_block`` int64 (rows, G).
+    """The sequence at each row.  All counters are int64 (rows,); ``tokens`` is int32 (rows, width), ``block_table``
+    int32 (rows, logical blocks, G), ``first_block`` int64 (rows, G).
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
     ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING, ``num_constrained`` those whose
     occupant has a grammar (``is_constrained``).
 
-    ``run`` is the run of steps that the rows in DECODE are in.  Steps may be noted there; ``settle`` must come before
-    anything here that reads the arrays, or ends the run.
+    ``run`` is the run of steps that the rows in DECODE are in.  What steady steps change is only noted there.  It is
+    entered into the arrays when one of them is asked for, so that they always look complete from outside.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         rows = limits.max_num_seqs
-        # np.empty: memory of a row is touched when its tokens arrive.
-        self.tokens: IntArray = np.empty((rows, limits.max_sequence_tokens), dtype=np.int32)
-        self._flat_tokens = self.tokens.reshape(-1)
+        # np.empty: the pages of a row are touched when its tokens arrive.
+        self._tokens: IntArray = np.empty((rows, limits.max_sequence_tokens), dtype=np.int32)
+        self._flat_tokens = self._tokens.reshape(-1)
         self._first_tokens = np.arange(rows, dtype=np.int64) * limits.max_sequence_tokens
-        self.block_table: IntArray = np.empty((rows, limits.max_blocks_per_row, limits.num_groups), dtype=np.int32)
+        self._block_table: IntArray = np.empty((rows, limits.max_blocks_per_row, limits.num_groups), dtype=np.int32)
+        self._num_tokens = np.zeros(rows, dtype=np.int64)
+        self._num_scheduled = np.zeros(rows, dtype=np.int64)
+        self._num_computed = np.zeros(rows, dtype=np.int64)
+        self._num_blocks = np.zeros(rows, dtype=np.int64)
+        self._capacity = np.zeros(rows, dtype=np.int64)
         self.first_block = np.zeros((rows, limits.num_groups), dtype=np.int64)
-        self._windows = limits.kv_windows
-        self.num_tokens = np.zeros(rows, dtype=np.int64)
-        self.num_scheduled = np.zeros(rows, dtype=np.int64)
-        self.num_computed = np.zeros(rows, dtype=np.int64)
-        self.num_blocks = np.zeros(rows, dtype=np.int64)
-        self.capacity = np.zeros(rows, dtype=np.int64)
         self.max_tokens = np.zeros(rows, dtype=np.int64)
         self.num_logprobs = np.full(rows, -1, dtype=np.int64)
         self.since_step = np.full(rows, _VACANT_STEP, dtype=np.int64)
         self.phase: npt.NDArray[np.int8] = np.zeros(rows, dtype=np.int8)
-        self.sequences: list[Sequence | None] = [None] * rows
-        self.num_running = 0
-        self._vacant = list(range(rows))
-        self._prefilling: dict[int, Sequence] = {}
-        self.run: DecodeRun | None = None
-        self._block_size = limits.block_size
         self.is_constrained = np.zeros(rows, dtype=np.bool_)
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.run: DecodeRun | None = None
+        self.num_running = 0
         self.num_constrained = 0
         self.num_departures = 0
         self.num_ending = 0
+        self._windows = limits.kv_windows
+        self._block_size = limits.block_size
+        self._vacant = list(range(rows))
+        self._prefilling: dict[int, Sequence] = {}
+        self._num_runs = 0
+        self._has_notes = False
+
+    # The arrays that notes are for.
+
+    @property
+    def tokens(self) -> IntArray:
+        """Token ids of each row, of which the first ``num_tokens`` are known."""
+        if self._has_notes:
+            self._settle()
+        return self._tokens
+
+    @property
+    def block_table(self) -> IntArray:
+        """Each row's tables, logical block by logical block; the first ``num_blocks`` of them count."""
+        if self._has_notes:
+            self._settle()
+        return self._block_table
+
+    @property
+    def num_tokens(self) -> Counts:
+        """Tokens that the host knows."""
+        if self._has_notes:
+            self._settle()
+        return self._num_tokens
+
+    @property
+    def num_scheduled(self) -> Counts:
+        """Tokens that have K/V once all plans have run."""
+        if self._has_notes:
+            self._settle()
+        return self._num_scheduled
+
+    @property
+    def num_computed(self) -> Counts:
+        """Tokens that have K/V, as far as results have come."""
+        if self._has_notes:
+            self._settle()
+        return self._num_computed
+
+    @property
+    def num_blocks(self) -> Counts:
+        """Logical blocks in the row's tables."""
+        if self._has_notes:
+            self._settle()
+        return self._num_blocks
+
+    @property
+    def capacity(self) -> Counts:
+        """Tokens that ``num_blocks`` hold."""
+        if self._has_notes:
+            self._settle()
+        return self._capacity
 
     @property
     def num_vacant(self) -> int:
@@ -112,72 +166,81 @@ class RowState:
             self._end(sequence)
         self._end_run()
 
-    def advance_decodes(self, rows: IntArray) -> None:
-        """One more token of each of ``rows``, which are in DECODE, is scheduled; some reach their end by that."""
-        chosen = self.row_set(rows)
+    def advance_decodes(self, chosen: RowSet) -> None:
+        """One more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end by that."""
         self.num_scheduled[chosen.place] += _ONE
-        if self.run is not None and chosen is self.run.rows:
+        if self.run is not None and chosen.epoch == self.run.rows.epoch:
             self.run.advance()
             if self.run.num_steps_left > 0:
                 return
-        ending = rows[self.num_scheduled[chosen.place] + 1 >= self.max_tokens[chosen.place]]
+        ending = chosen.rows[self.num_scheduled[chosen.place] + 1 >= self.max_tokens[chosen.place]]
         for sequence in self._look_up(ending):
             self._end(sequence)
         self._end_run()
 
-    def _end(self, sequence: Sequence) -> None:
-        self.phase[sequence.row] = sequence.phase = SequencePhase.ENDING
-        self.num_ending += 1
-
-    def _end_run(self) -> None:
-        assert self.run is None or not self.run.has_notes, "a run of decodes ends with steps that were not entered"
-        self.run = None
-
-    def at_block_end(self, rows: IntArray) -> IntArray:
-        """Those of ``rows`` whose next token needs a new block."""
-        if self.run is not None and rows is self.run.rows.rows:
+    def at_block_end(self, chosen: RowSet) -> IntArray:
+        """Those of the rows ``chosen`` whose next token needs a new block."""
+        if self.run is not None and chosen.epoch == self.run.rows.epoch:
             return self.run.growing()
+        rows = chosen.rows
         needing: IntArray = rows[self.capacity[rows] == self.num_scheduled[rows]]
         return needing
 
-    def append(self, chosen: RowSet, token_ids: IntArray) -> npt.NDArray[np.int64]:
+    def append(self, chosen: RowSet, token_ids: IntArray) -> Counts:
         """Each row of ``chosen`` has one more token, and all before it are computed; how many each has now."""
+        if self._has_notes:
+            self._settle()
         return self._append_steps(chosen, token_ids[None])
 
     def add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
         """Each of ``rows`` (n,), distinct, has one more logical block at the end of its tables; ``blocks`` (n * G,)."""
-        index = rows.astype(np.intp)
-        counts = self.num_blocks[index]
-        self.block_table[index, counts] = blocks.reshape(len(index), -1)
-        counts += 1
-        self.num_blocks[index] = counts
-        self.capacity[index] = counts * self._block_size
+        if self._has_notes:
+            self._settle()
+        self._add_blocks(rows, blocks)
 
-    def settle(self) -> None:
-        """Enter what has been noted of the run."""
-        run = self.run
-        if run is None or not run.has_notes:
-            return
-        self.num_scheduled[run.rows.place] += run.num_planned
-        if run.grown_rows:
-            self.add_blocks(np.concatenate(run.grown_rows), np.concatenate(run.grown_blocks))
-        if run.num_results:
-            self._append_steps(run.rows, run.results[: run.num_results])
-        run.forget_notes()
+    def note_plan(self, run: DecodeRun, grown: IntArray, blocks: IntArray) -> None:
+        """One more token of each row of ``run``, the present one, is scheduled; the rows ``grown`` took ``blocks``."""
+        run.note_plan(grown, blocks)
+        self._has_notes = True
+        if run.is_full:
+            self._settle()
 
-    def _append_steps(self, chosen: RowSet, results: IntArray) -> npt.NDArray[np.int64]:
-        """As ``append``, with the tokens of several steps, (steps, rows)."""
-        place = chosen.place
-        known = self.num_tokens[place]
-        steps = np.arange(len(results))[:, None]
-        self._flat_tokens[self._first_tokens[place] + known + steps] = results
-        lengths = known + len(results)
-        self.num_computed[place] = lengths - _ONE
-        self.num_tokens[place] = lengths
-        return lengths
+    def note_result(self, run: DecodeRun, token_ids: IntArray) -> None:
+        """Each row of ``run``, the present one, has one more token, and all before it are computed."""
+        run.note_result(token_ids)
+        self._has_notes = True
+        if run.is_full:
+            self._settle()
+
+    def ends_of_full(self, rows: IntArray) -> Counts:
+        """The position of the next token of each of ``rows``, which have filled their last block.
+
+        It is their capacity, and notes change nothing about that: they are of fewer tokens than a block has, so that
+        such a row's last block was entered.
+        """
+        ends: Counts = self._capacity[rows]
+        return ends
+
+    def left_behind(self, rows: npt.NDArray[np.integer], first: Counts) -> BlockIds:
+        """Each of ``rows`` (n,), distinct, gives back its blocks before ``first`` (n, G); these, with repetitions.
+
+        Notes need not be entered for that: a window leaves no block behind that was taken within them.
+        """
+        old = self.first_block[rows]
+        counts = first - old
+        which, groups = np.nonzero(counts)
+        if not len(which):
+            return NO_BLOCKS
+        self.first_block[rows] = first
+        counts = counts[which, groups]
+        ends = counts.cumsum()
+        numbers = np.arange(ends[-1]) + np.repeat(old[which, groups] - ends + counts, counts)
+        left: BlockIds = self._block_table[np.repeat(rows[which], counts), numbers, np.repeat(groups, counts)]
+        return left.astype(np.intp)
 
     def vacate(self, sequence: Sequence, phase: SequencePhase) -> None:
         """The sequence leaves its row, to wait again or for good; its tokens go with it."""
+        self._end_run()
         row = sequence.row
         self.num_departures += 1
         self.num_ending -= sequence.phase is SequencePhase.ENDING
@@ -192,27 +255,14 @@ class RowState:
         self.num_blocks[row] = self.capacity[row] = self.first_block[row] = 0
         self.num_tokens[row] = self.num_scheduled[row] = self.num_computed[row] = 0
         self._prefilling.pop(row, None)
-        self._end_run()
         self.num_running -= 1
         heapq.heappush(self._vacant, row)
 
-    def decode_rows(self) -> IntArray:
-        """Rows in DECODE in rising order; the same array as long as none joins or leaves.  Not to be changed."""
+    def decoding(self) -> RowSet:
+        """The rows in DECODE, rising; of the same epoch as long as none joins or leaves.  Not to be changed."""
         if self.run is None:
             self.run = self._begin_run()
-        return self.run.rows.rows
-
-    def _begin_run(self) -> DecodeRun:
-        index = np.flatnonzero(self.phase == SequencePhase.DECODE)
-        rows = index.astype(np.int32)
-        scheduled = self.num_scheduled[index]
-        steps = self.max_tokens[index] - _ONE - scheduled
-        return DecodeRun(
-            RowSet(rows, self._look_up(rows), is_rising=True),
-            room=self.capacity[index] - scheduled,
-            num_steps=int(steps.min(initial=np.iinfo(np.int64).max)),
-            block_size=self._block_size,
-        )
+        return self.run.rows
 
     @property
     def num_prefilling(self) -> int:
@@ -232,9 +282,9 @@ class RowState:
         """All sequences that have a row, by row."""
         return [sequence for sequence in self.sequences if sequence is not None]
 
-    def row_set(self, rows: IntArray) -> RowSet:
-        """``rows``, which must be occupied; the set of those that decode is kept as long as they are the same."""
-        if self.run is not None and rows is self.run.rows.rows:
+    def row_set(self, rows: IntArray, epoch: int = 0) -> RowSet:
+        """``rows``, which must be occupied, and are those of the run of this ``epoch``, if there is one."""
+        if self.run is not None and epoch == self.run.rows.epoch:
             return self.run.rows
         return RowSet(rows, self._look_up(rows))
 
@@ -282,9 +332,63 @@ class RowState:
             assert (scheduled + 1 >= self.max_tokens[s.row]) == (
                 s.phase is SequencePhase.ENDING
             ) or s.phase is SequencePhase.PREFILL
-        assert list(self.decode_rows()) == [s.row for s in occupied if s.phase is SequencePhase.DECODE]
-        assert self.row_set(self.decode_rows()).sequences == [s for s in occupied if s.phase is SequencePhase.DECODE]
+        decoding = self.decoding()
+        assert list(decoding.rows) == [s.row for s in occupied if s.phase is SequencePhase.DECODE]
+        assert decoding.sequences == [s for s in occupied if s.phase is SequencePhase.DECODE]
         assert sorted(self._prefilling) == [s.row for s in occupied if s.phase is SequencePhase.PREFILL]
+
+    def _settle(self) -> None:
+        """Enter what has been noted of the run."""
+        run = self.run
+        assert run is not None
+        self._num_scheduled[run.rows.place] += run.num_planned
+        if run.grown_rows:
+            self._add_blocks(np.concatenate(run.grown_rows), np.concatenate(run.grown_blocks))
+        if run.num_results:
+            self._append_steps(run.rows, run.results[: run.num_results])
+        run.forget_notes()
+        self._has_notes = False
+
+    def _add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
+        index = rows.astype(np.intp)
+        counts = self._num_blocks[index]
+        self._block_table[index, counts] = blocks.reshape(len(index), -1)
+        counts += 1
+        self._num_blocks[index] = counts
+        self._capacity[index] = counts * self._block_size
+
+    def _append_steps(self, chosen: RowSet, results: IntArray) -> Counts:
+        """As ``append``, with the tokens of several steps, (steps, rows)."""
+        place = chosen.place
+        known = self._num_tokens[place]
+        steps = np.arange(len(results))[:, None]
+        self._flat_tokens[self._first_tokens[place] + known + steps] = results
+        lengths = known + len(results)
+        self._num_computed[place] = lengths - _ONE
+        self._num_tokens[place] = lengths
+        return lengths
+
+    def _begin_run(self) -> DecodeRun:
+        index = np.flatnonzero(self.phase == SequencePhase.DECODE)
+        rows = index.astype(np.int32)
+        scheduled = self.num_scheduled[index]
+        steps = self.max_tokens[index] - _ONE - scheduled
+        self._num_runs += 1
+        return DecodeRun(
+            RowSet(rows, self._look_up(rows), epoch=self._num_runs, is_rising=True),
+            room=self.capacity[index] - scheduled,
+            num_steps=int(steps.min(initial=np.iinfo(np.int64).max)),
+            block_size=self._block_size,
+        )
+
+    def _end_run(self) -> None:
+        if self._has_notes:
+            self._settle()
+        self.run = None
+
+    def _end(self, sequence: Sequence) -> None:
+        self.phase[sequence.row] = sequence.phase = SequencePhase.ENDING
+        self.num_ending += 1
 
     def _look_up(self, rows: IntArray | npt.NDArray[np.intp]) -> list[Sequence]:
         found = [self.sequences[row] for row in rows.tolist()]

@@ -9,15 +9,14 @@ One step::
 
 ``schedule`` moves only *scheduled* counts and ``update`` only *known* ones (tokens, computed counts), so that plans may
 run ahead of results: each row of the next plan goes one token further, whatever that token will be.  A sequence that
-turns out to have ended one step earlier has had one token too many computed, which is dropped.  Nobody is preempted
-while a result is outstanding, for it may end sequences and free their blocks.
+turns out to have ended one step earlier has had one token too many computed, which is dropped.  No sequence is
+preempted while a result is outstanding, because the result may end sequences and free their blocks.
 
-Most steps are *steady*: the rows of the step before go on decoding, and nothing else happens.  ``SteadySteps`` makes
-and takes these in a few operations, and leaves what nobody looks at meanwhile to be entered later; whatever reads the
-rows' arrays in any other step, or between steps, begins with ``RowState.settle``.
+Most steps are *steady*: the rows of the step before go on decoding, and nothing else happens.  ``SteadySteps`` does
+both halves of these in a few operations.
 
-Blocks filled by a prompt are published at once, because others wait for them; those filled by decoding when the
-sequence leaves its row, which keeps hashing out of the steady step.
+Blocks that a prompt fills are published at once, because others wait for them.  Those that decoding fills are published
+when the sequence leaves its row, which keeps hashing out of the steady step.
 """
 
 from __future__ import annotations
@@ -32,19 +31,22 @@ from tp_engine.errors import RequestError
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
-from tp_engine.sched.batch import Batch
-from tp_engine.sched.constrained_rows import advance_constraints, with_masks
 from tp_engine.sched.constraint import FillMasks, Grammar
-from tp_engine.sched.draft import StepDraft
+from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.outcome import StepOutcome, aborted, collect_prompt_logprobs, slice_logprobs
+from tp_engine.sched.outcome import (
+    StepOutcome,
+    StopChecker,
+    aborted,
+    collect_prompt_logprobs,
+    ending,
+    slice_logprobs,
+)
 from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
-from tp_engine.sched.stats import SchedulerStats
 from tp_engine.sched.steady_steps import SteadySteps
-from tp_engine.sched.step_builder import StepBuilder
-from tp_engine.sched.stop_check import StopChecker, ending
-from tp_engine.sched.view import SchedulerView, ViewLimits, view_scheduler
+from tp_engine.sched.step_builder import Batch, StepBuilder, StepDraft
+from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -119,7 +121,6 @@ class Scheduler:
 
         One last record per unfinished sequence.
         """
-        self._batch.rows.settle()
         deltas: list[SequenceDelta] = []
         for request_id in request_ids:
             group = self._groups.get(request_id)
@@ -134,17 +135,15 @@ class Scheduler:
 
         Rows left meanwhile are released by the next plan.
         """
-        plan = self._steady.plan(self._step_id + 1)
+        plan = self._steady.schedule(self._step_id + 1)
         if plan is None:
-            plan = self._plan_any()
+            plan = self._schedule_any()
         if plan is not None:
             self._step_id = plan.step_id
             self._departures.append(self._batch.rows.num_departures)
         return plan
 
-    def _plan_any(self) -> StepPlan | None:
-        rows = self._batch.rows
-        rows.settle()
+    def _schedule_any(self) -> StepPlan | None:
         budget = self._limits.max_num_batched_tokens
         draft = StepDraft(self.next_step_id, budget, may_preempt=not self._departures)
         self._builder.schedule_decodes(draft)
@@ -153,12 +152,9 @@ class Scheduler:
         self._builder.schedule_prefills(draft)
         if self._batch.waiting and not draft.short:
             self._admitter.admit(draft)
-        plan = draft.advance(rows, self._batch.released)
+        plan = draft.advance(self._batch.rows, self._batch.released, self._fill_masks)
         if plan is not None:
             self._batch.released = []
-            if rows.num_constrained:
-                assert self._fill_masks is not None
-                plan = with_masks(plan, rows, self._fill_masks)
         return plan
 
     def skip_step(self) -> int:
@@ -168,31 +164,30 @@ class Scheduler:
         return self._step_id
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Take in the result of the oldest step in flight.  Rows whose occupant left meanwhile are skipped."""
+        """Enter the result of the oldest step in flight.  Rows whose occupant left meanwhile are skipped."""
         expected = self._step_id - len(self._departures) + 1
         assert result.step_id == plan.step_id == expected, (
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
         may_have_left = self._departures.popleft() != self._batch.rows.num_departures
-        output = self._steady.take(plan, result)
-        return self._take_any(plan, result, may_have_left) if output is None else output
+        output = self._steady.update(plan, result)
+        return self._update_any(plan, result, may_have_left) if output is None else output
 
-    def _take_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
+    def _update_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
         rows = self._batch.rows
-        rows.settle()
-        sampled, token_ids = plan.decode_rows, result.token_ids
+        sampled, token_ids, epoch = plan.decode_rows, result.token_ids, plan.rows_epoch
         positions: npt.NDArray[np.intp] | None = None
         if len(plan.prefill_rows):
-            sampled = plan.sampled_rows
+            sampled, epoch = plan.sampled_rows, 0
             self._confirm_prefills(plan, result)
         assert len(token_ids) == len(sampled), f"{len(token_ids)} tokens for {len(sampled)} sampled rows"
         if may_have_left:
             positions = np.flatnonzero(rows.since_step[sampled] <= plan.step_id)
-            sampled, token_ids = sampled[positions], token_ids[positions]
+            sampled, token_ids, epoch = sampled[positions], token_ids[positions], 0
         num_decodes = len(plan.decode_rows)
         if may_have_left:
             num_decodes = int((rows.since_step[plan.decode_rows] <= plan.step_id).sum())
-        outcome = self._append(num_decodes, sampled, token_ids)
+        outcome = self._append(num_decodes, rows.row_set(sampled, epoch), token_ids)
         if result.logprobs is not None:
             self._add_logprobs(outcome, sampled, positions, result)
         for position in outcome.endings:
@@ -201,7 +196,6 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
-        self._batch.rows.settle()
         pool, counters = self._batch.blocks.pool, self._batch.counters
         held_slots = pool.num_used * self._limits.block_size
         num_live = self._batch.rows.num_live_tokens(pool.num_used, self._limits.block_size)
@@ -220,8 +214,7 @@ class Scheduler:
         )
 
     def view(self, limits: ViewLimits) -> SchedulerView:
-        """The pool and the running sequences for people to look at; costs nothing until somebody asks."""
-        self._batch.rows.settle()
+        """The pool and the running sequences for people to look at; costs nothing until it is called."""
         return view_scheduler(self._batch, limits)
 
     def reset_prefix_cache(self) -> bool:
@@ -233,7 +226,6 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
-        self._batch.rows.settle()
         self._batch.rows.check_integrity(self._limits.block_size)
         self._batch.blocks.check_integrity()
         self._batch.waiting.check_integrity()
@@ -263,24 +255,23 @@ class Scheduler:
             sequences = rows.row_set(plan.prefill_rows[living]).sequences
             collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
 
-    def _append(self, num_decodes: int, sampled: IntArray, token_ids: IntArray) -> StepOutcome:
+    def _append(self, num_decodes: int, sampled: RowSet, token_ids: IntArray) -> StepOutcome:
         """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""
         rows = self._batch.rows
-        chosen = rows.row_set(sampled)
-        outcome = StepOutcome(chosen, token_ids)
-        lengths = rows.append(chosen, token_ids)
-        for position in range(num_decodes, len(sampled)):
+        outcome = StepOutcome(sampled, token_ids)
+        lengths = rows.append(sampled, token_ids)
+        for position in range(num_decodes, len(token_ids)):
             sequence = outcome.sequences[position]
             if not sequence.emitted:
                 sequence.emitted = True
                 outcome.first.add(position)
         may_end = self._stops.may_stop(token_ids)
         if rows.num_ending:
-            may_end |= rows.phase[sampled] == SequencePhase.ENDING
+            may_end |= rows.phase[sampled.rows] == SequencePhase.ENDING
         if np.count_nonzero(may_end):
             self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
         if rows.num_constrained:
-            advance_constraints(outcome, sampled, rows)
+            outcome.advance_constraints(rows.is_constrained)
         return outcome
 
     def _find_endings(self, outcome: StepOutcome, positions: list[int], lengths: npt.NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""A request inside the scheduler: a group of ``n`` sequences, each with its tokens, its place and its end.
+"""A request inside the scheduler: a group of ``n`` sequences, and the queue in which these wait for a row.
 
 States of a sequence::
 
@@ -11,31 +11,36 @@ States of a sequence::
                   |                          |                          |                                |
                   +------ abort() -----------+-------- abort() ---------+------- stop, length -----------+--> FINISHED
 
-A request with a grammar begins in COMPILING, which ``constrain`` ends when the grammar is there.
+A request with a grammar begins in COMPILING; ``constrain`` ends that when the grammar is compiled.
 
-The moves to the right happen when a step is *scheduled*, for the next step may be scheduled before its result is known;
-the end of a sequence is found when a result comes in.
+The moves to the right happen when a step is *scheduled*, because the next step may be scheduled before the result of
+this one is known.  The end of a sequence is found when a result comes in.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from tp_engine.plan import IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
-from tp_engine.sched.cached_run import Place
 from tp_engine.sched.constraint import TokenConstraint
+from tp_engine.sched.kv_windows import Counts
+from tp_engine.sched.lru_queue import BlockIds
+from tp_engine.sched.prefix_cache import Place
 
 NO_ROW = -1
 
-#: Who runs first, smallest first: (priority, number of the request, index of the sequence).  Unique.
+#: Sequences run in this order, smallest first: (priority, number of the request, index of the sequence).  Unique.
 OrderKey: TypeAlias = tuple[int, int, int]
 
 
 class SequencePhase(enum.IntEnum):
-    """Where a sequence is; the value for rows (``RowState.phase``) that nobody occupies is WAITING."""
+    """Where a sequence is; a vacant row has WAITING in ``RowState.phase``."""
 
     WAITING = 0
     PREFILL = 1
@@ -63,10 +68,10 @@ class RequestGroup:
 class Sequence:
     """One of a request's ``n`` outputs.
 
-    ``token_ids`` (int32) are all tokens known while it has no row; while it has one, the row's buffer is the truth.
-    With ``max_tokens``, those of the prompt included, it ends with ``length``.
-    ``num_published`` of its blocks have been offered to the prefix cache since it got its row, and ``place`` is how far
-    it has come there.
+    ``token_ids`` (int32) are all known tokens while it has no row; while it has one, the row's buffer holds them.
+    It ends with ``length`` at ``max_tokens`` tokens, the prompt's included.
+    ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
+    behind them there.
     ``constraint`` is its place in the request's grammar.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     """
@@ -96,5 +101,74 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True until its first token: every prompt position must be computed, so no cached block may be used."""
+        """True until its first token: every prompt position must be computed, so that no cached block may be used."""
         return self.sampling.prompt_logprobs >= 0
+
+
+class WaitingQueue:
+    """Sequences that wait for a row, a heap by ``Sequence.key``: push and pop cost O(log n).
+
+    An aborted sequence stays in the heap and is only counted as dead; it goes when it comes up, or when half of the
+    heap is dead.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[OrderKey, Sequence]] = []
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_dead
+
+    def push(self, sequence: Sequence) -> None:
+        """Add at its place, which for a preempted sequence is before all that arrived later."""
+        assert sequence.phase is SequencePhase.WAITING
+        heapq.heappush(self._heap, (sequence.key, sequence))
+
+    def pop(self) -> Sequence | None:
+        """Remove and return the first living one; None if there is none."""
+        while self._heap:
+            sequence = heapq.heappop(self._heap)[1]
+            if sequence.phase is SequencePhase.WAITING:
+                return sequence
+            self._num_dead -= 1
+        return None
+
+    def forget(self, sequence: Sequence) -> None:
+        """A queued sequence has been aborted."""
+        assert sequence.phase is SequencePhase.FINISHED
+        self._num_dead += 1
+        if self._num_dead * 2 > len(self._heap):
+            self._heap = [item for item in self._heap if item[1].phase is SequencePhase.WAITING]
+            heapq.heapify(self._heap)
+            self._num_dead = 0
+
+    def check_integrity(self) -> None:
+        """Assert that the count of the dead is right and that nothing is queued twice."""
+        assert sum(item[1].phase is not SequencePhase.WAITING for item in self._heap) == self._num_dead
+        assert len({item[0] for item in self._heap}) == len(self._heap)
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """The logical blocks that a table begins with, (n, G): in each group they are needed from ``first`` (G,) on, and 0
+    before that.  ``held`` are those needed, logical block by logical block."""
+
+    table: BlockIds
+    first: Counts
+    held: BlockIds
+
+
+class Entry(msgspec.Struct):
+    """A sequence that enters the batch, from the decision until it has a row.
+
+    It begins with ``shared`` blocks, which it holds already, and needs more up to its first ``end`` tokens.  Its first
+    ``num_computed`` tokens have K/V.  The first logical block behind the shared ones begins as a copy of ``source``
+    (G,), if there is one.  ``num_published`` and ``place`` are where it goes on in the prefix cache.
+    """
+
+    sequence: Sequence
+    shared: Shared
+    num_computed: int
+    end: int
+    source: BlockIds | None
+    num_published: int
+    place: Place

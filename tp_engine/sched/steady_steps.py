@@ -1,23 +1,19 @@
-"""Steps of rows that go on decoding while nobody enters, ends or leaves, as most steps of a busy engine do.
+"""Steps of rows that go on decoding while none enters, ends or leaves: most steps of a busy engine.
 
-Such a step is an id, the rows as they were, and blocks for the few that need one.  What else it changes, counters and
-tokens, nobody looks at before the run of such steps is over, so it is noted and entered later, for many steps at once.
+Such a step is an id, the same rows as before, and blocks for the few rows that need one.  The counters and tokens that
+it changes are not read before the run of such steps is over, so they are noted, and entered for many steps at once.
 """
 
 from __future__ import annotations
 
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.request import StepOutput
-from tp_engine.sched.batch import Batch
-from tp_engine.sched.stop_check import StopChecker
+from tp_engine.sched.outcome import StopChecker
+from tp_engine.sched.step_builder import Batch
 
 
 class SteadySteps:
-    """Both halves of a steady step; each gives None, having decided nothing, for a step that is of another kind.
-
-    Windows give back blocks for the rows that grow.  Such a row has filled its last block, and what is noted of it is
-    less than a block, so that its capacity is the position of its next token, and all that it gives back is entered.
-    """
+    """Both halves of a steady step; each returns None, and changes nothing, for a step of another kind."""
 
     def __init__(self, batch: Batch, stops: StopChecker) -> None:
         self._batch = batch
@@ -28,8 +24,8 @@ class SteadySteps:
         self._num_groups = batch.limits.num_groups
         self._has_windows = batch.blocks.windows.has_windows
 
-    def plan(self, step_id: int) -> StepPlan | None:
-        """The next step, if nobody can enter or end in it, no prompt is computed, and no row has a grammar."""
+    def schedule(self, step_id: int) -> StepPlan | None:
+        """The next step, if no row can enter or end in it, no prompt is computed, and no row has a grammar."""
         rows, run = self._rows, self._rows.run
         if (
             run is None
@@ -41,25 +37,30 @@ class SteadySteps:
             or not 0 < len(run.rows.rows) <= self._max_rows
         ):
             return None
-        if run.is_full:
-            rows.settle()
         growing, block_ids = run.growing(), NO_IDS
         if len(growing):
             if self._has_windows:
-                self._blocks.expire(growing, rows.capacity[growing])
+                self._blocks.expire(growing, rows.ends_of_full(growing))
             count = len(growing) * self._num_groups
             if count > self._blocks.pool.num_available:
                 return None
-            block_ids = self._blocks.take(count)
-        run.note_plan(growing, block_ids)
-        return StepPlan(step_id=step_id, block_rows=growing, block_ids=block_ids, decode_rows=run.rows.rows)
+            block_ids = self._blocks.allocate(count)
+        rows.note_plan(run, growing, block_ids)
+        chosen = run.rows
+        return StepPlan(
+            step_id=step_id,
+            rows_epoch=chosen.epoch,
+            block_rows=growing,
+            block_ids=block_ids,
+            decode_rows=chosen.rows,
+        )
 
-    def take(self, plan: StepPlan, result: StepResult) -> StepOutput | None:
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput | None:
         """What the oldest step in flight added, if its rows are those that decode now and none of them may end."""
         run = self._rows.run
         if (
             run is None
-            or plan.decode_rows is not run.rows.rows
+            or plan.rows_epoch != run.rows.epoch
             or len(plan.prefill_rows)
             or self._rows.num_constrained
             or result.logprobs is not None
@@ -67,8 +68,6 @@ class SteadySteps:
         ):
             return None
         assert len(result.token_ids) == len(plan.decode_rows), "one token for each row"
-        if run.is_full:
-            self._rows.settle()
-        run.note_result(result.token_ids)
+        self._rows.note_result(run, result.token_ids)
         request_ids, indices = run.rows.names
         return StepOutput(request_ids=request_ids, indices=indices, token_ids=result.token_ids.tolist())

@@ -1,13 +1,192 @@
-"""One step's decisions about the running rows: decodes first, then the next chunks of prompts."""
+"""How one step is put together from the running batch: decodes first, then the next chunks of prompts.
+
+::
+
+    Scheduler.schedule
+        |
+    StepBuilder   schedule_decodes, schedule_prefills ----> StepDraft ----> StepPlan
+    Admitter      admit ------------------------------------^   |
+        |                                                       | advance: what was decided counts as scheduled
+    Batch         rows, blocks, queue <-------------------------+
+
+Rows that enter in this step are the business of ``Admitter`` (``admission``).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import msgspec
 import numpy as np
 
-from tp_engine.plan import NO_IDS, IntArray
-from tp_engine.sched.batch import Batch
-from tp_engine.sched.draft import StepDraft
-from tp_engine.sched.sequence import Sequence, SequencePhase
+from tp_engine.log import get_logger
+from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
+from tp_engine.sched.block_manager import BlockManager
+from tp_engine.sched.constraint import FillMasks
+from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.lru_queue import BlockIds
+from tp_engine.sched.row_state import NO_ROWS, RowState
+from tp_engine.sched.sequence import Entry, Sequence, SequencePhase, WaitingQueue
+
+_logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission;
+    recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed."""
+
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+
+class Batch:
+    """Rows, blocks and the queue, and the moves of a sequence between them.
+
+    ``released`` are the rows left since the last plan, in order of leaving.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.rows = RowState(limits)
+        self.blocks = BlockManager(limits, self.rows)
+        self.waiting = WaitingQueue()
+        self.counters = SchedulerCounters()
+        self.released: list[int] = []
+
+    def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
+        """Seat sequences, with the blocks that they share and new ones; their tables."""
+        self.rows.occupy(entries, step_id)
+        for entry in entries:
+            sequence = entry.sequence
+            sequence.num_published, sequence.place = entry.num_published, entry.place
+            sequence.group.running.append(sequence)
+        return self.blocks.seat(entries)
+
+    def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
+        """The sequence gives back row and blocks; its full blocks stay cached until their room is needed.
+
+        So does its last block, if partly filled, of a request that others will continue.
+        """
+        self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
+        if sequence.group.request.will_continue:
+            self.blocks.publish_tail(sequence)
+        self.blocks.release(sequence)
+        self.released.append(sequence.row)
+        self.rows.vacate(sequence, phase)
+        sequence.group.running.remove(sequence)
+
+    def victim(self) -> Sequence:
+        """The running sequence that is preempted next: of the lowest priority, the latest."""
+        return max(self.rows.running(), key=lambda sequence: sequence.key)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
+        num_lost = int(self.rows.num_computed[sequence.row])
+        self.leave(sequence, SequencePhase.WAITING)
+        sequence.num_lost_tokens += num_lost
+        sequence.num_preemptions += 1
+        sequence.prompt_logprobs.clear()
+        self.counters.num_preemptions += 1
+        self.waiting.push(sequence)
+        _logger.info(
+            "request %s, sequence %d: preempted for want of KV blocks; %d tokens to compute again unless still cached",
+            sequence.request_id,
+            sequence.index,
+            num_lost,
+            extra={"request_id": sequence.request_id},
+        )
+
+
+class StepDraft(msgspec.Struct):
+    """A step plan in the making: what has been decided so far.  ``budget`` tokens may still be scheduled.
+
+    ``may_preempt``: no step is in flight whose result could end a sequence and so free blocks.  ``short``: a running
+    row lacked blocks, so no sequence may enter in this step.  ``stalled``: the step must wait for the results in
+    flight.
+    """
+
+    step_id: int
+    budget: int
+    may_preempt: bool = True
+    short: bool = False
+    stalled: bool = False
+    decodes: RowSet = NO_ROWS
+    block_rows: IntArray = NO_IDS
+    block_ids: IntArray = NO_IDS
+    prefills: list[tuple[Sequence, int]] = []
+    admitted: list[Admission] = []
+    copies: list[tuple[int, int]] = []
+
+    def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
+        """New logical blocks of rows (n,) that have been in the batch before; ``block_ids`` (n * G,)."""
+        if len(self.block_rows):
+            rows = np.concatenate((self.block_rows, rows))
+            block_ids = np.concatenate((self.block_ids, block_ids))
+        self.block_rows, self.block_ids = rows, block_ids
+
+    def add_copies(self, sources: BlockIds, targets: IntArray) -> None:
+        """Each target (G,) begins as its source; no copy is needed where the source itself was free and is the
+        target."""
+        pairs = zip(sources.tolist(), targets.tolist(), strict=True)
+        self.copies += [(source, target) for source, target in pairs if source != target]
+
+    def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        """Schedule the next ``num_tokens`` of a sequence."""
+        self.prefills.append((sequence, num_tokens))
+        self.budget -= num_tokens
+
+    def drop_preempted(self, rows: RowState) -> None:
+        """Take back what was decided for rows that have since been preempted; call before a sequence enters."""
+        decodes = self.decodes.rows
+        self.decodes = rows.row_set(decodes[rows.phase[decodes] == SequencePhase.DECODE])
+        kept = rows.phase[self.block_rows] != SequencePhase.WAITING
+        if not kept.all():
+            block_ids = self.block_ids.reshape(len(kept), -1)[kept]
+            self.block_rows, self.block_ids = self.block_rows[kept], block_ids.reshape(-1)
+
+    def advance(self, rows: RowState, released: list[int], fill_masks: FillMasks | None) -> StepPlan | None:
+        """Count everything decided as scheduled and make the plan; None if there is nothing to run."""
+        decodes = self.decodes
+        if not (len(decodes.rows) or self.prefills):
+            return None
+        if len(decodes.rows):
+            rows.advance_decodes(decodes)
+        prefill_rows, prefill_tokens, samples = self._advance_prefills(rows)
+        mask_rows, masks = NO_IDS, NO_MASKS
+        if rows.num_constrained:
+            sampled: IntArray = np.concatenate((decodes.rows, prefill_rows[samples]))
+            mask_rows, masks = _masks(sampled, rows, fill_masks)
+        return StepPlan(
+            step_id=self.step_id,
+            rows_epoch=decodes.epoch,
+            released=np.array(released, dtype=np.int32) if released else NO_IDS,
+            admitted=tuple(self.admitted),
+            block_rows=self.block_rows,
+            block_ids=self.block_ids,
+            copies=np.array(self.copies, dtype=np.int32) if self.copies else NO_PAIRS,
+            decode_rows=decodes.rows,
+            prefill_rows=prefill_rows,
+            prefill_tokens=prefill_tokens,
+            prefill_samples=samples,
+            mask_rows=mask_rows,
+            masks=masks,
+        )
+
+    def _advance_prefills(self, rows: RowState) -> tuple[IntArray, IntArray, BoolArray]:
+        """The plan's ``prefill_rows``, ``prefill_tokens`` and ``prefill_samples``."""
+        if not self.prefills:
+            return NO_IDS, NO_IDS, NO_FLAGS
+        prefilled = np.array([sequence.row for sequence, _ in self.prefills])
+        num_tokens = np.array([count for _, count in self.prefills])
+        rows.num_scheduled[prefilled] += num_tokens
+        samples: BoolArray = rows.num_tokens[prefilled] == rows.num_scheduled[prefilled]
+        if samples.any():
+            rows.start_decoding(prefilled[samples])
+        return prefilled.astype(np.int32), num_tokens.astype(np.int32), samples
 
 
 class StepBuilder:
@@ -16,8 +195,8 @@ class StepBuilder:
     Progress: the first of all running sequences is never preempted, because it alone always fits into the pool; every
     other gives way to it.  So the first one finishes, and by induction all do.  That it fits has two reasons.  No
     sequence is let in whose tokens need more blocks than the pool has, if those behind windows are given back before
-    new ones are taken (``SchedulerLimits.capacity_tokens``).  And a chunk of a prompt is never longer than what fits
-    alone, which is at least up to the end of a block (``BlockManager.chunk_limit``).
+    new ones are allocated (``SchedulerLimits.capacity_tokens``).  And a chunk of a prompt is never longer than what
+    fits alone, which is at least up to the end of a block (``BlockManager.chunk_limit``).
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -27,45 +206,18 @@ class StepBuilder:
 
     def schedule_decodes(self, draft: StepDraft) -> None:
         """One token for each row in DECODE, as far as the budget goes."""
-        rows = self._without_waiting_for_tokens(draft)
+        chosen = self._ready_rows(draft)
         if draft.stalled:
             return
-        if len(rows) > draft.budget:
-            rows = self._first_in_order(rows, draft.budget)
-        if len(rows) == 0:
+        if len(chosen.rows) > draft.budget:
+            chosen = self._first_in_order(chosen, draft.budget)
+        if len(chosen.rows) == 0:
             return
-        crossing = self._rows.at_block_end(rows)
+        crossing = self._rows.at_block_end(chosen)
         if len(crossing):
-            rows = self._take_blocks(draft, rows, crossing)
-        draft.decode_rows = rows
-        draft.budget -= len(rows)
-
-    def _take_blocks(self, draft: StepDraft, rows: IntArray, crossing: IntArray) -> IntArray:
-        """A logical block for each of ``crossing``; ``rows`` without those that had to give way, none if the step must
-        wait."""
-        self._blocks.expire(crossing, self._rows.num_scheduled[crossing])
-        while not self._blocks.has_room(len(crossing) * self._blocks.num_groups):
-            if not draft.may_preempt:
-                draft.stalled = True
-                return NO_IDS
-            self._batch.preempt(self._batch.victim())
-            draft.short = True
-            rows = rows[self._rows.phase[rows] == SequencePhase.DECODE]
-            crossing = self._rows.at_block_end(rows) if len(rows) else NO_IDS
-        if len(crossing):
-            draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
-        return rows
-
-    def _without_waiting_for_tokens(self, draft: StepDraft) -> IntArray:
-        """The rows in DECODE but those whose grammar must see a token first that a step in flight computes.
-
-        If these are half of the rows or more, the step waits for that token: running the others alone would cost more.
-        """
-        rows = self._rows.decode_rows()
-        if self._rows.num_constrained and (awaits := self._rows.awaits_token(rows)).any():
-            draft.stalled = 2 * int(awaits.sum()) >= len(rows)
-            rows = rows[~awaits]
-        return rows
+            chosen = self._give_blocks(draft, chosen, crossing)
+        draft.decodes = chosen
+        draft.budget -= len(chosen.rows)
 
     def schedule_prefills(self, draft: StepDraft) -> None:
         """The next chunk of each row in PREFILL, first in order first, as far as budget and blocks go."""
@@ -83,6 +235,37 @@ class StepBuilder:
         if draft.short:
             draft.drop_preempted(self._rows)
 
+    def _ready_rows(self, draft: StepDraft) -> RowSet:
+        """The rows in DECODE, without those whose grammar must see a token first that a step in flight computes.
+
+        If these are half of the rows or more, the step waits for that token: running the others alone would cost more.
+        """
+        chosen = self._rows.decoding()
+        if self._rows.num_constrained and (awaits := self._rows.awaits_token(chosen.rows)).any():
+            draft.stalled = 2 * int(awaits.sum()) >= len(awaits)
+            chosen = self._rows.row_set(chosen.rows[~awaits])
+        return chosen
+
+    def _first_in_order(self, chosen: RowSet, count: int) -> RowSet:
+        first = sorted(chosen.sequences, key=lambda sequence: sequence.key)[:count]
+        return self._rows.row_set(np.array(sorted(sequence.row for sequence in first), dtype=np.int32))
+
+    def _give_blocks(self, draft: StepDraft, chosen: RowSet, crossing: IntArray) -> RowSet:
+        """A logical block for each of ``crossing``; ``chosen`` without the rows that were preempted for it, none if the
+        step must wait."""
+        self._blocks.expire(crossing, self._rows.num_scheduled[crossing])
+        while not self._blocks.has_room(len(crossing) * self._blocks.num_groups):
+            if not draft.may_preempt:
+                draft.stalled = True
+                return NO_ROWS
+            self._batch.preempt(self._batch.victim())
+            draft.short = True
+            chosen = self._rows.row_set(chosen.rows[self._rows.phase[chosen.rows] == SequencePhase.DECODE])
+            crossing = self._rows.at_block_end(chosen)
+        if len(crossing):
+            draft.add_blocks(crossing, self._blocks.grow_rows(crossing))
+        return chosen
+
     def _grow(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens; False if the row has to wait for those before it in order."""
         row = sequence.row
@@ -99,6 +282,11 @@ class StepBuilder:
             draft.add_blocks(np.full(count, row, dtype=np.int32), self._blocks.grow(row, count))
         return True
 
-    def _first_in_order(self, rows: IntArray, count: int) -> IntArray:
-        chosen = sorted(self._rows.row_set(rows).sequences, key=lambda sequence: sequence.key)[:count]
-        return np.array(sorted(sequence.row for sequence in chosen), dtype=np.int32)
+
+def _masks(sampled: IntArray, rows: RowState, fill_masks: FillMasks | None) -> tuple[IntArray, IntArray]:
+    """The plan's ``mask_rows`` and ``masks``: one for every constrained row of ``sampled`` (n,)."""
+    constrained: IntArray = sampled[rows.is_constrained[sampled]]
+    if not len(constrained):
+        return NO_IDS, NO_MASKS
+    assert fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
+    return constrained, fill_masks([sequence.constraint for sequence in rows.row_set(constrained).sequences])

@@ -1,6 +1,6 @@
-"""The scheduler as people look at it: the pool as a grid, the running sequences with their block tables.
+"""What the scheduler shows: its statistics, the pool as a grid, the running sequences with their block tables.
 
-Everything is bounded, whatever the size of the pool and the batch, and made only when somebody asks::
+A view is bounded, whatever the size of the pool and the batch, and costs nothing until it is asked for::
 
     cell    state                          byte i of ``cells``:   bits 0-1   cell 4 i
     0       free                                                  bits 2-3   cell 4 i + 1
@@ -16,13 +16,31 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.sched.batch import Batch
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.step_builder import Batch
 from tp_engine.units import ceil_div
 
 _MAX_ID = 24
 _CELLS_PER_BYTE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot.  ``num_live_tokens`` have K/V in used blocks, and count in each group of layers that holds them;
+    ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_used_blocks: int
+    num_live_tokens: int
+    fragmentation: float
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
 from tp_engine.sched.allocation_monitor import AllocationMonitor
-from tp_engine.sched.stats import SchedulerStats
-from tp_engine.sched.view import ViewLimits
+from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.server.metrics.requests import RequestFigures
 
 logger = get_logger(__name__)
