@@ -16,7 +16,8 @@ from tests.fake_engine import FakeEngine
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.input_processor import InputProcessor, load_tokenizer
-from tp_engine.api.output_processor import OutputProcessor
+from tp_engine.api.llm import LLM
+from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
 from tp_engine.options.launch import run_launched
@@ -31,7 +32,10 @@ class FakeLLM:
     def __init__(self, step_delay_s: float = 0.0) -> None:
         self.engine = new_engine(step_delay_s)
         self.input_processor = InputProcessor(INFO, _tokenizer())
-        self.output_processor = OutputProcessor(_tokenizer())
+        self.outputs = Outputs(_tokenizer())
+
+    def step(self) -> Processed:
+        return LLM.step(self)  # type: ignore[arg-type]
 
     def __enter__(self) -> FakeLLM:
         return self

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from tests.e2e.frontend import new_engine
 from tests.fake_engine import FakeEngine, fake_service
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.mailbox import MAX_FOLDED_TOKENS, MAX_WAITING
+from tp_engine.api.output_streams import MAX_FOLDED_TOKENS, MAX_WAITING
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
@@ -159,7 +159,7 @@ def test_a_reader_that_stops_reading_holds_a_bounded_number_of_updates(n: int) -
         client = Client(app, "POST", "/v1/completions", body)
         client.reading.clear()
         task = asyncio.create_task(client.run())
-        largest, streams = 0, state.llm._ready_streams
+        largest, streams = 0, state.llm._ready_outputs
         while not client.parts or (await state.llm.stats()).num_running:
             largest = max([largest, *map(len, streams._mailboxes.values())])
             await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ from tests.chat_templates import QWEN_LIKE
 from tests.e2e.frontend import END_OF_TURN, INFO
 from tests.fake_engine import FakeEngine
 from tp_engine.api.input_processor import load_tokenizer
-from tp_engine.api.mailbox import MAX_WAITING
+from tp_engine.api.output_streams import MAX_WAITING
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig

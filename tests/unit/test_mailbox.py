@@ -1,18 +1,17 @@
-"""A request's mailbox and the pipeline before it: order, bounds, and turns for others."""
+"""How steps reach mailboxes, and a mailbox itself: order, bounds, and turns for other tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
-from tp_engine.api.mailbox import MAX_FOLDED_TOKENS, MAX_WAITING, Mailbox
-from tp_engine.api.output_pipeline import SLICE, SMALL_STEP, OutputPipeline
-from tp_engine.api.output_processor import Processed
+from tp_engine.api.output_streams import MAX_FOLDED_TOKENS, MAX_WAITING, SLICE, SMALL_STEP, Mailbox, Outputs, Processed
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.request import StepOutput
+from tp_engine.errors import EngineDeadError
+from tp_engine.request import SequenceDelta, StepOutput
 
 DEADLINE_S = 15.0
 
@@ -68,21 +67,30 @@ def step(tokens: Sequence[int]) -> StepOutput:
     return StepOutput(request_ids=["a"] * len(tokens), indices=[0] * len(tokens), token_ids=list(tokens))
 
 
-class Journal:
-    """What a pipeline did: numbers as they were handed out, the threads it worked in, and the loop's turns."""
+class Journal(Outputs):
+    """Notes what it hands out: the numbers and the sizes of the parts, the threads it works in, the end."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.numbers: list[int] = []
         self.part_sizes: list[int] = []
         self.threads: list[int] = []
+        self.aborted: list[str] = []
+        self.ended: list[int] = []
 
-    def process(self, output: StepOutput) -> Processed:
+    def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
         self.threads.append(threading.get_ident())
-        return Processed(updates=[update(0, token_id) for token_id in output.token_ids], aborts=["x"])
+        return Processed(updates=[update(0, delta.new_token_ids[0]) for delta in deltas], aborts=["x"])
 
-    def deliver(self, processed: Processed) -> None:
-        self.part_sizes.append(len(processed.updates))
-        self.numbers += [one.token_ids[0] for one in processed.updates]
+    def _abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
+        self.part_sizes.append(len(updates))
+        self.numbers += [one.token_ids[0] for one in updates]
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        self.ended.append(len(self.numbers))
 
 
 def test_steps_are_handed_out_in_order_whatever_their_size() -> None:
@@ -90,25 +98,23 @@ def test_steps_are_handed_out_in_order_whatever_their_size() -> None:
 
     async def scenario() -> Journal:
         journal = Journal()
-        pipeline = OutputPipeline(journal.process, journal.deliver)
         sizes = [1, SMALL_STEP, SMALL_STEP + 1, 5 * SLICE + 3, 1, 2]
         first = 0
         for size in sizes:
-            pipeline.push(step(range(first, first + size)))
+            journal.on_output(step(range(first, first + size)))
             first += size
-        ended: list[int] = []
-        pipeline.after(lambda: ended.append(len(journal.numbers)))
-        await asyncio.wait_for(pipeline.keep_up(), DEADLINE_S)
-        assert ended == [first] and journal.numbers == list(range(first))
-        pipeline.push(step([first]))
-        assert journal.numbers[-1] == first, "an idle pipeline hands a small step out at once"
-        await pipeline.close()
+        journal.on_ended(EngineDeadError("over"))
+        await asyncio.wait_for(journal.keep_up(), DEADLINE_S)
+        assert journal.ended == [first] and journal.numbers == list(range(first))
+        journal.on_output(step([first]))
+        assert journal.numbers[-1] == first, "with nothing before it, a small step is handed out at once"
+        await journal.close()
         return journal
 
     journal = asyncio.run(scenario())
     own = threading.get_ident()
     assert [thread == own for thread in journal.threads] == [True, True, False, False, False, False, True]
-    assert max(journal.part_sizes) <= SLICE
+    assert max(journal.part_sizes) <= SLICE and journal.aborted == ["x"] * 7
 
 
 def test_other_tasks_have_turns_while_a_large_step_is_handed_out() -> None:
@@ -116,7 +122,6 @@ def test_other_tasks_have_turns_while_a_large_step_is_handed_out() -> None:
 
     async def scenario() -> None:
         journal = Journal()
-        pipeline = OutputPipeline(journal.process, journal.deliver)
         seen: list[int] = []
 
         async def count() -> None:
@@ -125,26 +130,28 @@ def test_other_tasks_have_turns_while_a_large_step_is_handed_out() -> None:
                 await asyncio.sleep(0)
 
         counting = asyncio.get_running_loop().create_task(count())
-        pipeline.push(step(range(10 * SLICE)))
-        await asyncio.wait_for(pipeline.keep_up(), DEADLINE_S)
+        journal.on_output(step(range(10 * SLICE)))
+        await asyncio.wait_for(journal.keep_up(), DEADLINE_S)
         counting.cancel()
-        await pipeline.close()
+        await journal.close()
         assert len(set(seen)) >= 10
 
     asyncio.run(scenario())
 
 
+class Broken(Outputs):
+    def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
+        raise ValueError("broken tokenizer")
+
+
 def test_what_goes_wrong_in_the_other_thread_is_raised() -> None:
-    """Oracle: the error of ``process`` reaches whoever waits for the pipeline."""
+    """Oracle: the error of ``process`` reaches the task that waits in ``keep_up``."""
 
     async def scenario() -> None:
-        def fail(_: StepOutput) -> Processed:
-            raise ValueError("broken tokenizer")
-
-        pipeline = OutputPipeline(fail, lambda _: None)
-        pipeline.push(step(range(100)))
+        journal = Broken()
+        journal.on_output(step(range(100)))
         with pytest.raises(ValueError, match="broken tokenizer"):
-            await asyncio.wait_for(pipeline.keep_up(), DEADLINE_S)
-        await pipeline.close()
+            await asyncio.wait_for(journal.keep_up(), DEADLINE_S)
+        await journal.close()
 
     asyncio.run(scenario())

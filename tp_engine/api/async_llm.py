@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
+from tp_engine.api.output_streams import Outputs
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.api.request_streams import RequestStreams
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.detokenizer import TokenDecoder
@@ -50,7 +50,7 @@ class AsyncLLM:
         self._service: ServiceHandle | None = None
         self._watching: asyncio.Task[None] | None = None
         self._client: EngineClient | None = None
-        self._streams: RequestStreams | None = None
+        self._outputs: Outputs | None = None
         self._input: InputProcessor | None = None
         self._starting = asyncio.Lock()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
@@ -97,11 +97,11 @@ class AsyncLLM:
 
     def stream_request(self, request: EngineRequest, prompt: str | None = None) -> AsyncGenerator[SequenceUpdate, None]:
         """As ``stream``, for a request that ``input_processor`` has made; ``prompt`` is kept for its output."""
-        return self._ready_streams.stream(request, prompt)
+        return self._ready_outputs.stream(request, prompt)
 
     def stream_batches(self, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
         """As ``stream_request``, with all updates together that came while the reader was busy."""
-        return self._ready_streams.batches(request, None)
+        return self._ready_outputs.batches(request, None)
 
     async def generate(
         self,
@@ -115,7 +115,7 @@ class AsyncLLM:
         request_id = request_id or new_request_id()
         async with aclosing(self.stream(prompt, params, request_id=request_id, priority=priority)) as updates:
             async for update in updates:
-                output = update.request_output or self._ready_streams.so_far(request_id)
+                output = update.request_output or self._ready_outputs.so_far(request_id)
                 if output is not None:
                     yield output
 
@@ -185,8 +185,8 @@ class AsyncLLM:
                 self._client.stop()
                 await self._client.wait_ended(timeout_s=_STOP_TIMEOUT_S)
             await self._client.close()
-        if self._streams is not None:
-            await self._streams.close()
+        if self._outputs is not None:
+            await self._outputs.close()
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._service is not None:
@@ -221,12 +221,12 @@ class AsyncLLM:
     @property
     def decoder(self) -> TokenDecoder | None:
         """What turns token ids into text; None for a model without a tokenizer."""
-        return self._ready_streams.decoder
+        return self._ready_outputs.decoder
 
     @property
     def num_unfinished(self) -> int:
         """Requests whose streams have not ended."""
-        return 0 if self._streams is None else len(self._streams)
+        return 0 if self._outputs is None else self._outputs.num_streams
 
     @property
     def errored(self) -> bool:
@@ -249,9 +249,9 @@ class AsyncLLM:
         return self._client
 
     @property
-    def _ready_streams(self) -> RequestStreams:
-        assert self._streams is not None, "start() first"
-        return self._streams
+    def _ready_outputs(self) -> Outputs:
+        assert self._outputs is not None, "start() first"
+        return self._outputs
 
     async def _start(self, timeout_s: float) -> None:
         if self._config is not None:
@@ -261,16 +261,16 @@ class AsyncLLM:
             self._service = await asyncio.to_thread(spawn_service, self._config)
             self._address = self._service.address
         assert self._address is not None
-        streams = RequestStreams()
-        client = self._client = await EngineClient.connect(self._address, streams, timeout_s=timeout_s)
+        outputs = Outputs()
+        client = self._client = await EngineClient.connect(self._address, outputs, timeout_s=timeout_s)
         info, tokenizer = client.model_info, self._tokenizer_given
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(load_tokenizer, info.tokenizer, info.revision)
-        streams.open(client, tokenizer)
+        outputs.open(client, tokenizer)
         if self._service is not None:
             self._watching = asyncio.get_running_loop().create_task(self._watch_service(self._service, client))
         self._input = InputProcessor(info, tokenizer)
-        self._streams = streams
+        self._outputs = outputs
 
     async def _watch_service(self, service: ServiceHandle, client: EngineClient) -> None:
         """A rank 0 that is stopped can not end by itself, and nobody else is its parent."""

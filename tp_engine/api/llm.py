@@ -12,7 +12,7 @@ from tqdm import tqdm
 from tp_engine import env
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
-from tp_engine.api.output_processor import OutputProcessor
+from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.engine import Engine
@@ -53,7 +53,7 @@ class LLM(Closing):
         self.engine: Engine = start_engine(config)
         self._close = weakref.finalize(self, self.engine.close)
         self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
-        self.output_processor = OutputProcessor(tokenizer)
+        self.outputs = Outputs(tokenizer)
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = 0
 
@@ -125,7 +125,13 @@ class LLM(Closing):
             return self._run(requests, [None] * len(requests), use_tqdm=False)
 
         run_searches(searches, generate, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm)
-        return [beam_search_output(search, self.output_processor.decoder) for search in searches]
+        return [beam_search_output(search, self.outputs.decoder) for search in searches]
+
+    def step(self) -> Processed:
+        """One step of the engine, and what it adds to the requests; those that stop strings ended are aborted."""
+        processed = self.outputs.process(self.engine.step())
+        self.engine.abort(processed.aborts)
+        return processed
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing is changed, while requests run."""
@@ -148,11 +154,9 @@ class LLM(Closing):
             num_tokens, started_s = 0, time.monotonic()
             try:
                 while self.engine.has_unfinished:
-                    output = self.engine.step()
+                    processed = self.step()
                     self._observe()
-                    num_tokens += output.num_tokens
-                    processed = self.output_processor.process(output)
-                    self.engine.abort(processed.aborts)
+                    num_tokens += processed.num_tokens
                     finished |= {one.request_id: one for one in processed.finished}
                     if processed.finished:
                         rate = num_tokens / (time.monotonic() - started_s)
@@ -176,13 +180,13 @@ class LLM(Closing):
             except RequestError:
                 self._forget(requests)
                 raise
-            self.output_processor.add(request, text)
+            self.outputs.add(request, text)
 
     def _forget(self, requests: Sequence[EngineRequest]) -> None:
         """Take back what was queued, after an error or Ctrl-C, so that the next call starts clean."""
         self.engine.abort([request.request_id for request in requests])
         for request in requests:
-            self.output_processor.forget(request.request_id)
+            self.outputs.forget(request.request_id)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

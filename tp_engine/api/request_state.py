@@ -34,6 +34,17 @@ class SequenceUpdate:
     error: str | None = None
     request_output: RequestOutput | None = None
 
+    def append(self, later: SequenceUpdate) -> None:
+        """Become one update with the next one of the same sequence."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.num_output_tokens = later.num_output_tokens
+        self.num_cached_tokens = later.num_cached_tokens
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.request_output = later.request_output
+
 
 class _SequenceState:
     """One of the ``n`` sequences."""

@@ -33,7 +33,7 @@ def test_every_line_gets_its_result(
     """Oracle: the fake engine repeats each prompt; bad lines are told apart by their codes; nothing keeps running."""
     summary = run(source, tmp_path / "out.jsonl", summary_file=str(tmp_path / "summary.json"))
     check_all_there(tmp_path / "out.jsonl")
-    assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
+    assert not llm.engine.has_unfinished and len(llm.outputs) == 0
     counts = (summary.num_lines, summary.num_succeeded, summary.num_failed, summary.num_earlier, summary.num_remaining)
     assert counts == (NUM_LINES, NUM_LINES - 5, 5, 0, 0)
     assert summary.status == "completed" and summary.errors["invalid_request"] == summary.errors["model_not_found"] == 1
@@ -113,7 +113,7 @@ def test_beam_search(llm: FakeLLM, tmp_path: Path) -> None:
     texts = {name: [choice["text"] for choice in results[name]["body"]["choices"]] for name in ("two", "plain", "best")}
     assert texts == {"two": ["aa", "ab", "ba", "kk", "kl", "lk"], "plain": ["xab"], "best": ["pp"]}
     assert results["stop"]["status_code"] == 400 and results["stop"]["body"]["error"]["param"] == "stop"
-    assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
+    assert not llm.engine.has_unfinished and len(llm.outputs) == 0
 
 
 @pytest.mark.parametrize("order", ["finished", "input"])
@@ -190,7 +190,7 @@ def test_few_lines_are_in_flight(llm: FakeLLM, source: Path, tmp_path: Path) -> 
 
     def counting_step() -> Any:
         nonlocal most
-        most = max(most, len(llm.output_processor))
+        most = max(most, len(llm.outputs))
         return step()
 
     llm.engine.step = counting_step  # type: ignore[method-assign]
@@ -262,7 +262,7 @@ def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, mo
     assert statuses == {"nan": 500, "fits": 400, "bug": 500, "good": 200}
     codes = [results[name]["error"]["code"] for name in ("nan", "fits", "bug")]
     assert codes == ["generation_failed", "context_length_exceeded", "internal_error"]
-    assert not llm.engine.has_unfinished and len(llm.output_processor) == 0
+    assert not llm.engine.has_unfinished and len(llm.outputs) == 0
 
 
 def test_standard_streams(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ class BatchRun:
 
     def _run_lines(self, source: Source, results: Results) -> BatchStatus:
         with LLM(**dataclasses.asdict(self._config)) as llm, self._outcomes(results) as outcomes:
-            context = self._context(llm.input_processor, llm.engine.model_info, llm.output_processor.decoder)
+            context = self._context(llm.input_processor, llm.engine.model_info, llm.outputs.decoder)
             lines = open_lines(source, self._survey, lambda request: prepare_request(request, context))
             with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:
                 runner = LineRunner(llm, ahead, outcomes, max_in_flight=self._max_in_flight)

@@ -21,7 +21,7 @@ from tp_engine.api.batch_job.source import Source
 from tp_engine.api.batch_job.survey import LineState, Survey
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.api.output_processor import Processed
+from tp_engine.api.output_streams import Processed
 from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
@@ -88,7 +88,7 @@ class LineRunner:
             self._submit(running, prompt)
         if running.failure is not None:
             started = [request_id for request_id, (line, _) in self._requests.items() if line is running]
-            self._llm.output_processor.process(self._llm.engine.abort(started))
+            self._llm.outputs.process(self._llm.engine.abort(started))
             for request_id in started:
                 del self._requests[request_id]
             self._outcomes.put(work.ordinal, Outcome(work.request.failure(running.failure)))
@@ -101,16 +101,14 @@ class LineRunner:
             except RequestError as error:
                 running.failure = error
                 return
-            self._llm.output_processor.add(engine_request)
+            self._llm.outputs.add(engine_request)
             self._requests[engine_request.request_id] = (running, prompt)
             running.num_requests += 1
 
     def _step(self) -> None:
         """One step of the engine; lines that it completes are written."""
-        engine, processor = self._llm.engine, self._llm.output_processor
-        processed = processor.process(engine.step())
-        processor.process(engine.abort(processed.aborts))
-        self._outcomes.step(sum(len(update.token_ids) for update in processed.updates))
+        processed = self._llm.step()
+        self._outcomes.step(processed.num_tokens)
         self._note_errors(processed)
         for output in processed.finished:
             self._finish_prompt(output)

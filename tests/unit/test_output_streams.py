@@ -9,7 +9,7 @@ import pytest
 
 from tests.fake_engine import FakeEngine, says
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
-from tp_engine.api.output_processor import OutputProcessor, Processed
+from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import Logprob, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
@@ -34,24 +34,24 @@ def make_request(request_id: str = "r", prompt: list[int] | None = None, **param
 
 
 class Job:
-    """Requests run to their end through a processor; everything that came out."""
+    """Requests run to their end through a outputs; everything that came out."""
 
     def __init__(self, token_ids: list[int], *requests: EngineRequest, tokenizer: Any = TOKENIZER) -> None:
         self.engine = FakeEngine(says(token_ids))
-        self.processor = OutputProcessor(tokenizer)
+        self.streams = Outputs(tokenizer)
         self.updates: list[SequenceUpdate] = []
         self.outputs: dict[str, RequestOutput] = {}
         for request in requests:
             self.engine.add_request(request)
-            self.processor.add(request)
+            self.streams.add(request)
         while self.engine.has_unfinished:
-            self._take(self.processor.process(self.engine.step()))
+            self._take(self.streams.process(self.engine.step()))
 
     def _take(self, processed: Processed) -> None:
         self.updates += processed.updates
         self.outputs |= {output.request_id: output for output in processed.finished}
         if processed.aborts:
-            assert not self.processor.process(self.engine.abort(processed.aborts)).updates
+            assert not self.streams.process(self.engine.abort(processed.aborts)).updates
 
     def text(self, index: int = 0) -> str:
         return "".join(update.text for update in self.updates if update.index == index)
@@ -65,7 +65,7 @@ def test_streams_equal_the_output_and_the_text(text: str) -> None:
     assert job.text() == completion.text == text
     assert completion.token_ids == [*ids_of(text), EOS]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
-    assert job.updates[-1].request_output is job.outputs["r"] and len(job.processor) == 0
+    assert job.updates[-1].request_output is job.outputs["r"] and len(job.streams) == 0
     assert [update.num_output_tokens for update in job.updates] == list(range(1, len(completion.token_ids) + 1))
 
 
@@ -139,12 +139,12 @@ def test_min_tokens_lets_early_stop_strings_pass() -> None:
 
 def test_n_sequences_end_by_themselves() -> None:
     """Oracle: deltas by hand; a stopped sequence ignores what follows, the abort comes when all have ended."""
-    processor = OutputProcessor(TOKENIZER)
-    processor.add(make_request(n=2, stop="x"), "the prompt")
+    outputs = Outputs(TOKENIZER)
+    outputs.add(make_request(n=2, stop="x"), "the prompt")
     ids_x, ids_a = ids_of("x"), ids_of("a")
 
     def step(*pairs: tuple[int, list[int], FinishReason | None]) -> Processed:
-        return processor.process(
+        return outputs.process(
             SequenceDelta(request_id="r", index=index, new_token_ids=ids, finish_reason=reason)
             for index, ids, reason in pairs
         )
@@ -166,13 +166,13 @@ def test_n_sequences_end_by_themselves() -> None:
 def test_abort_and_error_end_a_request() -> None:
     """Oracle: the engine's finish reasons pass through, held text is shown, nothing is aborted again."""
     for reason, error in ((FinishReason.ABORT, None), (FinishReason.ERROR, "rank 1: broke")):
-        processor = OutputProcessor(TOKENIZER)
-        processor.add(make_request(stop="stop"))
+        outputs = Outputs(TOKENIZER)
+        outputs.add(make_request(stop="stop"))
         deltas = [
             SequenceDelta(request_id="r", index=0, new_token_ids=ids_of("a st")),
             SequenceDelta(request_id="r", index=0, new_token_ids=[], finish_reason=reason, error=error),
         ]
-        processed = processor.process(deltas)
+        processed = outputs.process(deltas)
         last = processed.updates[-1]
         assert (last.text, last.finish_reason, last.error) == ("st", reason.value, error)
         assert processed.finished[0].outputs[0].text == "a st" and processed.aborts == []
@@ -213,17 +213,17 @@ def test_logprobs_end_with_the_tokens_at_a_stop_string() -> None:
 
 def test_metrics() -> None:
     """Oracle: times by hand; TPOT is the mean after the first token."""
-    processor = OutputProcessor(None)
+    outputs = Outputs(None)
     request = make_request()
-    processor.add(request)
+    outputs.add(request)
     now_s = time.monotonic()
     first = SequenceDelta(
         request_id="r", index=0, new_token_ids=[5], num_cached_tokens=2, first_scheduled_s=request.arrival_s + 0.001
     )
-    processor.process([first])
+    outputs.process([first])
     time.sleep(0.05)
     last = SequenceDelta(request_id="r", index=0, new_token_ids=[6, 7], finish_reason=FinishReason.LENGTH)
-    output = processor.process([last]).finished[0]
+    output = outputs.process([last]).finished[0]
     metrics = output.metrics
     assert metrics is not None and output.num_cached_tokens == 2
     assert metrics.queue_s == pytest.approx(0.001)
@@ -242,12 +242,12 @@ def test_without_a_tokenizer_ids_and_logprobs_still_come() -> None:
 
 def test_so_far_is_a_copy() -> None:
     """Oracle: what came later is not in it; a request that ended or never was has none."""
-    processor = OutputProcessor(TOKENIZER)
-    processor.add(make_request())
-    processor.process([SequenceDelta(request_id="r", index=0, new_token_ids=ids_of("the"))])
-    so_far = processor.so_far("r")
-    processor.process([SequenceDelta(request_id="r", index=0, new_token_ids=ids_of(" fox"))])
+    outputs = Outputs(TOKENIZER)
+    outputs.add(make_request())
+    outputs.process([SequenceDelta(request_id="r", index=0, new_token_ids=ids_of("the"))])
+    so_far = outputs.so_far("r")
+    outputs.process([SequenceDelta(request_id="r", index=0, new_token_ids=ids_of(" fox"))])
     assert so_far is not None and (so_far.outputs[0].text, so_far.finished) == ("the", False)
-    processor.forget("r")
-    processor.forget("r")
-    assert processor.so_far("r") is None
+    outputs.forget("r")
+    outputs.forget("r")
+    assert outputs.so_far("r") is None

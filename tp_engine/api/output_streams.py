@@ -1,0 +1,275 @@
+"""From the engine's steps to the updates that wait in each request's mailbox.
+
+::
+
+    StepOutput -> process: states, detokenizing -> updates -> mailbox of each request -> its reader
+
+    a small step, none before it    processed and handed out at once
+    any other step                  processed in a thread, handed out SLICE updates per turn of the event loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tp_engine.api.request_state import RequestState, SequenceUpdate
+from tp_engine.engine.detokenizer import TokenDecoder
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
+
+if TYPE_CHECKING:
+    from tp_engine.engine.client import EngineClient  # sockets, which ``LLM`` does not need
+
+SMALL_STEP = 32  # updates; they take about a third of a millisecond
+SLICE = 32
+MAX_WAITING = 64
+MAX_FOLDED_TOKENS = 256
+
+
+@dataclass(slots=True)
+class Processed:
+    """The updates of a step.  ``aborts`` are requests that ended here but still run in the engine: abort them."""
+
+    updates: list[SequenceUpdate] = field(default_factory=list)
+    finished: list[RequestOutput] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all updates."""
+        return sum(len(update.token_ids) for update in self.updates)
+
+
+class Outputs:
+    """The requests in flight: a state for each, and a mailbox for each that is streamed.
+
+    ``LLM`` and the batch job ``add`` requests and ``process`` steps.  ``AsyncLLM`` calls ``open`` and reads ``batches``
+    or ``stream``; the engine's client calls the methods of ``EngineEvents``, in the event loop's thread.  Without a
+    tokenizer texts are empty.
+
+    A sequence that a stop string ended still runs in the engine: its further deltas are ignored, and when all sequences
+    of its request have ended, the request is among ``Processed.aborts``.
+    """
+
+    _client: EngineClient
+
+    def __init__(self, tokenizer: Any | None = None) -> None:
+        self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
+        self._states: dict[str, RequestState] = {}
+        self._lock = threading.Lock()  # ``so_far`` may read a state while the thread processes a step
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="detokenizing")
+        self._waiting: deque[StepOutput | EngineDeadError] = deque()
+        self._handing_out: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, request: EngineRequest, prompt: str | None = None) -> None:
+        """Expect deltas of ``request``; ``prompt`` is its text, if it came as text."""
+        assert request.request_id not in self._states, request.request_id
+        self._states[request.request_id] = RequestState(request, prompt, self.decoder)
+
+    def forget(self, request_id: str) -> bool:
+        """Ignore the request from now on; False for one that is unknown or has ended."""
+        return self._states.pop(request_id, None) is not None
+
+    def so_far(self, request_id: str) -> RequestOutput | None:
+        """A copy of what the request has generated until now; None once it has ended."""
+        state = self._states.get(request_id)
+        with self._lock:
+            return None if state is None else state.output(time.monotonic())
+
+    def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
+        """Apply deltas in the engine's order; those of unknown and ended requests are ignored."""
+        processed, now_s = Processed(), time.monotonic()
+        for delta in deltas:
+            state = self._states.get(delta.request_id)
+            if state is None:
+                continue
+            with self._lock:
+                update = state.apply(delta, now_s)
+            if update is None:
+                continue
+            processed.updates.append(update)
+            if state.finished:
+                self._states.pop(delta.request_id, None)
+                update.request_output = state.output(now_s)
+                processed.finished.append(update.request_output)
+                if state.runs_in_engine:
+                    processed.aborts.append(delta.request_id)
+        return processed
+
+    def open(self, client: EngineClient, tokenizer: Any | None) -> None:
+        """The client is connected: from now on requests can be streamed."""
+        self._client = client
+        self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
+
+    async def close(self) -> None:
+        """The client has been closed: hand out what is left, so that the streams end."""
+        while self._handing_out is not None:
+            await asyncio.wait([self._handing_out])
+        self._thread.shutdown(wait=False)
+
+    @property
+    def num_streams(self) -> int:
+        """Requests whose streams have not ended."""
+        return len(self._mailboxes)
+
+    async def stream(self, request: EngineRequest, prompt: str | None) -> AsyncGenerator[SequenceUpdate, None]:
+        """Send the request and yield its updates; leaving early aborts it."""
+        async with aclosing(self.batches(request, prompt)) as batches:
+            async for updates in batches:
+                for update in updates:
+                    yield update
+
+    async def batches(self, request: EngineRequest, prompt: str | None) -> AsyncGenerator[list[SequenceUpdate], None]:
+        """As ``stream``, with all updates together that came since the last time; a quick reader gets one at a time."""
+        request_id = request.request_id
+        if request_id in self._mailboxes:
+            raise RequestError(f"request_id {request_id!r} is in use; give each request its own", param="request_id")
+        self._client.add_request(request)
+        self.add(request, prompt)
+        mailbox = self._mailboxes[request_id] = Mailbox()
+        try:
+            while True:
+                updates = await mailbox.take()
+                yield updates
+                if updates[-1].request_output is not None:
+                    return
+        finally:
+            del self._mailboxes[request_id]
+            if self.forget(request_id):
+                self._client.abort([request_id])
+
+    def on_output(self, output: StepOutput) -> None:
+        """Hand each request its updates; abort in the engine the requests that stop strings ended here."""
+        if self._handing_out is None and len(output) <= SMALL_STEP:
+            processed = self.process(output)
+            self._abort(processed.aborts)
+            self._deliver(processed.updates)
+        else:
+            self._hand_out_later(output)
+
+    async def keep_up(self) -> None:
+        """Return when all has been handed out and other tasks have had a turn; raises what went wrong."""
+        if self._handing_out is None:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.shield(self._handing_out)
+
+    def on_rejected(self, request_id: str, error: RequestError) -> None:
+        """The engine refused a request: its reader gets the error."""
+        self.forget(request_id)
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None:
+            mailbox.fail(error)
+
+    def on_ended(self, error: EngineDeadError) -> None:
+        """Every reader gets an error of its own, behind the updates that came before."""
+        if self._handing_out is None:
+            self._fail_all(error)
+        else:
+            self._hand_out_later(error)
+
+    def _hand_out_later(self, item: StepOutput | EngineDeadError) -> None:
+        self._waiting.append(item)
+        if self._handing_out is None:
+            self._handing_out = asyncio.get_running_loop().create_task(self._hand_out())
+
+    async def _hand_out(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                item = self._waiting.popleft()
+                if isinstance(item, EngineDeadError):
+                    self._fail_all(item)
+                    continue
+                processed = await loop.run_in_executor(self._thread, self.process, item)
+                self._abort(processed.aborts)
+                for start in range(0, max(1, len(processed.updates)), SLICE):
+                    self._deliver(processed.updates[start : start + SLICE])
+                    await asyncio.sleep(0)
+        finally:
+            self._handing_out = None
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._client.abort(request_ids)
+
+    def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
+        mailboxes = self._mailboxes
+        for update in updates:
+            mailbox = mailboxes.get(update.request_id)
+            if mailbox is not None:
+                mailbox.put(update)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for request_id, mailbox in self._mailboxes.items():
+            if self.forget(request_id):
+                mailbox.fail(EngineDeadError(str(error)))
+
+
+class Mailbox:
+    """One request's updates that its reader has not taken, and the error behind them; for the event loop's thread only.
+
+    ::
+
+        put                     [u u u u ...]   each update stays as it is, so that it becomes its own chunk
+        from MAX_WAITING on     an update is folded into the last one of its sequence, up to MAX_FOLDED_TOKENS tokens
+    """
+
+    def __init__(self) -> None:
+        self._updates: list[SequenceUpdate] = []
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._updates)
+
+    def put(self, update: SequenceUpdate) -> None:
+        """Add an update."""
+        if len(self._updates) < MAX_WAITING or not self._fold(update):
+            self._updates.append(update)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` in ``take``, behind the updates."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[SequenceUpdate]:
+        """All updates that wait, at least one; raises the error once they have been taken."""
+        while not self._updates:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        taken, self._updates = self._updates, []
+        return taken
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _fold(self, update: SequenceUpdate) -> bool:
+        """Append ``update`` to the last one of its sequence; False if there is none, or it would grow too long."""
+        for last in reversed(self._updates):
+            if last.index == update.index:
+                if len(last.token_ids) + len(update.token_ids) > MAX_FOLDED_TOKENS:
+                    return False
+                last.append(update)
+                return True
+        return False
