@@ -46,7 +46,7 @@ class EngineConfig:
     )
     revision: str | None = option(None, "hub revision of the model")
     tensor_parallel_size: int = option(1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"))
-    device: str = option("auto", "where to run; auto takes CUDA where there is a GPU", choices=DEVICES)
+    device: str = option("auto", "where to run; auto takes CUDA if there is a GPU", choices=DEVICES)
     devices: str | None = option(
         None, "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)"
     )
@@ -65,16 +65,16 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         f"attention implementation, or PREFILL:DECODE for two that share the work: {', '.join(ATTENTION_BACKENDS)}; "
-        "auto takes triton on GPUs and native on CPUs, and others where these can not be used",
+        "auto takes triton on GPUs and native on CPUs, and another one if these can not be used",
     )
     all_reduce: str = option(
         "auto",
         "how ranks add up their parts; GPUs: nccl, or symm_mem (memory that they share) for all but large tensors; "
-        "CPUs: gloo, or shm (shared memory); auto takes symm_mem where the GPUs can, shm for CPUs of one host",
+        "CPUs: gloo, or shm (shared memory); auto takes symm_mem if the GPUs can, shm for CPUs of one host",
         choices=ALL_REDUCES,
     )
     fuse_all_reduce_norm: bool = option(
-        False, "add up, add to the residual and normalise in one kernel, where all_reduce uses shared memory"
+        False, "all-reduce, residual sum and norm in one kernel, if all_reduce uses shared memory"
     )
     enforce_eager: bool = option(
         False, "launch every kernel of every step: no CUDA graphs, no tapes on CPUs", flags=("--disable-cuda-graph",)
@@ -106,21 +106,21 @@ class EngineConfig:
     )
     structured_outputs_config: str | None = option(
         None,
-        "JSON object with what structured output takes where a request says nothing: disable_any_whitespace, "
+        "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
         "whitespace_pattern, disable_additional_properties",
     )
     max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
-    seed: int = option(0, "seed of requests that bring none, and of dummy weights", flags=("--random-seed",))
+    seed: int = option(0, "seed of requests without one, and of dummy weights", flags=("--random-seed",))
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
-    hang_soft_limit_s: float = option(30.0, "a job that does not get ahead for so long logs the stacks of all ranks")
-    hang_hard_limit_s: float = option(120.0, "a job that does not get ahead for so long is ended, with the cause named")
+    hang_soft_limit_s: float = option(30.0, "after so long without progress the stacks of all ranks are logged")
+    hang_hard_limit_s: float = option(120.0, "after so long without progress the job ends and names the cause")
     profile: str | None = option(None, "folder for a torch.profiler trace of some steps of every rank (default: none)")
     profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included; or none")
     check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
     log_format: str = option("text", "lines for people, or one JSON object per line", choices=LOG_FORMATS)
     flight_recorder_dir: str | None = option(
-        None, "folder for the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"
+        None, "folder of the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"
     )
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class EngineConfig:
         if len(parts) > 2 or any(part not in known for part in parts):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}, or "
-                f"two of them but auto as PREFILL:DECODE"
+                f"two of them except auto as PREFILL:DECODE"
             )
 
     def _check_ranges(self) -> None:
