@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/models.md", "docs/reliability.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/models.md",
+    "docs/reliability.md",
+    "docs/serving.md",
+)
 # `folder/name.py`, `name.c`, `folder/`, but not `--flag`, /an/absolute/path or a NAME that stands for others.
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_-]+\.(?:py|c|h|md|toml|json|jinja)|(?:[a-z0-9_.-]+/)+)`")
 # Files of checkpoints and of users, which the documents name too.
