@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.openai.reasoning import ReasoningParser, ReasoningTokens, begins_inside
+from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningTokens
 
 
 def divide(text: Iterable[str], *, inside: bool, cut_off: bool = False) -> tuple[str, str, bool]:
-    parser = ReasoningParser(inside=inside)
+    parser = REASONING_FORMATS["qwen3"].new_parser(inside=inside)
     parts = [parser.feed(piece) for piece in text]
     has_reasoning = parser.has_reasoning
     parts.append(parser.finish(cut_off=cut_off))
@@ -74,15 +74,15 @@ def test_cut_off_by_a_limit(text: str, inside: bool, reasoning: str, answer: str
 )
 def test_what_the_prompt_says(parser: str, prompt: str, continued: str | None, disabled: bool, expected: bool) -> None:
     """Oracle: the ends of prompts of Qwen3, Qwen3 Thinking, DeepSeek R1 and V3.1, and messages to continue."""
-    assert begins_inside(parser, prompt, continued=continued, thinking_disabled=disabled) is expected
+    assert REASONING_FORMATS[parser].begins_inside(prompt, continued=continued, thinking_disabled=disabled) is expected
 
 
 def test_tokens_are_counted_with_and_without_a_token_for_the_mark() -> None:
     """Oracle: the tokens up to the mark's end, counted by hand; all of them where it never comes."""
-    assert ReasoningTokens(7, lambda ids: "").count([1, 2, 7, 3, 7]) == 3
-    assert ReasoningTokens(7, lambda ids: "").count([1, 2]) == 2
+    assert ReasoningTokens("</think>", 7, lambda ids: "").count([1, 2, 7, 3, 7]) == 3
+    assert ReasoningTokens("</think>", 7, lambda ids: "").count([1, 2]) == 2
     tokenizer = byte_level_tokenizer()
-    counter = ReasoningTokens.of(tokenizer)
+    counter = REASONING_FORMATS["qwen3"].tokens(tokenizer)
     assert counter.close_id is None
     thought = tokenizer.encode("<s>again and again</think>", add_special_tokens=False)
     assert counter.count([*thought, *tokenizer.encode("lazy dog")]) == len(thought)

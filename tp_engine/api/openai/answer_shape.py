@@ -108,7 +108,7 @@ class AnswerShape:
 
     def new_usage(self) -> Usage:
         """Counts of nothing yet."""
-        return Usage(reasoning_tokens=0 if self.parsing is not None and self.parsing.inside is not None else None)
+        return Usage(reasoning_tokens=0 if self.parsing is not None and self.parsing.reasoning is not None else None)
 
     def answer(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> JsonObject:
         """The whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the answers."""
@@ -211,7 +211,7 @@ def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: s
     """
     content = echo + parsed.content
     message: dict[str, Any] = {"role": role, "content": content if content or not _has_more(parsed) else None}
-    if parsing.inside is not None:
+    if parsing.reasoning is not None:
         message["reasoning_content"] = message["reasoning"] = parsed.reasoning or None
     if parsed.calls:
         message["tool_calls"] = [_call_json(*call) for call in parsed.calls]

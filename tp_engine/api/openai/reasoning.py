@@ -1,42 +1,67 @@
-"""Reasoning in generated text: ``<think>...</think>`` before the answer.
+"""Reasoning in generated text, such as ``<think>...</think>``, before the answer.
 
 ::
 
     BEFORE --<think>--> INSIDE --</think>--> BEHIND --not white space--> ANSWER
        +--------- anything else, unless the prompt opened the mark ----------^
 
-White space around the reasoning is layout and shown in neither part.  ``<think>`` counts at the beginning of the text
-only, so that an answer may speak of it.
+White space around the reasoning is layout: neither part shows it.  The opening mark counts at the beginning of the text
+only, so that an answer may contain it.
 """
 
 from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.api.openai.tools.events import partial_suffix
 
-OPEN = "<think>"
-CLOSE = "</think>"
-PARSERS = ("qwen3", "deepseek_r1")
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How some models mark reasoning; each format has a line in ``REASONING_FORMATS``.
 
-def begins_inside(parser: str, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> bool:
-    """Whether text that follows ``prompt`` is reasoning from its first character on.
-
-    Templates write the opening mark at the prompt's end, or, where thinking is off, both marks.  Where they write none,
-    a ``deepseek_r1`` model is taken to reason, and a ``qwen3`` model to open the mark itself.  ``continued`` is the
-    message that the model goes on with, if it does.
+    ``help`` describes it in ``--help``.  ``always``: where the prompt has no mark at its end, the text begins with
+    reasoning, without an opening mark; otherwise the model writes that mark itself.  Structured outputs behind
+    reasoning know the mark ``</think>`` only (``grammar/reasoning.py``).
     """
-    if continued is not None:
-        return continued.rfind(OPEN) > continued.rfind(CLOSE)
-    tail = prompt.rstrip()
-    if tail.endswith((OPEN, CLOSE)):
-        return tail.endswith(OPEN)
-    return parser == "deepseek_r1" and not thinking_disabled
+
+    help: str
+    always: bool = False
+    open: str = "<think>"
+    close: str = "</think>"
+
+    def begins_inside(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> bool:
+        """Whether text that follows ``prompt`` is reasoning from its first character on.
+
+        Templates write the opening mark at the prompt's end, or both marks if thinking is off.  ``continued`` is the
+        message that the model continues, if any.
+        """
+        if continued is not None:
+            return continued.rfind(self.open) > continued.rfind(self.close)
+        tail = prompt.rstrip()
+        if tail.endswith((self.open, self.close)):
+            return tail.endswith(self.open)
+        return self.always and not thinking_disabled
+
+    def new_parser(self, *, inside: bool) -> ReasoningParser:
+        """A parser for one sequence."""
+        return ReasoningParser(self.open, self.close, inside=inside)
+
+    def tokens(self, tokenizer: Any) -> ReasoningTokens:
+        """A counter of reasoning tokens, by the tokenizer's own vocabulary."""
+        token_ids = tokenizer.encode(self.close, add_special_tokens=False)
+        return ReasoningTokens(self.close, token_ids[0] if len(token_ids) == 1 else None, tokenizer.decode)
+
+
+# The name that --reasoning-parser takes -> the format.
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "qwen3": ReasoningFormat(help="the model writes <think> itself"),
+    "deepseek_r1": ReasoningFormat(help="texts always begin with reasoning", always=True),
+}
 
 
 class _State(enum.Enum):
@@ -53,7 +78,8 @@ class ReasoningParser:
     dropped.
     """
 
-    def __init__(self, *, inside: bool) -> None:
+    def __init__(self, open_mark: str, close_mark: str, *, inside: bool) -> None:
+        self._open, self._close = open_mark, close_mark
         self._inside = inside
         self._state = _State.BEFORE
         self._pending = ""
@@ -74,7 +100,7 @@ class ReasoningParser:
         """The next piece -> (reasoning, answer) that are settled now."""
         if self._state is _State.ANSWER:
             return "", text
-        if self._state is _State.INSIDE and not self._pending and "<" not in text:
+        if self._state is _State.INSIDE and not self._pending and self._close[0] not in text:
             return self._reasoning(text), ""
         self._pending += text
         if self._state is _State.BEFORE and not self._read_beginning():
@@ -94,20 +120,20 @@ class ReasoningParser:
     def _read_beginning(self) -> bool:
         """Whether it is known what the text begins with."""
         solid = self._pending.lstrip()
-        if solid.startswith(OPEN):
-            self._state, self._inside, self._pending = _State.INSIDE, True, solid[len(OPEN) :]
-        elif OPEN.startswith(solid):
+        if solid.startswith(self._open):
+            self._state, self._inside, self._pending = _State.INSIDE, True, solid[len(self._open) :]
+        elif self._open.startswith(solid):
             return False
         else:
             self._state = _State.INSIDE if self._inside else _State.ANSWER
         return True
 
     def _read_reasoning(self) -> str:
-        before, mark, after = self._pending.partition(CLOSE)
+        before, mark, after = self._pending.partition(self._close)
         if mark:
             self._state, self._pending = _State.BEHIND, after
             return self._reasoning(before)
-        settled = len(before) - partial_suffix(before, CLOSE)
+        settled = len(before) - partial_suffix(before, self._close)
         self._pending = before[settled:]
         return self._reasoning(before[:settled])
 
@@ -131,26 +157,21 @@ class ReasoningParser:
 class ReasoningTokens:
     """Counts the tokens of reasoning, its marks included: all that come before the answer.
 
-    ``close_id`` is the closing mark as a token, None where it takes several; ``decode`` turns tokens into text.
+    ``close_id`` is the closing mark ``close`` as a token, None if it takes several; ``decode`` turns tokens into text.
     """
 
+    close: str
     close_id: int | None
     decode: Callable[[list[int]], str]
 
-    @classmethod
-    def of(cls, tokenizer: Any) -> ReasoningTokens:
-        """By the tokenizer's own vocabulary."""
-        token_ids = tokenizer.encode(CLOSE, add_special_tokens=False)
-        return cls(token_ids[0] if len(token_ids) == 1 else None, tokenizer.decode)
-
     def count(self, token_ids: Sequence[int]) -> int:
-        """Tokens of an answer that began with reasoning up to the closing mark, or all if it never comes."""
+        """Tokens up to the closing mark of a text that began with reasoning; all of them if the mark never comes."""
         ids = list(token_ids)
         if self.close_id is not None:
             return ids.index(self.close_id) + 1 if self.close_id in ids else len(ids)
-        if CLOSE not in self.decode(ids):
+        if self.close not in self.decode(ids):
             return len(ids)
-        return bisect.bisect_left(range(len(ids)), True, key=lambda end: CLOSE in self.decode(ids[:end]))
+        return bisect.bisect_left(range(len(ids)), True, key=lambda end: self.close in self.decode(ids[:end]))
 
     def count_piece(self, token_ids: Sequence[int]) -> int:
         """As ``count``, for the tokens of one piece of a text that has not reached its answer."""

@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.api.openai.reasoning import OPEN as OPEN_REASONING
-from tp_engine.api.openai.reasoning import ReasoningTokens, begins_inside
-from tp_engine.api.openai.tools import hermes, llama3_json
+from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import SamplingParams
@@ -26,7 +24,6 @@ _TEMPLATE_FIELDS = (
 )
 # What only the body itself may say.
 _NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS[:3])
-_TOOL_MARKS = {"hermes": hermes.OPEN, "llama3_json": llama3_json.PYTHON_TAG}
 
 
 def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
@@ -63,15 +60,16 @@ def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) 
             "name a function in tool_choice, or leave tools out",
             param="tools",
         )
-    inside = _begins_inside(body, prompt, options)
-    if tools is None and inside is None:
+    reasoning = None if options.reasoning_parser is None else REASONING_FORMATS[options.reasoning_parser]
+    if tools is None and reasoning is None:
         return None
     return ChatParsing(
         tools=tools,
-        tool_format=options.tool_call_parser,
-        inside=inside,
+        tool_format=None if options.tool_call_parser is None else TOOL_FORMATS[options.tool_call_parser],
+        reasoning=reasoning,
+        inside=reasoning is not None and _begins_inside(body, prompt, reasoning),
         include_reasoning=body.include_reasoning is not False,
-        reasoning_tokens=None if inside is None else ReasoningTokens.of(processor.tokenizer),
+        reasoning_tokens=None if reasoning is None else reasoning.tokens(processor.tokenizer),
     )
 
 
@@ -81,7 +79,7 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
         return params
     if _are_special(parsing, processor):
         params = replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and parsing.inside is not None:
+    if params.structured_outputs is not None and parsing.reasoning is not None:
         constraint = replace(params.structured_outputs, reasoning="open" if parsing.inside else "optional")
         params = replace(params, structured_outputs=constraint)
     return params
@@ -89,18 +87,15 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
 
 def _are_special(parsing: ChatParsing, processor: InputProcessor) -> bool:
     """Whether the marks that are looked for are special tokens, which texts leave out unless told otherwise."""
-    marks = [] if parsing.inside is None else [OPEN_REASONING]
+    marks = [] if parsing.reasoning is None else [parsing.reasoning.open]
     if parsing.tools is not None and parsing.tools.choice == "auto" and parsing.tool_format is not None:
-        marks.append(_TOOL_MARKS[parsing.tool_format])
+        marks += parsing.tool_format.marks
     return any(mark in processor.tokenizer.all_special_tokens for mark in marks) if processor.tokenizer else False
 
 
-def _begins_inside(body: ChatBody, prompt: ChatPrompt, options: ChatOptions) -> bool | None:
-    """None where no reasoning is looked for."""
-    if options.reasoning_parser is None:
-        return None
+def _begins_inside(body: ChatBody, prompt: ChatPrompt, reasoning: ReasoningFormat) -> bool:
     template_options = body.chat_template_kwargs or {}
     disabled = body.reasoning_effort == "none" or any(
         template_options.get(name) is False for name in ("enable_thinking", "thinking")
     )
-    return begins_inside(options.reasoning_parser, prompt.text, continued=prompt.continued, thinking_disabled=disabled)
+    return reasoning.begins_inside(prompt.text, continued=prompt.continued, thinking_disabled=disabled)

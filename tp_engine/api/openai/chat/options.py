@@ -1,16 +1,23 @@
-"""Options of whatever serves chats: the server and the batch job have these fields, named as in ``vllm serve``."""
+"""Options on chats, which the server and the batch job share, named as in ``vllm serve``, and the formats they name."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_engine.api.openai.reasoning import PARSERS as REASONING_PARSERS
+from tp_engine.api.openai.reasoning import REASONING_FORMATS
+from tp_engine.api.openai.tools import hermes, llama3_json
+from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.config import option
 from tp_engine.errors import ConfigError
 
-TOOL_CALL_PARSERS = ("hermes", "llama3_json")
+# The name that --tool-call-parser takes -> the format, from a module of its own.
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": hermes.FORMAT,
+    "llama3_json": llama3_json.FORMAT,
+}
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 
@@ -27,13 +34,15 @@ class ChatOptions:
     enable_auto_tool_choice: bool = option(False, "let the model decide whether to call tools (needs tool_call_parser)")
     tool_call_parser: str | None = option(
         None,
-        "format of the model's tool calls: hermes (Qwen, Hermes) or llama3_json (Llama 3)",
-        choices=TOOL_CALL_PARSERS,
+        "format of the model's tool calls: "
+        + " or ".join(f"{name} ({calls.models})" for name, calls in TOOL_FORMATS.items()),
+        choices=tuple(TOOL_FORMATS),
     )
     reasoning_parser: str | None = option(
         None,
-        "tell <think>...</think> from the answer: qwen3, or deepseek_r1 for models that always begin with reasoning",
-        choices=REASONING_PARSERS,
+        "format of the reasoning that precedes the model's answers: "
+        + " or ".join(f"{name} ({reasoning.help})" for name, reasoning in REASONING_FORMATS.items()),
+        choices=tuple(REASONING_FORMATS),
     )
 
     def check_chat_options(self) -> None:
@@ -45,7 +54,7 @@ class ChatOptions:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
                 "enable_auto_tool_choice needs tool_call_parser, which finds the calls in the model's text: add "
-                f"--tool-call-parser with one of {', '.join(TOOL_CALL_PARSERS)}"
+                f"--tool-call-parser with one of {', '.join(TOOL_FORMATS)}"
             )
         if self.template_text is not None:
             from tp_engine.api.openai.chat.template import ChatTemplate  # Jinja, which few need this early

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tp_engine.api.openai.reasoning import ReasoningParser, ReasoningTokens
+from tp_engine.api.openai.reasoning import ReasoningFormat, ReasoningTokens
 from tp_engine.api.openai.tools.events import (
     CallArguments,
     CallStarted,
     ChatEvent,
     ContentText,
     ReasoningText,
+    ToolFormat,
     ToolParser,
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
-from tp_engine.api.openai.tools.hermes import HermesToolParser
-from tp_engine.api.openai.tools.llama3_json import Llama3JsonToolParser
 from tp_engine.api.openai.tools.request import ToolRequest
 
 # Parsers look at what is pending again and again: a long text is given to them in pieces.
@@ -53,13 +52,14 @@ class ParsedMessage:
 class ChatParsing:
     """What to look for in the texts of one answer: fixed by the request, shared by its sequences.
 
-    ``tools`` None finds no calls; ``tool_format`` is the model's own (``--tool-call-parser``), for a free choice.
-    ``inside`` None looks for no reasoning, otherwise it says whether a text begins with it (``begins_inside``).
+    ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
+    chooses to make.  ``reasoning`` None: no reasoning; ``inside`` tells whether texts begin inside of it.
     """
 
     tools: ToolRequest | None = None
-    tool_format: str | None = None
-    inside: bool | None = None
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    inside: bool = False
     include_reasoning: bool = True
     reasoning_tokens: ReasoningTokens | None = None
 
@@ -86,7 +86,8 @@ class ChatParsing:
             return CallListParser()
         if self.tools.name is not None:
             return NamedCallParser(self.tools.name)
-        return Llama3JsonToolParser(self.tools.names) if self.tool_format == "llama3_json" else HermesToolParser()
+        assert self.tool_format is not None, "checked with the options"
+        return self.tool_format.new_parser(self.tools)
 
 
 class ChatParser:
@@ -97,7 +98,7 @@ class ChatParser:
 
     def __init__(self, parsing: ChatParsing) -> None:
         self._parsing = parsing
-        self._reasoning = None if parsing.inside is None else ReasoningParser(inside=parsing.inside)
+        self._reasoning = None if parsing.reasoning is None else parsing.reasoning.new_parser(inside=parsing.inside)
         self._tools = parsing.tool_parser()
         self._max_calls = None if parsing.tools is None or parsing.tools.several else 1
         self._num_calls = 0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,18 @@ class ToolParser(Protocol):
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
         """The text has ended.  ``cut_off``: by a limit, so that a half marker at its end is dropped, not shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
+
+    ``models`` names them in ``--help``.  Texts show ``marks`` also where the tokenizer calls them special tokens.
+    """
+
+    models: str
+    marks: tuple[str, ...]
+    new_parser: Callable[[ToolRequest], ToolParser]
 
 
 class EventSink:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 
 from tp_engine.api.openai.tools.call_reader import CallReader
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, partial_suffix
+from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, ToolFormat, partial_suffix
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -152,3 +152,6 @@ class HermesToolParser:
     def _consume(self, char: str) -> None:
         self._raw += char
         self._pending = self._pending[1:]
+
+
+FORMAT = ToolFormat(models="Qwen, Hermes", marks=(OPEN,), new_parser=lambda tools: HermesToolParser())

@@ -7,7 +7,7 @@ name of one of the request's tools: any other braces are content.
 from __future__ import annotations
 
 from tp_engine.api.openai.tools.call_reader import CallReader
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, partial_suffix
+from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, ToolFormat, partial_suffix
 
 PYTHON_TAG = "<|python_tag|>"
 _SEPARATORS = " \t\r\n;,"
@@ -111,3 +111,6 @@ class Llama3JsonToolParser:
             self._pending = self._raw[1:] + self._pending
             self._prose.add("{")
         self._reader, self._raw = None, ""
+
+
+FORMAT = ToolFormat(models="Llama 3", marks=(PYTHON_TAG,), new_parser=lambda tools: Llama3JsonToolParser(tools.names))
