@@ -63,10 +63,10 @@ class CountedDecodes(CapturedDecodes):
         super().close()
         self.ends.append("recordings")
 
-    def run(self, rows: IntArray, positions: IntArray) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
         kind = self._sampler.device.kind_of(rows, positions)
         with patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched:
-            result = super().run(rows, positions)
+            result = super().run(rows, positions, epoch)
         self.steps.append((kind, not launched.called))
         return result
 

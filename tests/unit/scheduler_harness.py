@@ -87,6 +87,7 @@ class FakeWorker:
     rows: dict[int, FakeRow] = field(default_factory=dict)
     num_computed_tokens: int = 0
     last_step_id: int = 0
+    epochs: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_slots = self.limits.num_blocks * self.limits.block_size
@@ -102,6 +103,9 @@ class FakeWorker:
         self._apply_rows(plan)
         self._copy(plan)
         scheduled = [(row, 1) for row in plan.decode_rows.tolist()]
+        if plan.rows_epoch:
+            known = self.epochs.setdefault(plan.rows_epoch, plan.decode_rows.tolist())
+            assert known == plan.decode_rows.tolist(), f"epoch {plan.rows_epoch} has two sets of rows"
         for row in plan.decode_rows.tolist():
             assert self.rows[row].computed == len(self.rows[row].token_ids) - 1, "a decode is one token from its end"
         scheduled += zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)

@@ -33,8 +33,8 @@ def subscribers(publisher: PlanPublisher) -> Iterator[list[PlanSubscriber]]:
         subscriber.close()
 
 
-def plan(step_id: int, num_rows: int = 3) -> StepPlan:
-    return StepPlan(step_id=step_id, decode_rows=np.arange(num_rows, dtype=np.int32) + step_id)
+def plan(step_id: int, num_rows: int = 3, epoch: int = 0) -> StepPlan:
+    return StepPlan(step_id=step_id, rows_epoch=epoch, decode_rows=np.arange(num_rows, dtype=np.int32) + step_id)
 
 
 def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
@@ -50,32 +50,36 @@ def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: l
 
 
 def test_rows_that_go_on_are_sent_once(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: bytes of a header alone, or of header and rows; a rank gets the very array of the step before."""
-    first, other = np.arange(10, dtype=np.int32), np.arange(10, dtype=np.int32)
+    """Oracle: bytes of a header alone, or of header and rows; a rank gets the very array of the last plan with an
+    epoch, and the epoch.  What tells the rows is their epoch, not the array."""
     seen = []
-    for step_id, rows in enumerate((first, first, first, other, other, NO_IDS, other), start=1):
-        publisher.publish(StepPlan(step_id=step_id, decode_rows=rows), TIMEOUT_S)
-        seen.append([subscriber.receive(TIMEOUT_S).decode_rows for subscriber in subscribers][1])
-        assert publisher.last_num_bytes == (56 if step_id in (2, 3, 5, 6) else 96)
-        assert np.array_equal(seen[-1], rows)
-    assert seen[0] is seen[1] is seen[2] is not seen[3] is seen[4]
+    for step_id, epoch in enumerate((1, 1, 1, 2, 2, 0, 2, 1), start=1):
+        rows = np.arange(10, dtype=np.int32) if epoch else NO_IDS
+        publisher.publish(StepPlan(step_id=step_id, rows_epoch=epoch, decode_rows=rows), TIMEOUT_S)
+        received = [subscriber.receive(TIMEOUT_S) for subscriber in subscribers][1]
+        seen.append(received.decode_rows)
+        assert publisher.last_num_bytes == (48 if step_id in (2, 3, 5, 6, 7) else 88)
+        assert np.array_equal(seen[-1], rows) and received.rows_epoch == epoch
+    assert seen[0] is seen[1] is seen[2] is not seen[3] is seen[4] is seen[6]
+    assert seen[7] is not seen[0]
 
 
 def test_a_lost_plan_is_seen_by_what_follows_it() -> None:
-    """Oracle: the rows of step 2, four, are nobody's who has read steps 1 and 3."""
+    """Oracle: a reader of steps 1 and 3 does not know the rows of step 2, of epoch 2."""
     ring = RingWriter(1)
     subscriber = PlanSubscriber(ring.name, 0)
-    for data in (encode_plan(plan(1)), encode_plan(plan(3, num_rows=4), repeats_rows=True)):
+    for data in (encode_plan(plan(1, epoch=1)), encode_plan(plan(3, num_rows=4, epoch=2), 2)):
         ring.write(data, TIMEOUT_S)
     subscriber.receive(TIMEOUT_S)
-    with pytest.raises(PlanError, match="step 2: step plan lost: step 3 repeats 4 rows, 3 were in the last one"):
+    lost = "step 2: step plan lost: step 3 leaves out the rows of epoch 2, the last known ones are of epoch 1"
+    with pytest.raises(PlanError, match=lost):
         subscriber.receive(TIMEOUT_S)
     subscriber.close()
     ring.close()
 
 
 def test_a_call_is_no_plan() -> None:
-    """Oracle: the plans sent and the last one's checksum, although the ranks rehearse when they are called."""
+    """Oracle: the plans sent and the last one's checksum, although the ranks wake up when they are called."""
     publisher = PlanPublisher(1, spin_s=1e-6)
     subscriber = PlanSubscriber(publisher.name, 0)
     publisher.wait_attached(TIMEOUT_S)

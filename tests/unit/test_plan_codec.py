@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_codec import decode_plan, encode_plan
-from tp_engine.plan import Admission, Control, RowSampling, StepPlan
+from tp_engine.ipc.plan_codec import PlanCodec, decode_plan, encode_plan, encoded_size
+from tp_engine.ipc.plan_sections import SECTIONS, ArraySection
+from tp_engine.plan import NO_PAIRS, Admission, Control, IntArray, RowSampling, StepPlan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
@@ -50,8 +51,9 @@ def samplings(draw: st.DrawFn) -> RowSampling:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    """Half of them only decode, which has a fast way of its own."""
+    """Half of them only decode, as most do."""
     num_blocks, num_prefills, num_groups = draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(1, 8))
+    num_decodes, epoch = draw(st.integers(0, 20)), draw(st.integers(1, 2**63 - 1))
     num_masks, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     admission = st.builds(
         Admission,
@@ -64,9 +66,10 @@ def plans(draw: st.DrawFn) -> StepPlan:
     )
     decodes = StepPlan(
         step_id=draw(st.integers(0, 2**63 - 1)),
+        rows_epoch=epoch if num_decodes else 0,
         block_rows=draw(ids(num_blocks)),
         block_ids=draw(ids(num_blocks * num_groups)),
-        decode_rows=draw(ids(st.integers(0, 20))),
+        decode_rows=draw(ids(num_decodes)),
     )
     if draw(st.booleans()):
         return decodes
@@ -126,6 +129,7 @@ def small_plan() -> StepPlan:
     )
     return StepPlan(
         step_id=42,
+        rows_epoch=7,
         control=Control.DRAIN,
         released=int32(2),
         admitted=(admission,),
@@ -161,25 +165,27 @@ def resealed(data: bytes) -> bytes:
 
 
 GOLDEN = (
-    "5450535002000000e7a85dee8ec24f86e8000000020000002a0000000000000001000000010000000100000002000000"
-    "010000000100000002000000000000000800000005000000060000000000000001000000030000000300000001000000"
-    "0300000003000000000000000300000001000000010000000100000000000000000000000000e03f000000000000f03f"
-    "000000000000000000000000000000000000000000000000000000000000f03ffeffffffffffffff2800000003000000"
-    "ffffffff000000000b0000000c0000000d000000070000005d500200090000000000c0bf00000000"
+    "5450535003000000d14b9c341eb2c12f20010000020000002a000000000000000700000000000000ff04000004000000"
+    "040000000400000008000000080000000400000004000000010000008c00000002000000000000000000000000000000"
+    "080000000000000005000000060000000000000001000000030000000000000003000000000000000100000000000000"
+    "01000000030000000300000000000000000000000000e03f000000000000f03f00000000000000000000000000000000"
+    "0000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff000000000300000001000000"
+    "010000000100000000000000010000000b0000000c0000000d000000070000005d500200090000000000c0bf00000000"
 )
 
 
 GOLDEN_OF_THREE_GROUPS = (
-    "54505350020000009d13cb406918522a18010000020000022a0000000000000001000000020000000300000002000000"
-    "01000000010000000200000000000000000000000a0000000b0000000c0000000d0000000e0000000f00000005000000"
-    "060000000300000004000000010000000200000000000000010000000300000003000000010000000300000003000000"
-    "000000000300000003000000010000000100000000000000000000000000e03f000000000000f03f0000000000000000"
-    "00000000000000000000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff00000000"
+    "545053500300000071f72f0d1e12330e48010000020000002a000000000000000700000000000000ff04000004000000"
+    "080000001800000018000000080000000400000004000000010000009400000002000000000000000000000000000000"
+    "0a0000000b0000000c0000000d0000000e0000000f000000050000000600000003000000040000000100000002000000"
+    "000000000100000003000000000000000300000000000000010000000000000001000000030000000300000000000000"
+    "000000000000e03f000000000000f03f000000000000000000000000000000000000000000000000000000000000f03f"
+    "feffffffffffffff2800000003000000ffffffff00000000030000000300000001000000010000000000000001000000"
     "0b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf00000000"
 )
 GOLDEN_STEADY_OF_TWO_GROUPS = (
-    "54505350020000009ba80df151aa740f48000000000000412a0000000000000000000000010000000000000002000000"
-    "000000000000000001000000070000000800000000000000"
+    "5450535003000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
+    "080000000000000001000000000000000700000008000000"
 )
 
 
@@ -195,53 +201,106 @@ def test_round_trip(plan: StepPlan) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans())
-def test_rows_that_are_repeated(plan: StepPlan) -> None:
-    """Oracle: the plan itself, with the very array of the plan before, in as many bytes less as its rows take."""
-    data = encode_plan(plan, repeats_rows=True)
-    decoded = decode_plan(data, plan.decode_rows)
+def test_rows_that_are_known(plan: StepPlan) -> None:
+    """Oracle: the plan itself, with the very array that the reader knows, in as many bytes less as its rows take."""
+    assume(plan.rows_epoch)
+    data = encode_plan(plan, plan.rows_epoch)
+    decoded = decode_plan(data, plan.rows_epoch, plan.decode_rows)
     assert_equal(decoded, plan)
     assert decoded.decode_rows is plan.decode_rows
-    assert 0 <= len(encode_plan(plan)) - len(data) - 4 * len(plan.decode_rows) + 4 <= 8
-    with pytest.raises(PlanError, match="were in the last one"):
-        decode_plan(data, np.zeros(len(plan.decode_rows) + 1, dtype=np.int32))
+    assert 0 <= len(encode_plan(plan)) - len(data) - 4 * len(plan.decode_rows) + 4 <= 16
+    with pytest.raises(PlanError, match=f"rows of epoch {plan.rows_epoch}, the last known ones are of epoch 0"):
+        decode_plan(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_the_encoded_size_is_known_before(plan: StepPlan) -> None:
+    """Oracle: the length of the plan's bytes."""
+    assert encoded_size(plan) == len(encode_plan(plan))
+
+
+def test_rows_without_an_epoch_are_always_sent() -> None:
+    """Oracle: epoch 0 is no set of rows; a plan that has another epoch than the known one stands alone."""
+    for epoch, known in ((0, 0), (0, 5), (6, 5)):
+        plan = StepPlan(step_id=1, rows_epoch=epoch, decode_rows=int32(4, 5))
+        data = encode_plan(plan, known)
+        assert data == encode_plan(plan)
+        assert_equal(decode_plan(data), plan)
+
+
+class WiderPlan(StepPlan, frozen=True, kw_only=True, gc=False):
+    """A plan with a section more."""
+
+    moves: IntArray = NO_PAIRS
+
+
+def test_a_new_section_is_a_field_and_a_line() -> None:
+    """Oracle: a plan with a section that the table does not have yet; without it, its bytes are those of today."""
+    codec = PlanCodec((*SECTIONS, ArraySection("moves", columns=2)), WiderPlan)
+    fields = msgspec.structs.asdict(small_plan())
+    plan = WiderPlan(**fields, moves=int32(1, 2, 3, 4).reshape(2, 2))
+    data = codec.encode(plan)
+    assert_equal(codec.decode(data), plan)
+    assert codec.encode(WiderPlan(**fields)) == encode_plan(small_plan())
+    assert codec.encoded_size(plan) == len(data)
+    with pytest.raises(PlanError, match="malformed step plan: it has sections 0xcff, 11 are known"):
+        decode_plan(data)
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 2 was defined; a change of them is a change of version."""
+    """Oracle: bytes written down when version 3 was defined; a change of them is a change of version."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when plans got groups: those of the drawing, G - 1 in the last byte of control."""
+    """Oracle: bytes written down when version 3 was defined: those of the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
-    steady = StepPlan(step_id=42, block_rows=int32(1), block_ids=int32(7, 8), decode_rows=int32(0, 1))
-    data = encode_plan(steady, repeats_rows=True)
+    steady = StepPlan(step_id=42, rows_epoch=7, block_rows=int32(1), block_ids=int32(7, 8), decode_rows=int32(0, 1))
+    data = encode_plan(steady, 7)
     assert data.hex() == GOLDEN_STEADY_OF_TWO_GROUPS
-    assert_equal(decode_plan(data, steady.decode_rows), steady)
+    assert_equal(decode_plan(data, 7, steady.decode_rows), steady)
 
 
 def test_groups_without_blocks_are_malformed() -> None:
     """Oracle: ``encode_plan`` never says so; in a plan that only decodes and in one of everything."""
     for plan in (StepPlan(step_id=1, decode_rows=int32(0)), StepPlan(step_id=1, released=int32(3))):
         data = bytearray(encode_plan(plan))
-        data[23] |= 3
-        with pytest.raises(PlanError, match="malformed step plan: it says 4 groups of layers, and has no new blocks"):
+        data[40] = 0b100
+        with pytest.raises(PlanError, match="malformed step plan: it has only one of block_rows and block_ids"):
             decode_plan(resealed(bytes(data)))
 
 
 @settings(max_examples=200, deadline=None)
-@given(value=st.integers(0, 7), plan=plans())
-def test_a_wrong_number_of_groups_never_reads_past_the_end(value: int, plan: StepPlan) -> None:
-    """Oracle: with the groups changed and a checksum that fits, a PlanError or another whole plan."""
+@given(num_ids=st.integers(0, 20), plan=plans())
+def test_a_wrong_number_of_groups_never_reads_past_the_end(num_ids: int, plan: StepPlan) -> None:
+    """Oracle: with the size of the block ids changed and a checksum that fits, a PlanError or another whole plan."""
     data = bytearray(encode_plan(plan))
-    data[23] = data[23] & 0xF8 | value
+    if not len(plan.block_rows):
+        return
+    struct.pack_into("<I", data, 44 + 4 * (1 + bool(len(plan.released))), 4 * num_ids)
     try:
         decode_plan(resealed(bytes(data)))
     except PlanError as error:
         assert "malformed" in str(error)
+
+
+def test_a_section_that_is_too_long_is_named() -> None:
+    """Oracle: each section of a plan of everything in turn, made as long as the plan; and one of half an item."""
+    plan = msgspec.structs.replace(small_plan(), mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
+    data, names = encode_plan(plan), [section.name for section in SECTIONS]
+    for place, name in enumerate(names):
+        longer = bytearray(data)
+        struct.pack_into("<I", longer, 44 + 4 * place, len(data))
+        with pytest.raises(PlanError, match=rf"malformed step plan: its {name} end at byte \d+, the plan ends at"):
+            decode_plan(resealed(bytes(longer)))
+    half = bytearray(data)
+    struct.pack_into("<I", half, 44, 3)
+    with pytest.raises(PlanError, match="malformed step plan: its released take 3 bytes, not a multiple of 4"):
+        decode_plan(resealed(bytes(half)))
 
 
 @SMALL_PLANS
@@ -272,7 +331,7 @@ def test_errors_give_both_values() -> None:
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
-    with pytest.raises(PlanError, match=r"must be 2, received 1"):
+    with pytest.raises(PlanError, match=r"must be 3, received 1"):
         decode_plan(data[:4] + struct.pack("<I", 1) + data[8:])
     wrong = xxhash.xxh3_64_intdigest(data[16:]) ^ 1
     with pytest.raises(PlanError, match=rf"says {wrong:#018x}, its bytes give {wrong ^ 1:#018x}"):
@@ -280,20 +339,21 @@ def test_errors_give_both_values() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(offset=st.integers(32, 55), value=st.integers(0, 255), plan=plans())
+@given(offset=st.integers(40, 95), value=st.integers(0, 255), plan=plans())
 def test_wrong_counts_never_read_past_the_end(offset: int, value: int, plan: StepPlan) -> None:
-    """Oracle: with any byte of the counts changed and a checksum that fits, a PlanError or another whole plan."""
+    """Oracle: with any byte of the bitmap, the sizes or the first sections changed and a checksum that fits, a
+    PlanError or another whole plan."""
     data = bytearray(encode_plan(plan))
-    data[offset] = value
+    data[min(offset, len(data) - 1)] = value
     try:
         decode_plan(resealed(bytes(data)))
     except PlanError as error:
-        assert "malformed" in str(error)
+        assert "malformed" in str(error) or "step plan lost" in str(error)
 
 
-@pytest.mark.parametrize("offset", range(12, 32, 4))
+@pytest.mark.parametrize("offset", range(88, 112, 4))
 def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
-    """Oracle: each of an admission's five counts made huge, with a checksum that fits, is a malformed plan."""
+    """Oracle: each of an admission's six counts made huge, with a checksum that fits, is a malformed plan."""
     empty = Admission(
         row=0,
         token_ids=int32(),
@@ -303,23 +363,36 @@ def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
         sampling=RowSampling(),
     )
     data = bytearray(encode_plan(StepPlan(step_id=0, admitted=(empty,))))
-    struct.pack_into("<I", data, 56 + offset, 2**31)
+    assert data[48 + offset : 48 + offset + 4] == bytes(4)
+    struct.pack_into("<I", data, 48 + offset, 2**31)
     with pytest.raises(PlanError, match="malformed"):
         decode_plan(resealed(bytes(data)))
 
 
+@settings(max_examples=200, deadline=None)
+@given(offset=st.integers(48, 48 + 116), value=st.integers(0, 255))
+def test_a_wrong_admission_never_reads_past_the_end(offset: int, value: int) -> None:
+    """Oracle: with any byte of an admission changed and a checksum that fits, a PlanError or another whole plan."""
+    data = bytearray(encode_plan(StepPlan(step_id=1, admitted=small_plan().admitted)))
+    data[offset] = value
+    try:
+        decode_plan(resealed(bytes(data)))
+    except PlanError as error:
+        assert "malformed" in str(error)
+
+
 def test_masks_are_a_section_of_their_own() -> None:
-    """Oracle: the drawing in ``plan_codec``: 8 + 4 + 12 bytes between the plan's samples and its admission."""
+    """Oracle: the drawing in ``plan_codec``: two sizes in the header, 8 + 16 bytes before the plan's admission."""
     plain = small_plan()
     masked = msgspec.structs.replace(plain, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
     before, after = bytes(encode_plan(plain)), bytes(encode_plan(masked))
-    start = 96  # header, nine numbers, a sample, zeros
-    section = np.array([1, 3, 1, -1, 7, 9], dtype="<i4").tobytes()
-    assert after[56:start] + after[start + len(section) :] == before[56:]
-    assert after[start : start + len(section)] == section
+    start = 80 + 8 * 8  # header of nine sizes, eight sections of up to 8 bytes
+    section = np.array([1, 0, -1, 7, 9, 0], dtype="<i4").tobytes()
+    assert after[88:152] + after[152 + len(section) :] == before[80:]
+    assert after[start + 8 : start + 8 + len(section)] == section
     assert_equal(decode_plan(after), masked)
     with pytest.raises(PlanError, match="masks end at byte"):
-        decode_plan(resealed(after[:start] + b"\xff" + after[start + 1 :]))
+        decode_plan(resealed(after[:80] + b"\xff\xff" + after[82:]))
 
 
 def test_wrong_dtypes_are_our_own_fault() -> None:
@@ -327,7 +400,7 @@ def test_wrong_dtypes_are_our_own_fault() -> None:
     with pytest.raises(TypeError):
         encode_plan(StepPlan(step_id=0, decode_rows=np.arange(3, dtype=np.int64)))  # type: ignore[arg-type]
     for block_rows, block_ids in ((int32(1), int32()), (int32(1, 2), int32(1, 2, 3)), (int32(), int32(1))):
-        with pytest.raises(AssertionError, match=f"{len(block_ids)} ids for {len(block_rows)} new blocks"):
+        with pytest.raises(AssertionError, match=f"{len(block_ids)} block_ids for {len(block_rows)} block_rows"):
             encode_plan(StepPlan(step_id=0, block_rows=block_rows, block_ids=block_ids))
 
 
@@ -344,10 +417,11 @@ def test_a_steady_decode_is_small() -> None:
     scripts/bench_control_plane.py shows."""
     plan = StepPlan(
         step_id=9,
+        rows_epoch=3,
         block_rows=np.arange(16, dtype=np.int32),
         block_ids=np.arange(100, 116, dtype=np.int32),
         decode_rows=np.arange(256, dtype=np.int32),
     )
-    assert (len(encode_plan(plan)), len(encode_plan(plan, repeats_rows=True))) == (1208, 184)
+    assert (len(encode_plan(plan)), len(encode_plan(plan, 3))) == (1208, 184)
     of_two = msgspec.structs.replace(plan, block_ids=np.arange(100, 132, dtype=np.int32))
-    assert (len(encode_plan(of_two)), len(encode_plan(of_two, repeats_rows=True))) == (1272, 248)
+    assert (len(encode_plan(of_two)), len(encode_plan(of_two, 3))) == (1272, 248)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from tp_engine.errors import PlanError
-from tp_engine.ipc.admission_codec import Buffer
-from tp_engine.ipc.plan_codec import decode_plan, encode_plan, plan_checksum
+from tp_engine.ipc.plan_codec import decode_plan, encode_plan, encoded_size, plan_checksum
+from tp_engine.ipc.plan_sections import Buffer
 from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter, WriterAlive
 from tp_engine.plan import NO_IDS, StepPlan
-
-_REHEARSED_ROWS = 256
 
 
 class PlanPublisher:
@@ -34,7 +30,7 @@ class PlanPublisher:
         self._ample_bytes = num_slots * slot_bytes // 2
         self.name = self._ring.name
         self._last: Buffer = b""
-        self._last_rows = NO_IDS
+        self._epoch = 0
 
     @property
     def last_checksum(self) -> int:
@@ -51,15 +47,11 @@ class PlanPublisher:
         self._ring.wait_attached(timeout_s)
 
     def may_block(self, plan: StepPlan) -> bool:
-        """Whether ``publish`` may have to wait for room although every plan before has been read.
-
-        Only masks and the tokens of prompts are large.
-        """
-        num_bytes = plan.masks.nbytes + sum(one.token_ids.nbytes + one.block_ids.nbytes for one in plan.admitted)
-        return num_bytes > self._ample_bytes
+        """Whether ``publish`` may have to wait for room although every plan before has been read."""
+        return encoded_size(plan) > self._ample_bytes
 
     def call(self) -> None:
-        """Wake the ranks that are blocked, while the plan is made that they wait for."""
+        """Wake the ranks that are blocked, while rank 0 makes the plan that they wait for."""
         self._ring.call()
 
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
@@ -67,10 +59,9 @@ class PlanPublisher:
 
         ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full.
         """
-        rows = plan.decode_rows
-        data = encode_plan(plan, repeats_rows=rows is self._last_rows)
+        data = encode_plan(plan, self._epoch)
         self._ring.write(data, timeout_s)
-        self._last, self._last_rows = data, rows
+        self._last, self._epoch = data, plan.rows_epoch or self._epoch
 
     def close(self) -> None:
         """Unmap the ring."""
@@ -92,14 +83,11 @@ class PlanSubscriber:
         spin_s: float | None = None,
         alive: WriterAlive | None = None,
     ) -> None:
-        self._ring = RingReader(name, index, spin_s=spin_s, alive=alive, on_call=self._rehearse)
+        self._ring = RingReader(name, index, spin_s=spin_s, alive=alive)
         self._has_alive = alive is not None
         self._expected_step_id = first_step_id
         self._last: Buffer = b""
-        self._last_rows = NO_IDS
-        rows = np.arange(_REHEARSED_ROWS, dtype=np.int32)
-        rehearsed = StepPlan(step_id=0, block_rows=rows[:16], block_ids=rows[:16], decode_rows=rows)
-        self._rehearsal, self._rehearsed_rows = encode_plan(rehearsed, repeats_rows=True), rows
+        self._epoch, self._rows = 0, NO_IDS  # of the last plan that had an epoch
 
     @property
     def last_checksum(self) -> int:
@@ -112,7 +100,7 @@ class PlanSubscriber:
         return len(self._last)
 
     def receive(self, timeout_s: float = math.inf) -> StepPlan:
-        """The next plan.  An idle engine sends none for hours; without a deadline it is ``alive`` that ends the wait.
+        """The next plan.  An idle engine sends none for hours; without a deadline only ``alive`` ends the wait.
 
         ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, with the step and
         both checksums, and for one that does not follow the last, with the expected and the received step id.
@@ -120,20 +108,18 @@ class PlanSubscriber:
         assert self._has_alive or timeout_s < math.inf, "a wait needs a deadline or a way to see that rank 0 is gone"
         data = self._ring.read(timeout_s)
         try:
-            plan = decode_plan(data, self._last_rows)
+            plan = decode_plan(data, self._epoch, self._rows)
         except PlanError as error:
             raise PlanError(f"step {self._expected_step_id}: {error}") from error
         if plan.step_id != self._expected_step_id:
             fault = "repeated" if plan.step_id < self._expected_step_id else "lost"
             raise PlanError(f"step plan {fault}: expected step {self._expected_step_id}, received step {plan.step_id}")
         self._expected_step_id += 1
-        self._last, self._last_rows = data, plan.decode_rows
+        self._last = data
+        if plan.rows_epoch:
+            self._epoch, self._rows = plan.rows_epoch, plan.decode_rows
         return plan
 
     def close(self) -> None:
         """Unmap the ring."""
         self._ring.close()
-
-    def _rehearse(self) -> None:
-        """Decode some plan while rank 0 makes the next one: what that takes is then in this core's caches."""
-        decode_plan(self._rehearsal, self._rehearsed_rows)

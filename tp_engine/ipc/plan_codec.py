@@ -1,199 +1,158 @@
-"""A step plan as bytes: fixed layout, little-endian, versioned, checksummed.  No pickle.
+"""A step plan as bytes: little-endian, versioned, checksummed.  No pickle.
 
 ::
 
     offset
     0    | magic "TPSP" | version u32 | checksum u64: xxh3_64 of everything from offset 16 |
-    16   | total bytes u32 | control u32 | step id i64 |
-    32   | released R u32 | new blocks B u32 | copies C u32 | decodes D u32 | prefills P u32 | admitted A u32 |
-    56   | released i32[R] | block_rows i32[B] | block_ids i32[B][G] | copies i32[C][2] | decode_rows i32[D] |
-         | prefill_rows i32[P] | prefill_tokens i32[P] | prefill_samples u8[P] | zeros to a multiple of 8 |
-         | masks, if bit 31 of control is set | admission 0 | admission 1 | ... | admission A-1 |
+    16   | total bytes u32 | control u32 | step id i64 | rows epoch i64 |
+    40   | sections u32: bit i for ``SECTIONS[i]`` | bytes of each section that is there u32[] | zeros |
+         | the sections, in the table's order, each with zeros to a multiple of 8 |
 
-    Bits 24 to 26 of control are G - 1, the groups of layers that each new block is of; 0 in a plan without new blocks.
-    If bit 30 of control is set, decode_rows are not there: they are the D rows of the plan before.
+    admissions, a section of N
+    0    | N u32 | N records: scalars, lengths of arrays u32[] | arrays of admission 0 | of admission 1 | ... |
 
-    masks, from a multiple of 8 on: only in steps with a row that a grammar restricts
-    0    | rows M u32 | words W u32 | mask_rows i32[M] | masks i32[M][W] | zeros to a multiple of 8 |
+If the reader knows the rows of the plan's epoch from a plan before, ``decode_rows`` is left out.  ``plan_sections`` has
+the table, and says how to add to it.
 
-    an admission, from a multiple of 8 on
-    0    | row i32 | num_prompt_tokens i32 | num_computed_tokens i32 |
-    12   | token ids T u32 | block ids K u32 | stop ids S u32 | bias entries E u32 | allowed ids L u32 |
-    32   | temperature f64 | top_p f64 | min_p f64 | presence f64 | frequency f64 | repetition f64 | seed i64 |
-    88   | top_k i32 | logprobs i32 | prompt_logprobs i32 | min_tokens i32 |
-    104  | token_ids i32[T] | block_ids i32[K] | stop_token_ids i32[S] | bias_token_ids i32[E] |
-         | allowed_token_ids i32[L] | bias_values f32[E] | zeros to a multiple of 8 |
-
-A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 1024 = 1208 bytes, and 184 if the step
-before was of the same rows, as most are.  Each group more takes 64.
+A decode step of 256 rows, 16 of which begin a new block, takes 56 + 2 * 64 + 1024 = 1208 bytes, and 184 if the reader
+knows the rows, as it mostly does.  Each group of layers more takes 64.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.admission_codec import (
-    ALIGNMENT,
-    INT,
-    Buffer,
-    Part,
-    aligned,
-    check_dtypes,
-    check_end,
-    check_room,
-    decode_admissions,
-    encode_admission,
-    split_ints,
-)
-from tp_engine.ipc.mask_codec import decode_masks, encode_masks
-from tp_engine.kv_layout import MAX_GROUPS
-from tp_engine.plan import NO_IDS, NO_MASKS, Control, IntArray, StepPlan
+from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, Buffer, Part, Section
+from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 2
+VERSION = 3
 
-_HEADER = struct.Struct("<4sIQIIq6I")
+_ALIGNMENT = 8
+_HEADER = struct.Struct("<4sIQIIqqI")
 _UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of
-_SUMMED = struct.Struct("<IIq6I")  # and from there on
+_SUMMED_FROM = _UNSUMMED.size
+_SUMMED = "<IIqqI"  # and from there on, before the sections' sizes
+_NUM_FIXED = 5
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 8
-_SUMMED_FROM = _UNSUMMED.size
-_PADDING = bytes(ALIGNMENT // 2)  # behind an odd number of int32
-_HAS_MASKS = 1 << 31  # in control: a step without masks has not a byte more
-_REPEATS_ROWS = 1 << 30
-_GROUPS_SHIFT = 24
-_GROUPS = (MAX_GROUPS - 1) << _GROUPS_SHIFT
-_NOT_STEADY = ~(_REPEATS_ROWS | _GROUPS)
+_PADDING = [bytes(count) for count in range(_ALIGNMENT)]
+_ROWS = "decode_rows"
 
 
-def encode_plan(plan: StepPlan, *, repeats_rows: bool = False) -> bytes | bytearray:
-    """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
+class PlanCodec:
+    """Plans of ``plan_type`` to bytes and back, by a table of sections."""
 
-    ``repeats_rows``: the plan before has the same ``decode_rows``, so these are left out.
+    def __init__(self, sections: Sequence[Section], plan_type: type[StepPlan] = StepPlan) -> None:
+        names = [section.name for section in sections]
+        self._sections = sections
+        self._plan_type = plan_type
+        self._values = attrgetter(*names)
+        arrays = [section for section in sections if isinstance(section, ArraySection) and section.per]
+        self._related = [(array, names.index(array.name), names.index(array.per)) for array in arrays]
+        self._rows_index = names.index(_ROWS)
+        self._rows_bit = 1 << self._rows_index
+        self._present = cache(self._sections_of)
 
-    Almost all plans are of new blocks and decodes only.  For them nothing is called that is not needed: who encodes one
-    comes from other work and finds little of this in its core's caches.
-    """
-    rows, ids, decodes = plan.block_rows, plan.block_ids, plan.decode_rows
-    if not (rows.dtype is ids.dtype is decodes.dtype is INT):
-        check_dtypes((rows, ids, decodes))
-    control, sent = int(plan.control), decodes
-    if len(rows) != len(ids):
-        control |= _groups_bits(len(rows), len(ids))
-    if repeats_rows:
-        control, sent = control | _REPEATS_ROWS, NO_IDS
-    if plan.admitted or len(plan.prefill_rows) or len(plan.released) or len(plan.copies) or len(plan.mask_rows):
-        return _encode_any(plan, control, sent)
-    body = rows.tobytes() + ids.tobytes() if len(rows) else b""
-    if len(sent):
-        body += sent.tobytes()
-    if len(body) % ALIGNMENT:
-        body += _PADDING
-    total = _HEADER.size + len(body)
-    summed = _SUMMED.pack(total, control, plan.step_id, 0, len(rows), 0, len(decodes), 0, 0) + body
-    return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
+    def encode(self, plan: StepPlan, known_epoch: int = 0) -> bytes:
+        """The plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
+
+        ``known_epoch``: that of the last plan before that had one, or 0 for a plan that must stand alone.
+        """
+        values = self._values(plan)
+        counts = list(map(len, values))
+        for array, index, owner in self._related:
+            if counts[index] != counts[owner]:
+                assert array.fits(counts[index], counts[owner]), array.misfit(counts[index], counts[owner])
+        if plan.rows_epoch:
+            assert counts[self._rows_index], f"epoch {plan.rows_epoch} is of no rows"
+            if plan.rows_epoch == known_epoch:
+                counts[self._rows_index] = 0
+        present, sizes, total = 0, [], _SUMMED_FROM
+        parts: list[Part] = [b""]
+        for index, count in enumerate(counts):
+            if count:
+                size = self._sections[index].encode(values[index], parts)
+                padding = -size % _ALIGNMENT
+                if padding:
+                    parts.append(_PADDING[padding])
+                present |= 1 << index
+                sizes.append(size)
+                total += size + padding
+        head = _head(len(sizes))
+        total += head.size
+        parts[0] = head.pack(total, plan.control, plan.step_id, plan.rows_epoch, present, *sizes)
+        summed = b"".join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
+        return _UNSUMMED.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(summed)) + summed
+
+    def encoded_size(self, plan: StepPlan) -> int:
+        """Bytes that ``encode`` makes of a plan that stands alone."""
+        pairs = zip(self._sections, self._values(plan), strict=True)
+        sizes = [section.num_bytes(value) for section, value in pairs if len(value)]
+        return _SUMMED_FROM + _head(len(sizes)).size + sum(size + -size % _ALIGNMENT for size in sizes)
+
+    def decode(self, buffer: Buffer, known_epoch: int = 0, known_rows: IntArray = NO_IDS) -> StepPlan:
+        """The plan in ``buffer``; its arrays are views, so ``buffer`` must outlive it unchanged.
+
+        ``known_epoch`` and ``known_rows`` are those of the last plan before that had an epoch; this plan has the very
+        array if it leaves its rows out.
+
+        ``PlanError`` for anything that ``encode`` did not write, naming the field, what it must be and what it is.
+        """
+        received = len(buffer)
+        if received < _HEADER.size:
+            raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {received} received")
+        magic, version, checksum, total, control, step_id, epoch, present = _HEADER.unpack_from(buffer)
+        computed = xxhash.xxh3_64_intdigest(memoryview(buffer)[_SUMMED_FROM:])
+        if magic != MAGIC or version != VERSION or total != received or checksum != computed:
+            raise _fault(buffer, computed)
+        sections = self._present(present)
+        head = _head(len(sections))
+        offset = _SUMMED_FROM + head.size
+        if offset > total:
+            raise PlanError(f"malformed step plan: its sections' sizes end at byte {offset}, the plan ends at {total}")
+        fields: dict[str, Any] = {"step_id": step_id, "rows_epoch": epoch}
+        sizes = head.unpack_from(buffer, _SUMMED_FROM)[_NUM_FIXED:]
+        for section, size in zip(sections, sizes, strict=True):
+            end = offset + size
+            if end > total:
+                raise PlanError(f"malformed step plan: its {section.name} end at byte {end}, the plan ends at {total}")
+            fields[section.name] = section.decode(buffer, offset, size, fields)
+            offset = end + -end % _ALIGNMENT
+        if offset != total:
+            raise PlanError(f"malformed step plan: its sections end at byte {offset}, the plan ends at {total}")
+        if epoch and not present & self._rows_bit:
+            if epoch != known_epoch:
+                raise PlanError(
+                    f"step plan lost: step {step_id} leaves out the rows of epoch {epoch}, the last known ones are of "
+                    f"epoch {known_epoch}"
+                )
+            fields[_ROWS] = known_rows
+        if control:
+            fields["control"] = Control(control)
+        return self._plan_type(**fields)
+
+    def _sections_of(self, present: int) -> tuple[Section, ...]:
+        """Those whose bits are set; ``PlanError`` if one cannot be there without another that is not."""
+        if present >> len(self._sections):
+            raise PlanError(f"malformed step plan: it has sections {present:#x}, {len(self._sections)} are known")
+        for array, index, owner in self._related:
+            if (present >> index ^ present >> owner) & 1:
+                raise PlanError(f"malformed step plan: it has only one of {array.per} and {array.name}")
+        return tuple(section for index, section in enumerate(self._sections) if present >> index & 1)
 
 
-def _encode_any(plan: StepPlan, control: int, sent: IntArray) -> bytearray:
-    """A plan that may have every section, with decode rows ``sent``.  It may be large, so that it is copied once."""
-    ints = (
-        plan.released,
-        plan.block_rows,
-        plan.block_ids,
-        plan.copies,
-        sent,
-        plan.prefill_rows,
-        plan.prefill_tokens,
-    )
-    check_dtypes(ints)
-    released, blocks, num_ids, copies, num_sent, prefills, prefill_tokens = map(len, ints)
-    assert prefills == prefill_tokens == len(plan.prefill_samples), "one of each per prefill"
-    assert plan.prefill_samples.dtype == np.bool_, f"prefill_samples is {plan.prefill_samples.dtype}, not bool"
-    end = _samples_offset(released, blocks + num_ids, copies, num_sent, prefills) + prefills
-    parts: list[Part] = [bytes(_HEADER.size), *ints, plan.prefill_samples, bytes(aligned(end) - end)]
-    if len(plan.mask_rows):
-        control |= _HAS_MASKS
-        parts += encode_masks(plan.mask_rows, plan.masks)
-    for admission in plan.admitted:
-        parts += encode_admission(admission)
-    data = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers, which their stubs say from 3.12 on
-    counts = (released, blocks, copies, len(plan.decode_rows), prefills, len(plan.admitted))
-    _SUMMED.pack_into(data, _SUMMED_FROM, len(data), control, plan.step_id, *counts)
-    _UNSUMMED.pack_into(data, 0, MAGIC, VERSION, xxhash.xxh3_64_intdigest(memoryview(data)[_SUMMED_FROM:]))
-    return data
-
-
-def decode_plan(buffer: Buffer, last_rows: IntArray = NO_IDS) -> StepPlan:
-    """The plan in ``buffer``; its arrays are views, so ``buffer`` must outlive it unchanged.
-
-    ``last_rows`` are the ``decode_rows`` of the plan before: this one's, as the same array, if it repeats them.
-
-    ``PlanError`` for anything that ``encode_plan`` did not write, naming the field, what it must be and what it is.
-    """
-    size = len(buffer)
-    if size < _HEADER.size:
-        raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {size} received")
-    header = _HEADER.unpack_from(buffer)
-    magic, version, checksum, total, control, step_id, released, blocks, copies, decodes, prefills, admitted = header
-    computed = xxhash.xxh3_64_intdigest(memoryview(buffer)[_SUMMED_FROM:])
-    if magic != MAGIC or version != VERSION or total != size or checksum != computed:
-        raise _fault(header, size, computed)
-    repeats_rows = control & _REPEATS_ROWS
-    if repeats_rows and decodes != len(last_rows):
-        raise PlanError(f"step plan lost: step {step_id} repeats {decodes} rows, {len(last_rows)} were in the last one")
-    if released or copies or prefills or admitted or control & _NOT_STEADY:
-        return _decode_any(buffer, header, last_rows)
-    end_of_ids = 2 * blocks
-    if control & _GROUPS:
-        end_of_ids += blocks * _extra_groups(control, blocks)
-    num_ints = end_of_ids if repeats_rows else end_of_ids + decodes
-    if total != _HEADER.size + (num_ints + num_ints % 2) * INT.itemsize:
-        check_end(aligned(_HEADER.size + num_ints * INT.itemsize), total)
-    if repeats_rows and not blocks:
-        return StepPlan(step_id=step_id, decode_rows=last_rows)
-    ints: IntArray = np.frombuffer(buffer, INT, num_ints, _HEADER.size)
-    return StepPlan(
-        step_id=step_id,
-        block_rows=ints[:blocks],
-        block_ids=ints[blocks:end_of_ids],
-        decode_rows=last_rows if repeats_rows else ints[end_of_ids:],
-    )
-
-
-def _decode_any(buffer: Buffer, header: tuple[Any, ...], last_rows: IntArray) -> StepPlan:
-    """A plan that may have every section."""
-    _, _, _, total, control, step_id, released, blocks, copies, decodes, prefills, num_admitted = header
-    repeats_rows = control & _REPEATS_ROWS
-    num_sent = 0 if repeats_rows else decodes
-    num_ids = blocks * (1 + _extra_groups(control, blocks))
-    samples_offset = _samples_offset(released, blocks + num_ids, copies, num_sent, prefills)
-    check_room("sections", samples_offset + prefills, total)
-    offset, mask_rows, masks = aligned(samples_offset + prefills), NO_IDS, NO_MASKS
-    if control & _HAS_MASKS:
-        mask_rows, masks, offset = decode_masks(buffer, offset, total)
-    admitted = decode_admissions(buffer, offset, num_admitted, total)
-    sizes = (released, blocks, num_ids, 2 * copies, num_sent, prefills, prefills)
-    parts = split_ints(buffer, _HEADER.size, sizes)
-    return StepPlan(
-        step_id=step_id,
-        control=Control(control & ~(_HAS_MASKS | _REPEATS_ROWS | _GROUPS)),
-        released=parts[0],
-        admitted=admitted,
-        block_rows=parts[1],
-        block_ids=parts[2],
-        copies=parts[3].reshape(-1, 2),
-        decode_rows=last_rows if repeats_rows else parts[4],
-        prefill_rows=parts[5],
-        prefill_tokens=parts[6],
-        prefill_samples=np.frombuffer(buffer, np.bool_, prefills, samples_offset),
-        mask_rows=mask_rows,
-        masks=masks,
-    )
+_CODEC = PlanCodec(SECTIONS)
+encode_plan = _CODEC.encode
+decode_plan = _CODEC.decode
+encoded_size = _CODEC.encoded_size
 
 
 def plan_checksum(data: Buffer) -> int:
@@ -202,33 +161,20 @@ def plan_checksum(data: Buffer) -> int:
     return checksum
 
 
-def _fault(header: tuple[Any, ...], size: int, computed: int) -> PlanError:
+def _fault(buffer: Buffer, computed: int) -> PlanError:
     """What is wrong with an envelope: magic, version, length or checksum, in this order."""
-    magic, version, checksum, total = header[:4]
+    magic, version, checksum, total = _HEADER.unpack_from(buffer)[:4]
     if magic != MAGIC:
         return PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
     if version != VERSION:
         return PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
-    if total != size:
-        return PlanError(f"truncated step plan: it says {total} bytes, {size} received")
+    if total != len(buffer):
+        return PlanError(f"truncated step plan: it says {total} bytes, {len(buffer)} received")
     return PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
 
 
-def _groups_bits(blocks: int, num_ids: int) -> int:
-    """What control says of ``num_ids`` ids for ``blocks`` new logical blocks."""
-    groups = num_ids // blocks if blocks else 0
-    assert 1 <= groups <= MAX_GROUPS and num_ids == blocks * groups, f"{num_ids} ids for {blocks} new blocks"
-    return (groups - 1) << _GROUPS_SHIFT
-
-
-def _extra_groups(control: int, blocks: int) -> int:
-    """Groups beyond the first; ``PlanError`` if there are any in a plan without new blocks."""
-    extra = (control & _GROUPS) >> _GROUPS_SHIFT
-    if extra and not blocks:
-        raise PlanError(f"malformed step plan: it says {extra + 1} groups of layers, and has no new blocks")
-    return extra
-
-
-def _samples_offset(released: int, blocks_and_ids: int, copies: int, decodes: int, prefills: int) -> int:
-    num_ints = released + blocks_and_ids + 2 * (copies + prefills) + decodes
-    return _HEADER.size + num_ints * INT.itemsize
+@cache
+def _head(num_sections: int) -> struct.Struct:
+    """What is summed of the header: up to where the first section begins."""
+    size = struct.calcsize(f"{_SUMMED}{num_sections}I")
+    return struct.Struct(f"{_SUMMED}{num_sections}I{-size % _ALIGNMENT}x")

@@ -11,7 +11,7 @@ import torch
 from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
 from tp_engine.layers.upload import upload
-from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -44,8 +44,11 @@ class RecordedSampler(TokenSampler, Protocol):
 
     kinds: tuple[StepKind, ...]
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
-        """The kind of a step that a recording may sample, if there is one for this kind; None: none may."""
+    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
+        """The kind of a step that a recording may sample, if there is one for this kind; None: none may.
+
+        ``epoch`` is ``StepPlan.rows_epoch``.
+        """
 
     def sample_recorded(
         self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
@@ -70,18 +73,18 @@ class GreedySampler:
     def __init__(self, general: TokenSampler, state: SamplingState, library: ctypes.CDLL | None) -> None:
         self._general, self._state, self._library = general, state, library
         self.kinds: tuple[StepKind, ...] = () if library is None else (_GREEDY,)
-        self._known: tuple[IntArray, int, bool] = (NO_IDS, -1, True)
+        self._known = (0, -1, True)  # epoch, version of the state, the answer
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
+    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
         """See ``RecordedSampler``: of rows without anything but a greedy choice."""
-        return _GREEDY if self._are_plain(rows) and not self._state.masks.any_of(rows) else None
+        return _GREEDY if self._are_plain(rows, epoch) and not self._state.masks.any_of(rows) else None
 
-    def _are_plain(self, rows: IntArray) -> bool:
-        """Looked up when another array comes, or when somebody was admitted."""
+    def _are_plain(self, rows: IntArray, epoch: int) -> bool:
+        """Looked up again for rows of another epoch, and after an admission."""
         known, version, are_plain = self._known
-        if rows is not known or version != self._state.version:
+        if not epoch or epoch != known or version != self._state.version:
             are_plain = bool(self._state.is_plain[rows].all())
-            self._known = rows, self._state.version, are_plain
+            self._known = epoch, self._state.version, are_plain
         return are_plain
 
     def sample_recorded(
@@ -108,7 +111,7 @@ class KernelSampler:
         self.device = device
         self._general = general
 
-    def recorded_kind(self, rows: IntArray, positions: IntArray) -> StepKind | None:
+    def recorded_kind(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> StepKind | None:
         """The kind of a step that a recording may sample: masks come with the step and are no part of one."""
         return None if self._state.masks.any_of(rows) else self.device.kind_of(rows, positions)
 

@@ -63,16 +63,16 @@ class CapturedDecodes:
         """The most rows of a recorded step."""
         return self._forward.largest
 
-    def run(self, rows: IntArray, positions: IntArray) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Decode ``rows`` (n,), whose next tokens have ``positions`` (n,).
+    def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Decode ``rows`` (n,), whose next tokens have ``positions`` (n,); ``epoch`` is ``StepPlan.rows_epoch``.
 
         Token ids (n,) int32, to be read before the next step is launched or copied behind this one; rank 0's
         log-probabilities, if any row asks for them.  The rows' tables on the device have the tokens already.
         """
         num_rows = len(rows)
-        self._decodes.set_rows(rows, self._forward.padded_size(num_rows))
+        self._decodes.set_rows(rows, self._forward.padded_size(num_rows), epoch)
         hidden = self._forward.run(num_rows)
-        kind = self._sampler.recorded_kind(rows, positions)
+        kind = self._sampler.recorded_kind(rows, positions, epoch)
         finish = None if kind is None else self._finish.get(kind)
         if finish is not None and self._forward.is_settled(num_rows):
             return finish.run(num_rows), None

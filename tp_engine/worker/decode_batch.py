@@ -11,7 +11,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables, decode_ops
 from tp_engine.layers.upload import upload
-from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.plan import IntArray
 
 GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Each group's ``slot_mapping`` (B,) and ``block_table`` (B, M)."""
@@ -47,18 +47,18 @@ class DecodeBatch:
         self._groups_of_size: dict[int, GroupViews] = {}
         self._ones: IntArray = np.ones(max_requests, dtype=np.int32)
         self._rows: IntArray = np.full(max_requests, PAD_ROW, dtype=np.int32)
-        self._given: tuple[IntArray, int] = (NO_IDS, 0)
+        self._given = (0, 0)  # epoch and size
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the inputs."""
         return self._inputs.num_bytes
 
-    def set_rows(self, rows: IntArray, size: int) -> None:
-        """The next step is of ``rows`` (n,), which are not changed later, padded to ``size`` requests."""
-        if rows is self._given[0] and size == self._given[1]:
+    def set_rows(self, rows: IntArray, size: int, epoch: int = 0) -> None:
+        """The next step is of ``rows`` (n,), padded to ``size`` requests; ``epoch`` is ``StepPlan.rows_epoch``."""
+        if epoch and self._given == (epoch, size):
             return
-        self._given = rows, size
+        self._given = epoch, size
         if len(rows) == size and np.array_equal(rows, self._rows[:size]):
             return
         wanted: IntArray = np.full(size, PAD_ROW, dtype=np.int32)

@@ -104,7 +104,7 @@ class InputBatch:
         if not layout.is_decode_only:
             return self._with_prefills(layout, seq_lens)
         num_decodes = layout.num_decodes
-        self.decodes.set_rows(layout.rows, num_decodes)
+        self.decodes.set_rows(layout.rows, num_decodes, plan.rows_epoch)
         inputs = self.decodes.prepare(num_decodes)
         return StepInputs(
             layout=layout,

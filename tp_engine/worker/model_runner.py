@@ -143,7 +143,7 @@ class ModelRunner:
         rows = plan.decode_rows
         self._progress.reach(RankPhase.SAMPLE)
         with self.named("replay"):
-            token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1)
+            token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1, plan.rows_epoch)
         self._batch.count_decodes(rows)
         return PendingStep(step_id=plan.step_id, token_ids=self._readback.start(token_ids), logprobs=logprobs)
 

@@ -41,7 +41,7 @@ class PlanContender:
         self._rng = np.random.default_rng(0)
         self._scheduler = Scheduler(_limits(num_rows, num_steps))
         self._rows: IntArray = NO_IDS
-        self._repeats_rows = False
+        self._epoch = self._known_epoch = 0
         self._new: list[str] = []
         self._prompts: list[list[int]] = []
         self._add(self._draw(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist()))
@@ -66,13 +66,13 @@ class PlanContender:
 
     def publish(self, step: StepPlan) -> None:
         self._publisher.publish(step, TIMEOUT_S)
-        self._repeats_rows, self._rows = step.decode_rows is self._rows, step.decode_rows
+        self._known_epoch, self._epoch, self._rows = self._epoch, step.rows_epoch, step.decode_rows
 
     def encode(self, step: StepPlan) -> bytes | bytearray:
-        return encode_plan(step, repeats_rows=self._repeats_rows)
+        return encode_plan(step, self._known_epoch)
 
     def decode(self, data: bytes | bytearray) -> None:
-        decode_plan(data, self._rows)
+        decode_plan(data, self._epoch, self._rows)
 
     def sample(self, step: StepPlan) -> StepResult:
         tokens = self._rng.integers(0, VOCABULARY, len(step.sampled_rows), dtype=np.int32)
