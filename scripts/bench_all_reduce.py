@@ -25,6 +25,7 @@ from tp_engine.progress import RankProgress
 from tp_engine.ranks import groups
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.store import host_store, join_store
 
 Figures = list[dict[str, Any]]
 
@@ -62,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def run_ranks(num_ranks: int, args: argparse.Namespace) -> Figures:
     """Start the ranks, and take rank 0's figures."""
     spawn = multiprocessing.get_context("spawn")
-    store = groups.host_store(timeout_s=120)
+    store = host_store(timeout_s=120)
     found: Queue[Figures] = spawn.Queue()
     ranks = [
         spawn.Process(target=run_rank, args=(rank, num_ranks, store.port, args, found)) for rank in range(num_ranks)
@@ -81,7 +82,7 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace, fou
     """One rank's life."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
-    store = groups.join_store("127.0.0.1", port, timeout_s=120)
+    store = join_store("127.0.0.1", port, timeout_s=120)
     joined = groups.join(info, store, RankProgress(), lambda: None, device_type="cpu", start_s=120, collective_s=120)
     gloo = joined.communicator
     joined.use_shared_memory(is_required=True)

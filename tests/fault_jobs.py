@@ -151,7 +151,7 @@ class Job:
     def _own_rank(self, rank: int) -> psutil.Process | None:
         with contextlib.suppress(psutil.Error):
             script = psutil.Process(self.process.pid)
-            ranks = [child for child in script.children() if "tp_engine.engine.rank_main" in child.cmdline()]
+            ranks = [child for child in script.children() if "tp_engine.engine.rank_process" in child.cmdline()]
             ranks.sort(key=lambda child: (child.create_time(), child.pid))
             return [script, *ranks][rank] if rank <= len(ranks) else None
         return None

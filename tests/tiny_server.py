@@ -13,7 +13,7 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
 from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.rank_group import start_engine
+from tp_engine.engine.start import start_engine
 
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"

@@ -18,7 +18,7 @@ from tests.e2e.frontend import INFO
 from tests.e2e.scripted import say
 from tests.fake_engine import FakeEngine
 from tp_engine.config import DEMO_MODEL
-from tp_engine.engine.tokenizer_loading import load_tokenizer
+from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.server.config import ServerConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "streams"

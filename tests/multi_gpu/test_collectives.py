@@ -16,6 +16,7 @@ from tp_engine.ranks import groups as process_groups
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import why_not
+from tp_engine.ranks.store import launched_store
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator, probe_machine
 
 LAUNCHED = env.launched_rank()
@@ -39,7 +40,7 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
         local_rank=LAUNCHED.local_rank,
         local_world_size=LAUNCHED.local_world_size,
     )
-    store = process_groups.launched_store(timeout_s=60)
+    store = launched_store(timeout_s=60)
     groups = process_groups.join(
         info, store, RankProgress(), lambda: None, device_type="cuda", start_s=60, collective_s=60
     )

@@ -23,7 +23,7 @@ import torch
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, SamplingParams, env
 from tp_engine.config import DEMO_MODEL, EngineConfig
-from tp_engine.engine.rank_group import serve_rank
+from tp_engine.engine.start import serve_rank
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
 from tp_engine.worker import worker

@@ -19,10 +19,11 @@ from tp_engine.errors import RankError
 from tp_engine.kernels.native.exchange import NativeExchange
 from tp_engine.kernels.native.library import native_library
 from tp_engine.progress import RankProgress
-from tp_engine.ranks import groups, shared_setup
+from tp_engine.ranks import groups, shared_memory
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.shared_exchange import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
+from tp_engine.ranks.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
+from tp_engine.ranks.store import join_store
 
 SLOT_BYTES = 96 * 1024
 # Odd ones, one item more than a slot, several pieces, one and two shots.
@@ -34,7 +35,7 @@ def main(rank: int, num_ranks: int, port: int, case: str) -> None:
     """Join, run ``case`` through both kinds of exchange, and print a line of what was seen for each."""
     torch.set_num_threads(1)
     info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
-    store = groups.join_store("127.0.0.1", port, timeout_s=60)
+    store = join_store("127.0.0.1", port, timeout_s=60)
     death_s = float("inf")
 
     def check() -> None:
@@ -63,8 +64,8 @@ def share(
 ) -> SharedMemoryCommunicator:
     """Memory of their own for one kind of exchange; where nothing can be compiled, there is one kind."""
     library = native_library() if is_compiled else None
-    with mock.patch.object(shared_setup, "native_library", lambda: library):
-        made = shared_setup.with_shared_memory(
+    with mock.patch.object(shared_memory, "native_library", lambda: library):
+        made = shared_memory.with_shared_memory(
             joined.communicator, joined.host, joined.progress, check, timeout_s=timeout_s, is_required=True,
             slot_bytes=SLOT_BYTES,
         )  # fmt: skip

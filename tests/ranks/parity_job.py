@@ -16,7 +16,7 @@ from typing import Any
 
 from tp_engine import LLM, BeamSearchParams, SamplingParams, env
 from tp_engine.config import EngineConfig
-from tp_engine.engine.rank_group import serve_rank
+from tp_engine.engine.start import serve_rank
 from tp_engine.outputs import RequestOutput
 
 BEAMS = {"beam_width": 3, "max_tokens": 6}

@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
     """kill -9 of rank 1 while idle: the next call fails naming it, and closing leaves nothing behind."""
     with LLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
         answer(llm)
-        (rank,) = (child for child in psutil.Process().children() if "rank_main" in " ".join(child.cmdline()))
+        (rank,) = (child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline()))
         rank.send_signal(signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank 1: process \d+ ended with signal 9"):
@@ -162,7 +162,7 @@ def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
         async with AsyncLLM(str(folder), **OPTIONS, **limits) as llm:  # type: ignore[arg-type]
             stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
             await anext(stream)
-            (rank0,) = (child for child in psutil.Process().children() if "service_main" in " ".join(child.cmdline()))
+            (rank0,) = (child for child in psutil.Process().children() if "service_process" in child.cmdline()[-1])
             rank0.suspend()
             with pytest.raises(EngineDeadError, match=r"no sign of life|went away"):
                 async for _ in stream:

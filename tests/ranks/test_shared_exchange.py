@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine.ranks import groups
+from tp_engine.ranks.store import host_store
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
@@ -16,7 +16,7 @@ TIMEOUT_S = 150.0
 
 def run_ranks(num_ranks: int, case: str) -> list[str]:
     """The line that each rank printed.  Rank 1, which some cases kill or stop, is ended after the others."""
-    store = groups.host_store(timeout_s=60)
+    store = host_store(timeout_s=60)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.ranks.exchange_job", *map(str, (rank, num_ranks, store.port)), case],

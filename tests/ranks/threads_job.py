@@ -15,7 +15,7 @@ import torch
 
 from tp_engine import LLM, SamplingParams, env
 from tp_engine.config import EngineConfig
-from tp_engine.engine.rank_group import serve_rank
+from tp_engine.engine.start import serve_rank
 from tp_engine.worker import worker
 
 NUM_CORES = 6

@@ -19,7 +19,7 @@ from tests.soak.usage import Sample, Usage, rank_processes, sample
 from tests.soak.workload import Workload, prompt_pool, undisturbed_answers
 from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.rank_group import start_engine
+from tp_engine.engine.start import start_engine
 from tp_engine.errors import EngineDeadError, RankError
 from tp_engine.flight_recorder.record import load_record
 

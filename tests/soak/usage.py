@@ -15,7 +15,7 @@ _WARM_UP_STEPS = 1500  # libraries keep a kernel for every shape that they have 
 
 def rank_processes() -> list[psutil.Process]:
     """The ranks that this process started, in the order of their start: ranks 1 to N - 1."""
-    children = [child for child in psutil.Process().children() if "rank_main" in " ".join(child.cmdline())]
+    children = [child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
     return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
 

@@ -15,7 +15,8 @@ from tests.text_tokenizers import (
     metaspace_tokenizer,
     slow_tokenizer,
 )
-from tp_engine.engine.detokenizer import IncrementalDetokenizer, TokenDecoder
+from tp_engine.engine.sequence_text import IncrementalDetokenizer
+from tp_engine.engine.tokenizer import TokenDecoder
 
 MAKERS = {
     "byte level": byte_level_tokenizer,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tp_engine.engine.echo_check import EchoCheck
-from tp_engine.engine.step_trace import StepTrace
 from tp_engine.errors import PlanError
 from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.step_recorder import StepRecorder
 from tp_engine.plan import StepPlan
 
 SUMS = [0, *(int(value) for value in np.random.default_rng(0).integers(1, 1 << 62, 300))]
@@ -98,7 +98,7 @@ def test_an_echo_that_is_late_to_be_seen_is_waited_for() -> None:
 def test_a_step_costs_microseconds() -> None:
     """Oracle: trace and check of 100 steps in less than 4 ms of this thread's CPU time, thrice the measured."""
     board = JobBoard.create(8)
-    trace, check = StepTrace(board.slots[0]), EchoCheck(board, checks_inputs=False)
+    trace, check = StepRecorder(board.slots[0]), EchoCheck(board, checks_inputs=False)
     plans = [StepPlan(step_id=step, decode_rows=np.arange(8, dtype=np.int32)) for step in range(1, 101)]
 
     def cost_s() -> float:

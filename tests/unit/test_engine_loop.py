@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.scheduler_harness import EOS, FakeWorker
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.step_trace import StepTrace
+from tp_engine.ipc.step_recorder import StepRecorder
 from tp_engine.plan import StepPlan
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class Diary:
 def make_engine(diary: Any, num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """The engine and its scheduler around ``diary``; no processes, no shared memory."""
     for name in ("received", "begin", "launched", "done"):
-        monkeypatch.setattr(StepTrace, name, lambda *_: None)
+        monkeypatch.setattr(StepRecorder, name, lambda *_: None)
     grammars = MagicMock()
     grammars.settle.return_value = []
     return Engine(

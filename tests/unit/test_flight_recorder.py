@@ -13,8 +13,15 @@ import pytest
 
 from tp_engine.flight_recorder.__main__ import main
 from tp_engine.flight_recorder.analysis import explain
-from tp_engine.flight_recorder.files import save_record
-from tp_engine.flight_recorder.record import FORMAT, BadRecordError, FlightRecord, RankRecord, StepRecord, load_record
+from tp_engine.flight_recorder.record import (
+    FORMAT,
+    BadRecordError,
+    FlightRecord,
+    RankRecord,
+    StepRecord,
+    load_record,
+    save_record,
+)
 from tp_engine.flight_recorder.report import report_lines
 
 NOW_NS = 1_000_000_000_000
@@ -251,8 +258,8 @@ def test_writing_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_a_folder_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a file system that never answers costs the patience set here."""
-    monkeypatch.setattr("tp_engine.flight_recorder.files._PATIENCE_S", 0.05)
-    monkeypatch.setattr("tp_engine.flight_recorder.files._write", lambda *_: time.sleep(30))
+    monkeypatch.setattr("tp_engine.flight_recorder.record._PATIENCE_S", 0.05)
+    monkeypatch.setattr("tp_engine.flight_recorder.record._write", lambda *_: time.sleep(30))
     began_s = time.monotonic()
     assert save_record(record(rank(0)), str(tmp_path)) is None
     assert time.monotonic() - began_s < 10

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tp_engine.config import EngineConfig
-from tp_engine.engine.flight_recording import FlightRecorder, process_state, read_board
+from tp_engine.engine.incident import FlightRecorder, process_state, read_board
 from tp_engine.flight_recorder.record import FlightRecord, load_record
 from tp_engine.ipc.job_board import NUM_RECORDS, PHASE_WORD, JobBoard, State, process_start
 from tp_engine.ipc.step_recorder import StepRecorder
@@ -48,9 +48,8 @@ def test_a_board_becomes_a_record() -> None:
     progress.show_on(slot.words, PHASE_WORD)
     began_ns = time.monotonic_ns()
     run_step(recorder, 1)
-    slot.note_received(1, 5)
     slot.note_inputs(1, 0xBEEF)
-    slot.begin_step(1)
+    slot.begin_step(2)
     progress.reach(RankPhase.STEP_BEGIN)
     progress.collective()
     board.slots[1].note_exit(-9)
@@ -58,7 +57,7 @@ def test_a_board_becomes_a_record() -> None:
     mine, other = record.ranks
     assert (mine.pid, mine.process, mine.state) == (os.getpid(), "alive", "ready")
     assert (mine.phase, mine.count, mine.exit) == ("collective", 1, None)
-    assert (mine.step_received, mine.step_started, mine.step_done) == (1, 1, 0) and mine.busy_since_ns > 0
+    assert (mine.step_received, mine.step_started, mine.step_done) == (1, 2, 1) and mine.busy_since_ns > 0
     (step,) = mine.steps
     assert (step.step_id, step.plan_bytes, step.decode_rows, step.prefill_tokens) == (1, 101, 2, 7)
     assert (step.plan_checksum, step.input_digest) == ((1 << 63) + 1, 0xBEEF)

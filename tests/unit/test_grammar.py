@@ -14,8 +14,7 @@ import pytest
 from tests.text_tokenizers import SlowByteTokenizer, byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from tests.unit.structured_cases import Judge, cases, choice_case, regex_case, schema_case
 from tp_engine.errors import RequestError
-from tp_engine.grammar.check import check_constraint, check_grammar
-from tp_engine.grammar.compiler import GrammarCompiler, compile_grammar
+from tp_engine.grammar.compiler import GrammarCompiler, check_constraint, check_grammar, compile_grammar
 from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller
 from tp_engine.grammar.vocabulary import GrammarVocabulary, make_vocabulary
 from tp_engine.plan import IntArray

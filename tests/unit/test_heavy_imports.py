@@ -23,10 +23,10 @@ STARTS = {
     # rank 0 of a server, until its frontend has been started
     "import tp_engine.serve": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
     # a rank that rank 0 started, before and after it has shown that it lives
-    "import tp_engine.engine.rank_main": ("torch", "transformers", *HTTP),
-    "import tp_engine.engine.rank_group": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),
+    "import tp_engine.engine.rank_process": ("torch", "transformers", *HTTP),
+    "import tp_engine.engine.start": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),
     "from tp_engine import LLM": ("transformers", "tokenizers", "triton", *COMPILERS, "fastapi", "uvicorn"),
-    f"from tp_engine.engine.tokenizer_loading import load_tokenizer; load_tokenizer({str(DEMO)!r})": (
+    f"from tp_engine.engine.tokenizer import load_tokenizer; load_tokenizer({str(DEMO)!r})": (
         *COMPILERS,
         *MODELLING,
     ),
@@ -35,7 +35,7 @@ STARTS = {
         "torch.nn",
         "triton",
         "tp_engine.worker",
-        "tp_engine.engine.rank_group",
+        "tp_engine.engine.start",
         *COMPILERS,
         *MODELLING,
     ),

@@ -12,14 +12,13 @@ from tests.simulated_ranks import run_ranks
 from tests.unit.test_symmetric_memory import HostOf
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.ipc.rank_slots import RankSlots
+from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.kernels.native.library import native_library
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
-from tp_engine.ranks.shared_exchange import SharedMemoryCommunicator
-from tp_engine.ranks.shared_setup import _spin_s, with_shared_memory
+from tp_engine.ranks.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
 from tp_engine.worker.all_reduce import shares_host_memory
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
@@ -101,10 +100,10 @@ def test_where_a_rank_can_not_all_use_the_library(
 ) -> None:
     """Oracle: the library itself on every rank, and the reason in the log; where it was asked for, an error."""
 
-    def fail(*_arguments: object) -> RankSlots:
+    def fail(*_arguments: object) -> TensorSlots:
         raise RuntimeError("/dev/shm is too small")
 
-    monkeypatch.setattr(RankSlots, fails, fail)
+    monkeypatch.setattr(TensorSlots, fails, fail)
     caplog.set_level(logging.WARNING)
     assert all(run_ranks(2, lambda library: setup(library) is library))
     culprit = 0 if fails == "create" else 1

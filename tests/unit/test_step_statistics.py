@@ -7,8 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S, Distribution
-from tp_engine.engine.step_statistics import StepStatistics
+from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S, Distribution, StepStatistics
 from tp_engine.ipc.job_board import COLLECTIVE_WORD, MEMORY_LINES, NUM_RECORDS, PHASE_WORD, JobBoard, RankSlot
 from tp_engine.progress import RankPhase, RankProgress
 

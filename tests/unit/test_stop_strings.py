@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_engine.engine.stop_strings import StopStrings
+from tp_engine.engine.sequence_text import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.config import EngineConfig
-from tp_engine.engine.rank_group import check_config
+from tp_engine.engine.start import check_config
 from tp_engine.errors import ConfigError
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams

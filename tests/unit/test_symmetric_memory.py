@@ -16,8 +16,7 @@ from tp_engine.layers.reduce_norm import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.ranks.reduce_plan import Machine, ReducePlan, plan_reduces, why_not
-from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
-from tp_engine.ranks.symmetric_setup import with_symmetric_memory
+from tp_engine.ranks.symmetric_memory import SymmetricCommunicator, with_symmetric_memory
 from tp_engine.units import KIB, MIB
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 

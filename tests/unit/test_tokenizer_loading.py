@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
-from tp_engine.engine.tokenizer_loading import _plain_config, load_tokenizer
+from tp_engine.engine.tokenizer import _plain_config, load_tokenizer
 
 CASES = [
     ("byte level", "PreTrainedTokenizerFast", "llama"),

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from tp_engine.engine.hang_watch import HangLimits
-from tp_engine.engine.peers import Peers
-from tp_engine.engine.process_handle import ProcessHandle
+from tp_engine.engine.peers import Peers, ProcessHandle
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import RankError
 from tp_engine.ipc.job_board import JobBoard, State

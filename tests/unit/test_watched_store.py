@@ -18,7 +18,7 @@ from tp_engine.errors import RankError
 from tp_engine.progress import RankProgress
 from tp_engine.ranks import groups
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.watched_store import WatchedStore
+from tp_engine.ranks.store import WatchedStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ LONELY = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from tp_engine.ranks.watched_store import WatchedStore
+from tp_engine.ranks.store import WatchedStore
 from tp_engine.errors import RankError
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 began_s = time.monotonic()

@@ -16,9 +16,9 @@ from tp_engine.api.output_streams import Outputs
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
-from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import Action, ModelInfo
 from tp_engine.engine.report import EngineReport
+from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RankError
 from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput

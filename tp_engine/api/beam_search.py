@@ -28,9 +28,9 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.sequence_text import SequenceText
+from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams

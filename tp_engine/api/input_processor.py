@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.tokenizer_loading import load_tokenizer
+from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
-from tp_engine.grammar.check import check_constraint
+from tp_engine.grammar.compiler import check_constraint
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsDefaults

@@ -16,8 +16,8 @@ from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.engine import Engine
-from tp_engine.engine.rank_group import check_config, serve_rank, start_engine
-from tp_engine.engine.tokenizer_loading import load_tokenizer
+from tp_engine.engine.start import check_config, serve_rank, start_engine
+from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput

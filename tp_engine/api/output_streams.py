@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.request_state import RequestState, SequenceUpdate
-from tp_engine.engine.detokenizer import TokenDecoder
+from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.sequence_text import SequenceText
+from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tp_engine.plan import TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta

@@ -22,11 +22,10 @@ from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.report import EngineReport
-from tp_engine.engine.step_statistics import StepStatistics
-from tp_engine.engine.step_trace import StepTrace
+from tp_engine.engine.report import EngineReport, StepStatistics
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.ipc.plan_channel import PlanPublisher
+from tp_engine.ipc.step_recorder import StepRecorder
 from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.progress import RankPhase
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
@@ -71,7 +70,7 @@ class Engine:
         self._sent: deque[StepPlan] = deque()
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
         self._job = job
-        self._trace = StepTrace(job.slot)
+        self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
         self._echoes = echoes
         self._leave = leave
@@ -161,9 +160,9 @@ class Engine:
                 outputs.append(self._scheduler.update(*self._finish_oldest()))
             plan = StepPlan(step_id=self._scheduler.skip_step(), control=control)
             self._publish(plan)
-            self._trace.begin(plan.step_id)
+            self._recorder.begin(plan.step_id)
             self._worker.profile(control)
-            self._trace.done(plan.step_id)
+            self._recorder.done(plan.step_id)
             self._job.wait_step(plan.step_id, timeout_s=_TRACE_S)
         except BaseException as error:
             self._failure = error
@@ -253,20 +252,20 @@ class Engine:
         result = pending.result()
         if len(result.token_ids):
             self._echoes.check(plan.step_id)
-        self._trace.done(plan.step_id)
+        self._recorder.done(plan.step_id)
         return plan, result
 
     def _launch(self, plan: StepPlan) -> None:
-        self._trace.begin(plan.step_id)
+        self._recorder.begin(plan.step_id)
         self._launched.append((plan, self._worker.execute(plan)))
-        self._trace.launched(plan.step_id)
+        self._recorder.launched(plan.step_id)
 
     def _publish(self, plan: StepPlan) -> None:
         num_bytes = checksum = 0
         if self._publisher is not None:
             self._publisher.publish(plan, timeout_s=self._plan_timeout_s)
             num_bytes, checksum = self._publisher.last_num_bytes, self._publisher.last_checksum
-        self._trace.received(plan, num_bytes, checksum)
+        self._recorder.received(plan, num_bytes, checksum)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

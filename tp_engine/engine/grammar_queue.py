@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
-from tp_engine.engine.tokenizer_loading import load_tokenizer_json
+from tp_engine.engine.tokenizer import load_tokenizer_json
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.library import PARAM, llguidance

@@ -19,9 +19,8 @@ from time import monotonic, sleep
 from types import TracebackType
 
 from tp_engine.config import EngineConfig
-from tp_engine.engine.flight_recording import FlightRecorder
 from tp_engine.engine.hang_watch import HangLimits
-from tp_engine.engine.incident import Incident
+from tp_engine.engine.incident import FlightRecorder, Incident
 from tp_engine.engine.processes import ChildRanks
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tp_engine import env
 from tp_engine.engine.incident import describe_exit
-from tp_engine.engine.process_handle import ProcessHandle
+from tp_engine.engine.peers import ProcessHandle
 from tp_engine.errors import RankError
 
 _watched_parents: set[int] = set()

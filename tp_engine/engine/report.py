@@ -1,9 +1,28 @@
-"""What rank 0 tells of the whole job when it is asked: the scheduler, every rank's steps and memory.  Plain data."""
+"""From the steps that all ranks note on the job's board to distributions.  Read when somebody asks, never by a step.
+
+::
+
+    rank r    ...step s - 1 done |  plan wait  | received, begun |   step time   | done
+    rank q    ....step s - 1 done | | received, begun |<- skew ->|  step time    | done
+                                                      |<------->| rank q's collective wait, at least
+
+A step counts once all ranks have ended it.  Where nothing decoded in a step there may have been nothing to do before
+it, so only the time since rank 0 published its plan counts as waiting.
+"""
 
 from __future__ import annotations
 
+import mmap
+import time
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.ipc.job_board import NUM_RECORDS, RECORD_FIELDS, JobBoard, RankSlot
 from tp_engine.sched.view import SchedulerStats, SchedulerView
 
 #: Upper bounds of the distributions' buckets; a last bucket without a bound follows.
@@ -67,3 +86,124 @@ class EngineReport:
     step_skew: Distribution
     num_missed_steps: int
     view: SchedulerView | None = None
+
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+_NS = 1e-9
+_RECENT = 32
+_MARGIN = 16  # records that the ranks may be about to write over
+_PAGE_BYTES = mmap.PAGESIZE
+_FIELD = {name: index for index, name in enumerate(RECORD_FIELDS)}
+
+
+class StepStatistics:
+    """Totals since the start over the steps of all ranks; ``update`` takes in what has ended since the last call."""
+
+    def __init__(self, board: JobBoard) -> None:
+        self._slots = board.slots
+        self._last_counted = 0
+        self.num_missed = 0
+        self.step_tokens = _Tally(STEP_TOKENS)
+        self.plan_bytes = _Tally(PLAN_BYTES)
+        self.step_skew = _Tally(WAIT_S)
+        self._ranks = [_RankTally() for _ in board.slots]
+
+    def update(self) -> None:
+        """Count all steps that every rank has ended, as far as their records are still there."""
+        last = min(slot.step_done for slot in self._slots)
+        first = max(self._last_counted + 1, last - NUM_RECORDS + _MARGIN)
+        if last < first:
+            return
+        steps = np.arange(first - 1, last + 1)  # the step before the first, for the end of its waiting
+        records = np.stack([slot.records[steps % NUM_RECORDS] for slot in self._slots])
+        is_there = ((records[:, :, _FIELD["step_id"]] == steps) & (records[:, :, _FIELD["done_ns"]] > 0)).all(axis=0)
+        self._count(records, is_there)
+        self.num_missed += (last - self._last_counted) - int(is_there[1:].sum())
+        self._last_counted = last
+
+    def rank_reports(self) -> list[RankReport]:
+        """One for each rank, as of the last ``update``; what is not a step's is as of now."""
+        now_ns = time.monotonic_ns()
+        return [_report(slot, tally, now_ns) for slot, tally in zip(self._slots, self._ranks, strict=True)]
+
+    def _count(self, records: Int64s, is_there: npt.NDArray[np.bool_]) -> None:
+        """``records``: (ranks, steps, fields), of which the first step only ends the waiting for the second."""
+        columns = {name: records[:, :, index] for name, index in _FIELD.items()}
+        counted, follows = is_there[1:], is_there[:-1]
+        started, done, received = (columns[name][:, 1:] for name in ("started_ns", "done_ns", "received_ns"))
+        free = np.where(follows, columns["done_ns"][:, :-1], 0)
+        is_busy = follows & (columns["decode_rows"][0, 1:] > 0)
+        waits = np.maximum(received - np.where(is_busy, free, np.maximum(free, received[0])), 0)
+        times = np.maximum(done - np.maximum(started, free), 0)
+        self.step_tokens.add((columns["decode_rows"] + columns["prefill_tokens"])[0, 1:][counted])
+        for tally, wait, taken in zip(self._ranks, waits[:, counted], times[:, counted], strict=True):
+            tally.plan_wait.add(wait * _NS)
+            tally.step_time.add(taken * _NS)
+            tally.recent.extend((taken[-_RECENT:] * _NS).tolist())
+        if len(self._slots) > 1:
+            self.plan_bytes.add(columns["plan_bytes"][0, 1:][counted])
+            self._count_skew(started[:, counted])
+
+    def _count_skew(self, started: Int64s) -> None:
+        leads = started.max(axis=0) - started
+        self.step_skew.add(leads.max(axis=0) * _NS)
+        num_last = np.bincount(started.argmax(axis=0), minlength=len(self._ranks)).tolist()
+        for tally, lead, count in zip(self._ranks, leads, num_last, strict=True):
+            tally.collective_wait.add(lead * _NS)
+            tally.num_last += count
+
+
+class _Tally:
+    """Values by bucket; ``bounds`` are the buckets' upper ends, included."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = np.array(bounds)
+        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self._total = 0.0
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
+        self._total += float(values.sum())
+
+    def distribution(self) -> Distribution:
+        return Distribution(counts=self._counts.tolist(), total=self._total)
+
+
+class _RankTally:
+    """One rank's."""
+
+    def __init__(self) -> None:
+        self.plan_wait = _Tally(WAIT_S)
+        self.step_time = _Tally(STEP_TIME_S)
+        self.collective_wait = _Tally(WAIT_S)
+        self.recent: deque[float] = deque(maxlen=_RECENT)
+        self.num_last = 0
+
+
+def _report(slot: RankSlot, tally: _RankTally, now_ns: int) -> RankReport:
+    return RankReport(
+        rank=slot.rank,
+        pid=slot.pid,
+        state=slot.state.name.lower(),
+        num_steps=slot.step_done,
+        num_last=tally.num_last,
+        cpu_s=slot.cpu_ns * _NS,
+        heartbeat_age_s=max(0, now_ns - slot.heartbeat_ns) * _NS,
+        collective_s=slot.collective_ns * _NS,
+        resident_bytes=_resident_bytes(slot.pid),
+        memory=slot.memory,
+        plan_wait=tally.plan_wait.distribution(),
+        step_time=tally.step_time.distribution(),
+        collective_wait=tally.collective_wait.distribution(),
+        recent_step_s=list(tally.recent),
+        startup_s=slot.startup_s,
+    )
+
+
+def _resident_bytes(pid: int) -> int:
+    """The process's resident memory; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0

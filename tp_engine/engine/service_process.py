@@ -1,25 +1,34 @@
-"""Rank 0 in a process of its own, for a program that wants its event loop undisturbed (``AsyncLLM``)."""
+"""Rank 0 as a service in a process of its own, so that a program's event loop is not disturbed (``AsyncLLM``).
+
+``spawn_service`` starts ``python -m tp_engine.engine.service_process``, which reads its ``ServiceSpec`` from standard
+input.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 import msgspec
 
 from tp_engine.config import EngineConfig
-from tp_engine.engine.processes import ChildRanks
-from tp_engine.engine.rank_group import check_config
+from tp_engine.engine.processes import ChildRanks, die_with_parent, ignore_interrupts
+from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
+from tp_engine.engine.start import check_config, start_engine
 from tp_engine.errors import RankError
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.log import configure_logging, get_logger
+
+logger = get_logger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
 
 
 class ServiceSpec(msgspec.Struct, kw_only=True):
-    """What the process is told, as JSON on its standard input."""
+    """What the new process is told, as JSON."""
 
     config: dict[str, str | int | float | bool | None]
     address: str
@@ -28,9 +37,9 @@ class ServiceSpec(msgspec.Struct, kw_only=True):
 
 
 class ServiceHandle:
-    """A running service; ``address`` is where its one client connects.
+    """A running service; its one client connects to ``address``.
 
-    Rank 0 counts as hung when it has given no sign of life for ``hard_limit_s``.
+    Rank 0 counts as hung if it gives no sign of life for ``hard_limit_s``.
     """
 
     def __init__(self, process: ChildRanks, address: str, pulse: Pulse, hard_limit_s: float) -> None:
@@ -44,7 +53,7 @@ class ServiceHandle:
         return self._process.is_alive()
 
     def check_pulse(self) -> None:
-        """``RankError`` if rank 0 hangs; one that only waits for its ranks still beats, and ends by itself."""
+        """``RankError`` if rank 0 hangs.  A rank 0 that waits for other ranks still beats, and ends by itself."""
         silence_s = self._pulse.silence_s()
         if silence_s > self._hard_limit_s:
             raise RankError(0, f"its process has shown no sign of life for {silence_s:.1f} s")
@@ -54,21 +63,21 @@ class ServiceHandle:
         self._process.kill()
 
     def close(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Wait for the process, which its client has told to stop, and kill it if it does not end."""
+        """Wait for the process to end, after its client has told it to stop; kill it after ``timeout_s``."""
         self._process.wait(timeout_s=timeout_s)
         self._pulse.stop_sharing()
         remove_address(self.address)
 
 
 def spawn_service(config: EngineConfig) -> ServiceHandle:
-    """Start rank 0, and through it the other ranks; returns when it is ready for its client.
+    """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.
 
-    Raises ``ConfigError`` before anything is started, ``RankError`` if rank 0 ends while it starts.
+    Raises ``ConfigError`` before a process is started, ``RankError`` if rank 0 ends during its start.
     """
     check_config(config)
     address, pulse = new_address(), Pulse.create()
     spec = ServiceSpec(config=dataclasses.asdict(config), address=address, parent_pid=os.getpid(), pulse=pulse.address)
-    process = ChildRanks("tp_engine.engine.service_main", [msgspec.json.encode(spec)], first_rank=0)
+    process = ChildRanks("tp_engine.engine.service_process", [msgspec.json.encode(spec)], first_rank=0)
     service = ServiceHandle(process, address, pulse, config.hang_hard_limit_s)
     socket_path = Path(address.removeprefix("ipc://"))
 
@@ -83,3 +92,30 @@ def spawn_service(config: EngineConfig) -> ServiceHandle:
         service.close()
         raise
     return service
+
+
+def main() -> int:
+    """Start the engine and serve its client until a stop; the exit code is 0 if the client asked for that stop."""
+    ignore_interrupts()
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ServiceSpec)
+    die_with_parent(spec.parent_pid)
+    config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+    configure_logging("rank 0", config.log_format)
+    try:
+        engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
+        try:
+            service = EngineService(engine, spec.address)
+            try:
+                service.run()
+            finally:
+                service.close()
+        finally:
+            engine.close()
+    except Exception:
+        logger.exception("the engine failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tp_engine.flight_recorder.analysis import explain
+from tp_engine.flight_recorder.analysis import Standing, explain, standings
 from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecord
-from tp_engine.flight_recorder.standing import Standing, standings
 
 _TRACEBACK_LINES = 25
 _TELLING = (

@@ -1,10 +1,12 @@
-"""The one door to llguidance."""
+"""From ``StructuredOutputsParams`` to the library's own grammar text, and what is wrong with it."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tp_engine.errors import RequestError
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 PARAM = "structured_outputs"
 
@@ -28,3 +30,88 @@ def parser_limits() -> Any:
     A state takes one to two kilobytes.  Ordinary schemas have a few hundred.
     """
     return llguidance().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+# A model that has lost its way writes white space for ever: at most some blanks, or a line end and an indentation.
+_WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
+_BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
+_ANY_OBJECT = '{"type":"object"}'
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """What ``params`` ask for, as a grammar of the library.  ``RequestError`` if it can not be read."""
+    try:
+        text = _grammar_text(params)
+        return text if params.reasoning is None else after_reasoning(text, params.reasoning)
+    except ValueError as error:
+        raise refusal(params, str(error)) from error
+
+
+def _grammar_text(params: StructuredOutputsParams) -> str:
+    library = llguidance()
+    matcher = library.LLMatcher
+    match params.kind:
+        case "json":
+            text: str = matcher.grammar_from_json_schema(_schema(params), defaults=_json_options(params))
+        case "json_object":
+            text = matcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_json_options(params))
+        case "regex":
+            text = matcher.grammar_from_regex(params.regex)
+        case "choice":
+            texts = (json.dumps(one, ensure_ascii=False) for one in params.choice or ())
+            text = matcher.grammar_from_lark("start: " + " | ".join(texts))
+        case _:
+            text = library.grammar_from("grammar", params.grammar)
+    return text
+
+
+def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
+    """The error for a grammar that the library refuses, with the library's words."""
+    what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
+    brief = " ".join(reason.replace("<non-verbose/>", "").split())[:500]
+    return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM)
+
+
+def _schema(params: StructuredOutputsParams) -> str:
+    text = _BOOLEAN_SCHEMAS.get(str(params.json), str(params.json))
+    if not params.disable_additional_properties:
+        return text
+    return json.dumps(_closed(json.loads(text)), ensure_ascii=False)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with ``additionalProperties: false`` wherever properties are listed and nothing is said of others."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    if "properties" in closed or "patternProperties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
+
+
+_ANSWER = "answer"
+# A suffix ends the shortest text that has it, so that the first closing mark ends the reasoning.
+_RULES = """
+thought[suffix="</think>"]: /(?s:.*)/
+SPACE: /[ \\n\\r\\t]{1,64}/
+"""
+_STARTS = {
+    "open": "start: thought SPACE? @answer",
+    "optional": 'start: (SPACE? "<think>" thought SPACE?)? @answer',
+}
+
+
+def after_reasoning(grammar: str, reasoning: str) -> str:
+    """``grammar`` of the library (its JSON, or Lark) behind reasoning, which is ``open`` or ``optional``."""
+    library_json = grammar.lstrip().startswith("{")
+    parts = json.loads(grammar)["grammars"] if library_json else [{"lark_grammar": grammar}]
+    parts[0]["name"] = _ANSWER
+    return json.dumps({"grammars": [{"lark_grammar": _STARTS[reasoning] + _RULES}, *parts]})

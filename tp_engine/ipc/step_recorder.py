@@ -23,9 +23,10 @@ assert _RECORD.size == 8 * _WIDTH
 
 
 class StepRecorder:
-    """Writes the records of one rank, about a microsecond per step and half of one per later call."""
+    """Writes a rank's progress and records at the four points of a step's life; two microseconds in all."""
 
     def __init__(self, slot: RankSlot) -> None:
+        self._slot = slot
         self._words = slot.words[-NUM_RECORDS * _WIDTH :]  # the records are the slot's end
         self._bytes = self._words.cast("B")
 
@@ -35,10 +36,12 @@ class StepRecorder:
         counts = (plan.step_id, num_bytes, len(plan.decode_rows), num_prefilled)
         offset = plan.step_id % NUM_RECORDS * _RECORD.size
         _RECORD.pack_into(self._bytes, offset, *counts, time.monotonic_ns(), 0, 0, 0, checksum)
+        self._slot.note_received(plan.step_id, checksum)
 
     def begin(self, step_id: int) -> None:
         """The step begins."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _STARTED] = time.monotonic_ns()
+        self._slot.begin_step(step_id)
 
     def launched(self, step_id: int) -> None:
         """The model and the sampler have been called; on a CPU they have also run."""
@@ -47,3 +50,4 @@ class StepRecorder:
     def done(self, step_id: int) -> None:
         """The step's results are on the host; on ranks other than 0, which see none, nothing is left to do."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _DONE] = time.monotonic_ns()
+        self._slot.end_step(step_id)

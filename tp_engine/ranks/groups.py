@@ -5,10 +5,8 @@ NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,16 +20,11 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import Machine
-from tp_engine.ranks.shared_setup import with_shared_memory
-from tp_engine.ranks.symmetric_memory import TorchOwnMemory
-from tp_engine.ranks.symmetric_setup import with_symmetric_memory
-from tp_engine.ranks.watched_store import WatchedStore
-
-Store: TypeAlias = dist.Store
+from tp_engine.ranks.shared_memory import with_shared_memory
+from tp_engine.ranks.store import Store, WatchedStore
+from tp_engine.ranks.symmetric_memory import TorchOwnMemory, with_symmetric_memory
 
 logger = get_logger(__name__)
-
-_engine_count = itertools.count()
 
 # The watchdog knows whom the others wait for, a library's timeout does not: it is the second to speak.
 _AFTER_WATCHDOG_S = 5.0
@@ -174,25 +167,6 @@ def alone(progress: RankProgress) -> RankGroups:
     communicator = SingleRank()
     progress.reach(RankPhase.GROUP_INIT)
     return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress, owns_default=False)
-
-
-def host_store(*, timeout_s: float) -> dist.TCPStore:
-    """The meeting point of ranks that rank 0 starts itself: a store on a free port of the loopback interface."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """The same store, seen from another rank."""
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-def launched_store(*, timeout_s: float) -> Store:
-    """The store of the torchrun job that this process belongs to, set apart for one engine.
-
-    Engines of one job are numbered in the order of their creation, which is the same on every rank.
-    """
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
 
 
 def join(

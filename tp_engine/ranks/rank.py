@@ -1,8 +1,13 @@
-"""This process's place among the ranks.  Plain data, passed to whoever needs it."""
+"""A step of the start that all ranks do, or none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from tp_engine.errors import RankError
+from tp_engine.log import get_logger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,3 +23,38 @@ class RankInfo:
     def is_first(self) -> bool:
         """Rank 0 schedules and samples."""
         return self.rank == 0
+
+
+logger = get_logger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Agreeing(Protocol):
+    """The collective on the host that the decision needs."""
+
+    info: RankInfo
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+
+
+def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *, is_required: bool) -> Result | None:
+    """What ``body``, which never returns None, returns; None on every rank if it fails on any.
+
+    Says why in the log, or, where ``is_required``, in a ``RankError``: ``what`` has failed, ``option`` asked for it.
+    """
+    result: Result | None = None
+    try:
+        result, failure = body(), ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    reports = [report.decode() for report in host.all_gather_bytes(failure.encode())]
+    failed = next((rank for rank, report in enumerate(reports) if report), None)
+    if failed is None:
+        return result
+    if is_required:
+        raise RankError(failed, f"all_reduce is {option}, but {what} failed: {reports[failed]}; use auto")
+    if host.info.is_first:
+        logger.warning("no %s, all-reduces go to the library: rank %d: %s", what, failed, reports[failed])
+    return None

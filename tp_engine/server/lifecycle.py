@@ -65,20 +65,20 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
-    """As ``rank_group.start_engine``.
+    """As ``start.start_engine``.
 
     Torch, which takes seconds to import, comes with it: by now the frontend process has begun to import what it needs.
     """
-    from tp_engine.engine import rank_group
+    from tp_engine.engine import start
 
-    return rank_group.start_engine(config, ends_process=ends_process, pulse=pulse)
+    return start.start_engine(config, ends_process=ends_process, pulse=pulse)
 
 
 def serve_rank(config: EngineConfig) -> None:
-    """As ``rank_group.serve_rank``, which is imported, and torch with it, when it is needed."""
-    from tp_engine.engine import rank_group
+    """As ``start.serve_rank``, which is imported, and torch with it, when it is needed."""
+    from tp_engine.engine import start
 
-    rank_group.serve_rank(config)
+    start.serve_rank(config)
 
 
 def run_interruptible(job: Callable[[Callable[[], bool]], int]) -> int:
@@ -221,7 +221,7 @@ def _recorded() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from tp_engine.ranks.error_file import record_error  # torch.distributed
+        from tp_engine.ranks.store import record_error  # torch.distributed
 
         record_error(error)
         raise

@@ -19,7 +19,7 @@ from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.engine.processes import die_with_parent
-from tp_engine.engine.tokenizer_loading import load_tokenizer
+from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger

@@ -15,8 +15,8 @@ from tp_engine.api.openai.requests import prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import chat_body, prepare_response, renamed
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, completion_prompts
-from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest

@@ -33,11 +33,9 @@ from tp_engine.api.openai.requests import default_model_name
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.build import model_info
-from tp_engine.engine.detokenizer import TokenDecoder
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.rank0_word import ask_rank0, tell_ranks
-from tp_engine.engine.rank_group import check_config, serve_rank
-from tp_engine.engine.tokenizer_loading import load_tokenizer
+from tp_engine.engine.start import ask_rank0, check_config, serve_rank, tell_ranks
+from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 from tp_engine.options.flags import did_you_mean

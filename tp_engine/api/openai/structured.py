@@ -18,7 +18,7 @@ from typing import Any
 
 from tp_engine.api.openai.protocol import GenerationBody
 from tp_engine.errors import RequestError
-from tp_engine.grammar.check import check_grammar
+from tp_engine.grammar.compiler import check_grammar
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 # Reasoning is known from the prompt.

@@ -1,10 +1,10 @@
-"""Who runs the ranks: torchrun, or rank 0 itself.  Either way rank 0 ends up with an ``Engine``, the others serve it.
+"""Starts the engine of a job, whose ranks torchrun or rank 0 starts.  Rank 0 gets an ``Engine``, the others serve it.
 
 ::
 
-    start_engine (rank 0)                                  serve_rank / rank_main (ranks 1 to N-1)
+    start_engine (rank 0)                                  serve_rank / rank_process (ranks 1 to N-1)
       resolve the configuration                              the same
-      put up the job's board, start its watchdog             (torchrun: wait for the board's address)
+      create the job's board, start the watchdog             (torchrun: wait for the board's address)
       start the other ranks, unless torchrun did  ------->   attach to the board, start the watchdog
       join the process groups                  <-------->    join
       worker.start: load, profile, agree       <-------->    worker.start
@@ -27,17 +27,17 @@ from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import ChildRanks, die_with_launcher
-from tp_engine.engine.rank_spec import RankSpec
-from tp_engine.engine.worker_loop import run_worker
+from tp_engine.engine.rank_process import RankSpec, run_worker
 from tp_engine.errors import ConfigError
 from tp_engine.faults import configured_faults, fault_injector
-from tp_engine.grammar.check import check_defaults
+from tp_engine.grammar.compiler import check_defaults
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks import groups as process_groups
-from tp_engine.ranks.groups import RankGroups, Store
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
+from tp_engine.ranks.store import Store, host_store, join_store, launched_store
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 
@@ -47,13 +47,16 @@ _STOP_TIMEOUT_S = 10.0
 _FAILED_STOP_S = 1.0
 _LAST_WORDS_S = 4.0
 _BOARD_KEY = "board"
+_NEEDED_KEY = "engine is needed"
+_CONNECT_S = 60.0
+_DECISION_LIMIT_S = 24 * 3600.0
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pulse | None = None) -> Engine:
-    """Rank 0's engine, all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
+    """Rank 0's engine, with all ranks ready.  ``ConfigError`` is raised before any process or device is touched.
 
-    ``ends_process``: this process is the engine's alone, so that the watchdog may end it when the job has failed and
-    its main thread does not notice.  ``pulse`` is kept beating, for a frontend.
+    ``ends_process``: this process belongs to the engine alone, so the watchdog may end it if the job has failed and the
+    main thread does not return.  The watchdog keeps ``pulse`` beating, for a frontend.
     """
     launched, effective, faults = env.launched_rank(), check_config(config), configured_faults()
     adopts = launched is not None and launched.world_size > 1
@@ -64,7 +67,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     with _closed_on_error(job):
         if adopts:
             assert launched is not None
-            store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
+            store = launched_store(timeout_s=config.startup_timeout_s)
             store.set(_BOARD_KEY, job.board.address)
             logger.info("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
             progress.reach(RankPhase.IMPORT)
@@ -78,12 +81,12 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
 
 
 def serve_rank(config: EngineConfig) -> None:
-    """Ranks other than 0 of a torchrun job: run rank 0's plans until it says stop."""
+    """A rank other than 0 of a torchrun job: run rank 0's plans until the stop plan."""
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
     die_with_launcher(grace_s=_LAST_WORDS_S)
     progress = RankProgress(fault_injector(launched.rank, configured_faults()))
-    store = process_groups.launched_store(timeout_s=config.startup_timeout_s)
+    store = launched_store(timeout_s=config.startup_timeout_s)
     address = store.get(_BOARD_KEY).decode()
     job = Job.attach(address, progress, effective.config, launched.rank, same_parent=True)
     with _closed_on_error(job):
@@ -92,11 +95,11 @@ def serve_rank(config: EngineConfig) -> None:
 
 
 def serve_own_rank(spec: RankSpec, config: EngineConfig, job: Job) -> None:
-    """A rank that rank 0 started: run rank 0's plans until it says stop."""
+    """A rank that rank 0 started: run rank 0's plans until the stop plan."""
     effective = resolve(config)
     world_size = config.tensor_parallel_size
     info = RankInfo(rank=spec.rank, world_size=world_size, local_rank=spec.rank, local_world_size=world_size)
-    store = process_groups.join_store(spec.store_host, spec.store_port, timeout_s=config.startup_timeout_s)
+    store = join_store(spec.store_host, spec.store_port, timeout_s=config.startup_timeout_s)
     run_worker(effective, _join(effective, info, store, job), job)
 
 
@@ -109,8 +112,23 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
     return resolve(config)
 
 
+def tell_ranks(is_needed: bool) -> None:
+    """Rank 0 of a torchrun job tells the other ranks whether to start an engine or to end; once per ``ask_rank0``.
+
+    Does nothing in a job of one rank.
+    """
+    launched = env.launched_rank()
+    if launched is not None and launched.world_size > 1:
+        launched_store(timeout_s=_CONNECT_S).set(_NEEDED_KEY, "yes" if is_needed else "no")
+
+
+def ask_rank0() -> bool:
+    """Another rank of a torchrun job waits for ``tell_ranks``; torchrun ends the job if rank 0 fails before that."""
+    return bytes(launched_store(timeout_s=_DECISION_LIMIT_S).get(_NEEDED_KEY)) == b"yes"
+
+
 def _sized_by_launcher(config: EngineConfig, launched: env.LaunchedRank) -> EngineConfig:
-    """``tensor_parallel_size`` is torchrun's world size; another value must not contradict it."""
+    """``config`` with torchrun's world size as ``tensor_parallel_size``; ``ConfigError`` if it has another value."""
     if config.tensor_parallel_size not in (1, launched.world_size):
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size} but torchrun started {launched.world_size} ranks; "
@@ -152,7 +170,7 @@ def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job) ->
 def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
     """Start ranks 1 to N-1 as children of this process and build the engine."""
     config, world_size = effective.config, effective.config.tensor_parallel_size
-    store = process_groups.host_store(timeout_s=config.startup_timeout_s)
+    store = host_store(timeout_s=config.startup_timeout_s)
     specs = [
         RankSpec(
             config=dataclasses.asdict(config),
@@ -164,7 +182,7 @@ def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
         )
         for rank in range(1, world_size)
     ]
-    children = ChildRanks("tp_engine.engine.rank_main", [msgspec.json.encode(spec) for spec in specs])
+    children = ChildRanks("tp_engine.engine.rank_process", [msgspec.json.encode(spec) for spec in specs])
     try:
         job.adopt(children)
         groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job)
@@ -176,7 +194,7 @@ def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
         try:
             job.blame(error)
         finally:
-            if not isinstance(error, Exception):  # told to stop: the deaths that follow are no incident
+            if not isinstance(error, Exception):  # a signal or an exit: the ranks that end now are no incident
                 job.close()
             children.kill()
         raise
@@ -184,7 +202,7 @@ def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
 
 @contextlib.contextmanager
 def _closed_on_error(job: Job) -> Iterator[None]:
-    """If starting fails, name the rank that is behind it, and stop watching."""
+    """If starting fails, name the rank that caused it, and stop the watchdog."""
     try:
         yield
     except BaseException as error:

@@ -39,7 +39,7 @@ _FIRST_SEMAPHORE = 64
 _PAGE = 4096
 
 
-class RankSlots:
+class TensorSlots:
     """The memory, mapped by this process; make it with ``create`` on one rank and ``attach`` on the others."""
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
@@ -51,7 +51,7 @@ class RankSlots:
         self._segment = segment
 
     @classmethod
-    def create(cls, num_ranks: int, slot_bytes: int) -> RankSlots:
+    def create(cls, num_ranks: int, slot_bytes: int) -> TensorSlots:
         """New memory; ``slot_bytes`` is a multiple of 64.  ``RuntimeError`` where /dev/shm is too small."""
         assert num_ranks >= 2 and slot_bytes > 0 and slot_bytes % 64 == 0, f"{num_ranks} ranks, {slot_bytes} bytes"
         segment = create_segment(_slots_offset(num_ranks) + (2 * num_ranks + 1) * slot_bytes)
@@ -63,7 +63,7 @@ class RankSlots:
         return slots
 
     @classmethod
-    def attach(cls, address: str) -> RankSlots:
+    def attach(cls, address: str) -> TensorSlots:
         """Another rank's; ``FileNotFoundError`` if that rank has ended or stopped sharing it."""
         return cls(open_segment(address))
 

@@ -1,20 +1,29 @@
-"""A store whose waits end when the job has failed: a rank that waits for a dead one must not wait for the deadline."""
+"""How the ranks of a job find each other: stores, and the file in which torchrun collects errors.
+
+A ``WatchedStore`` ends its waits when the job has failed, so that no rank waits until the deadline for a dead rank.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+Store: TypeAlias = dist.Store
 
 _POLL_S = 0.005
+_engine_count = itertools.count()
 
 
 class WatchedStore(dist.Store):
-    """``store``, with every wait a loop that calls ``check``, which raises when there is nothing left to wait for.
+    """``store``, but each wait is a loop that calls ``check``, which raises when the job has failed.
 
-    Process groups that are made with it use it for their whole meeting (a store in Python, called from C++).
+    Process groups that are created with it use it for their whole rendezvous (C++ calls this Python store).
     """
 
     def __init__(self, store: dist.Store, check: Callable[[], None], *, timeout_s: float) -> None:
@@ -24,7 +33,7 @@ class WatchedStore(dist.Store):
         self._timeout_s = timeout_s
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all ``keys`` are there; ``TimeoutError`` after ``timeout``, or what ``check`` raises."""
+        """Wait until all ``keys`` exist; raises ``TimeoutError`` after ``timeout``, or what ``check`` raises."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s = time.monotonic() + timeout_s
         while not self._store.check(list(keys)):
@@ -34,17 +43,17 @@ class WatchedStore(dist.Store):
             time.sleep(_POLL_S)
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``, once it is there."""
+        """Wait for ``key`` and return its value."""
         self.wait([key])
         return self._store.get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of ``keys``, once all are there."""
+        """Wait for all ``keys`` and return their values."""
         self.wait(keys)
         return self._store.multi_get(list(keys))
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # the stub knows str alone
+        self._store.set(key, value)  # type: ignore[arg-type]  # the stub has str only
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
         self._store.multi_set(list(keys), list(values))  # type: ignore[attr-defined]  # missing in the stub
@@ -72,3 +81,27 @@ class WatchedStore(dist.Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+
+def host_store(*, timeout_s: float) -> dist.TCPStore:
+    """The meeting point of ranks that rank 0 starts itself: a store on a free port of the loopback interface."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """The same store, seen from another rank."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def launched_store(*, timeout_s: float) -> Store:
+    """The store of the torchrun job that this process belongs to, set apart for one engine.
+
+    Engines of one job are numbered in the order of their creation, which is the same on every rank.
+    """
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
+
+
+def record_error(error: BaseException) -> None:
+    """Write ``error`` with its traceback to the file that torchrun gave this process; nothing without torchrun."""
+    get_error_handler().record_exception(error)

@@ -1,0 +1,109 @@
+"""A rank other than 0: the process that rank 0 starts for it, and its life from the process groups to the stop plan.
+
+``python -m tp_engine.engine.rank_process`` reads its ``RankSpec`` from standard input.  Where torchrun starts the
+ranks, ``start.serve_rank`` calls ``run_worker`` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tp_engine.config import EngineConfig
+from tp_engine.engine.job import Job
+from tp_engine.engine.processes import die_with_parent, ignore_interrupts
+from tp_engine.faults import configured_faults, fault_injector
+from tp_engine.ipc.plan_channel import PlanSubscriber
+from tp_engine.ipc.step_recorder import StepRecorder
+from tp_engine.log import configure_logging, get_logger
+from tp_engine.plan import FIRST_STEP_ID, PROFILE_ORDERS, Control
+from tp_engine.progress import RankPhase, RankProgress
+
+if TYPE_CHECKING:  # torch: it takes seconds to import, and the job's watchdog must see the rank before that
+    from tp_engine.ranks.groups import RankGroups
+    from tp_engine.worker.effective_config import EffectiveConfig
+    from tp_engine.worker.worker import Worker
+
+logger = get_logger(__name__)
+
+_LAST_WORDS_S = 4.0
+
+
+class RankSpec(msgspec.Struct, kw_only=True):
+    """What rank 0 tells a rank that it starts, as JSON; ``board`` is the address of the job's board."""
+
+    config: dict[str, str | int | float | bool | None]
+    rank: int
+    store_host: str
+    store_port: int
+    parent_pid: int
+    board: str
+
+
+def main() -> int:
+    """Join the job and run its plans; the exit code is 0 after the stop plan."""
+    ignore_interrupts()
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
+    die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
+    config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+    configure_logging(f"rank {spec.rank}", config.log_format)
+    try:
+        job = Job.attach(spec.board, RankProgress(fault_injector(spec.rank, configured_faults())), config, spec.rank)
+        with job.blaming():
+            job.progress.reach(RankPhase.IMPORT)
+            from tp_engine.engine.start import serve_own_rank
+
+            serve_own_rank(spec, config, job)
+    except Exception:
+        logger.exception("rank %d failed", spec.rank)
+        sys.stderr.flush()
+        os._exit(1)  # at once: the interpreter's normal end could wait for a thread that hangs in a library
+    return 0
+
+
+def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None:
+    """Load the model, run each plan until the stop plan, and leave the job."""
+    from tp_engine.worker.worker import Worker
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(groups.close)
+        stack.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
+        worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
+        stack.callback(worker.close)
+        worker.start()
+        job.slot.note_memory(worker.memory)
+        job.slot.note_startup(worker.startup_s)
+        name = groups.host.broadcast_bytes(b"").decode()
+        subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
+        stack.callback(subscriber.close)
+        job.progress.reach(RankPhase.READY)
+        job.ready()
+        _run_plans(worker, subscriber, job)
+    job.leave()
+    job.close()
+
+
+def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
+    recorder = StepRecorder(job.slot)
+    while True:
+        plan = subscriber.receive()
+        recorder.received(plan, subscriber.last_num_bytes, subscriber.last_checksum)
+        if plan.control & Control.STOP:
+            job.stopping()
+            job.progress.reach(RankPhase.SHUTDOWN)
+            return
+        recorder.begin(plan.step_id)
+        if plan.control & PROFILE_ORDERS:
+            worker.profile(plan.control)
+        else:
+            worker.execute(plan)
+        recorder.launched(plan.step_id)
+        recorder.done(plan.step_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

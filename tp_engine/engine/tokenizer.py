@@ -1,0 +1,119 @@
+"""Loads a model's tokenizer, and decodes tokens with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tp_engine.errors import ConfigError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+)
+_TOKENIZER_FIELDS = ("model_type", "model_name", "tokenizer_class")  # the fields of config.json that choose a tokenizer
+
+
+def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
+    """The tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be loaded.
+
+    Code that comes with a model is never run.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer  # slow to import, so only when there is a tokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), revision=revision, trust_remote_code=False, config=_plain_config(folder)
+        )
+        tokenizer.encode("")  # the first call sets truncation and padding: make it here
+    except Exception as error:
+        raise ConfigError(
+            f"tokenizer is {source!r}; it can not be loaded ({type(error).__name__}: {error}): give a folder or hub "
+            "name with a tokenizer that needs no code of its own"
+        ) from error
+    return tokenizer
+
+
+def _plain_config(folder: Path) -> Any | None:
+    """The fields of config.json that choose a tokenizer, if the tokenizer's own files name its class; else None.
+
+    With these fields ``AutoTokenizer`` does not import the model's configuration class, which would import
+    transformers' modelling code and torch's compiler: that takes longer than the import of torch itself.
+    """
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named:
+            return None
+        fields = {key: model[key] for key in _TOKENIZER_FIELDS if key in model}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # transformers has a better message for the error
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig(name_or_path=str(folder), **fields)
+
+
+def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
+    """The text of a fast tokenizer's ``tokenizer.json``; None for a model without a tokenizer, or with a slow one.
+
+    If there is no such file, the tokenizer writes the text.
+    """
+    path = Path(source).expanduser() / "tokenizer.json"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    backend = getattr(load_tokenizer(source, revision), "backend_tokenizer", None)
+    return None if backend is None else str(backend.to_str())
+
+
+class TokenDecoder:
+    """Decodes tokens of one tokenizer of transformers; all requests share it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decode: Callable[[list[int]], str] = _plain_decode(tokenizer)
+        self.special_ids = _special_ids(tokenizer)
+        self.byte_ids = _byte_ids(tokenizer)
+        self._token_texts: dict[int, str] = {}
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; U+FFFD if it is part of a character."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id])
+        return text
+
+
+def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Decodes all tokens and cleans nothing up; calls the Rust tokenizer itself if its wrapper adds nothing."""
+    kind = type(tokenizer)
+    is_plain = kind.decode.__module__ == "transformers.tokenization_utils_base"
+    is_fast = getattr(kind._decode, "__module__", "") == "transformers.tokenization_utils_tokenizers"
+    if is_plain and is_fast:
+        backend = tokenizer.backend_tokenizer
+        return lambda token_ids: str(backend.decode(token_ids, skip_special_tokens=False))
+    return lambda token_ids: str(
+        tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    if added is None:
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def _byte_ids(tokenizer: Any) -> frozenset[int]:
+    vocab = tokenizer.get_vocab()
+    names = [f"<0x{byte:02{case}}>" for byte in range(256) for case in "Xx"]
+    return frozenset(vocab[name] for name in names if name in vocab)
