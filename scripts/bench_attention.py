@@ -21,7 +21,7 @@ from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import select_backend
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.slots import slots_for
+from tp_engine.worker.input_batch import slots_for
 
 NUM_LAYERS = 4
 SHAPES = {"B": (12, 4, 64), "C": (8, 4, 32)}

@@ -1,4 +1,4 @@
-"""Which layers share block tables, and how long their blocks are kept.  No torch.
+"""The KV cache on paper: which layers share block tables, how long their blocks are kept, and what they take and hold.
 
 Layers whose K/V lives equally long and has the same shape form *groups* of equal size.  A block of the pool holds
 ``block_size`` tokens of one group's layers, so all blocks have the same bytes, and every group has a table of its own::
@@ -11,18 +11,22 @@ Layers whose K/V lives equally long and has the same shape form *groups* of equa
     group 5   layer 4, window                row 0: . .  . 23 29 ...
 
 A model whose layers are all alike has one group, and a block holds all of its layers.
+
+No torch and no numpy: the advice before a start reads it too.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_engine.units import ceil_div
+from tp_engine.units import ceil_div, format_gib
 
 MAX_GROUPS = 8
 # Keys behind a window that kernels may still read, and hide by a mask: they begin at the start of a tile.
 TILE_TOKENS = 128
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +119,58 @@ def lay_out(kinds: Sequence[KvKind]) -> KvLayout:
             first, end = index * len(layers) // count, (index + 1) * len(layers) // count
             groups.append(KvGroup(layers=tuple(layers[first:end]), window=kind.window))
     return KvLayout(tuple(groups), num_kv_heads, head_dim)
+
+
+def kv_block_bytes(
+    *, num_layers: int, block_size: int, local_num_kv_heads: int, head_dim: int, itemsize: int, scale_bytes: int = 0
+) -> int:
+    """Bytes of one block on one rank: keys and values of its layers, plus ``scale_bytes`` of a quantised cache."""
+    return 2 * num_layers * block_size * local_num_kv_heads * head_dim * itemsize + scale_bytes
+
+
+def kv_scale_bytes(*, num_layers: int, block_size: int, local_num_kv_heads: int) -> int:
+    """Bytes of a quantised block's scales: one float32 per token, head and layer, for keys and for values."""
+    return 2 * num_layers * block_size * local_num_kv_heads * SCALE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCapacity:
+    """What blocks of ``block_size`` tokens hold of requests of up to ``max_model_len`` tokens.
+
+    ``chunk_tokens``: the most tokens of a request that one step computes.
+    """
+
+    layout: KvLayout
+    block_size: int
+    max_model_len: int
+    chunk_tokens: int
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that a request of ``max_model_len`` tokens needs."""
+        return self._blocks_for(self.max_model_len)
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Tokens that ``num_blocks`` hold; where windows let blocks go, those of requests of the greatest length."""
+        if self.layout.keeps_all:
+            return num_blocks * self.block_size
+        return num_blocks * self.max_model_len // self.blocks_per_request
+
+    def longest_request(self, num_blocks: int) -> int:
+        """Tokens of the longest request, up to ``max_model_len``, that ``num_blocks`` hold."""
+        return bisect_right(range(self.max_model_len + 1), num_blocks, key=self._blocks_for) - 1
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return self.layout.blocks_for(num_tokens, self.block_size, self.chunk_tokens)
+
+
+def kv_cache_lines(*, num_bytes: int, num_tokens: int, max_model_len: int) -> tuple[str, str, str]:
+    """What users look for in the log: the cache in bytes, in tokens, and in requests of the greatest length.
+
+    Bytes are one rank's.
+    """
+    return (
+        f"Available KV cache memory: {format_gib(num_bytes)}",
+        f"GPU KV cache size: {num_tokens:,} tokens",
+        f"Maximum concurrency for {max_model_len:,} tokens per request: {num_tokens / max_model_len:.2f}x",
+    )

@@ -11,7 +11,7 @@ import torch
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.decode_inputs import TORCH_DECODE_OPS, DecodeInputs, DecodeOps, RowTables, triton_decode_ops
 from tp_engine.kernels.triton_support import has_triton
-from tp_engine.slots import slots_for
+from tp_engine.worker.input_batch import slots_for
 
 
 def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, device: str, seed: int = 0) -> RowTables:
@@ -29,7 +29,7 @@ def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, d
 
 
 def check(device: str, ops: DecodeOps, rows: list[int], max_len: int, block_size: int, num_groups: int) -> None:
-    """Three steps of ``rows``; oracle: the host's own arithmetic (slots.py) on copies of the tables."""
+    """Three steps of ``rows``; oracle: the host's own arithmetic (``slots_for``) on copies of the tables."""
     tables = make_tables(9, max_len, block_size, num_groups, device)
     token_ids, lengths, block_table = (
         tensor.cpu().numpy().copy() for tensor in (tables.token_ids, tables.num_computed, tables.block_table)

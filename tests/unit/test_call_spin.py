@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tp_engine.ipc import call_spin
-from tp_engine.ipc.call_spin import CallSpin
+from tp_engine.ipc import ring_buffer
+from tp_engine.ipc.ring_buffer import CallSpin
 
 SPIN_S = 300e-6
 
@@ -23,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(call_spin, "time", clock)
+    monkeypatch.setattr(ring_buffer, "time", clock)
     return clock
 
 

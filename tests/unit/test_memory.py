@@ -11,8 +11,7 @@ import torch
 
 from tests.unit.memory_cases import FakeDevice, on_ranks
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_layout import KvKind, KvLayout, lay_out
-from tp_engine.kv_size import KvCapacity, kv_cache_lines
+from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape

@@ -18,7 +18,7 @@ from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kv_size import kv_block_bytes
+from tp_engine.kv_layout import kv_block_bytes
 from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import GIB

@@ -172,16 +172,18 @@ def test_calls_change_no_message(ring: Callable[..., tuple[RingWriter, list[Ring
             assert future.result() == messages
 
 
-def test_a_called_reader_has_a_moment_until_the_message_is_there() -> None:
+def test_a_called_reader_has_a_moment_until_the_message_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: calls counted.  The writer is slow once, so that the moment ends with the message, and quick once."""
     calls: list[None] = []
 
-    def on_call() -> None:
+    def begin() -> float:
         calls.append(None)
         writer.write(b"slow", 1.0)
+        return 0.0
 
     writer = RingWriter(1, num_slots=8, slot_bytes=24, spin_s=1e-6)
-    reader = RingReader(writer.name, 0, on_call=on_call)
+    reader = RingReader(writer.name, 0)
+    monkeypatch.setattr(reader._call_spin, "begin", begin)
     writer.call()
     assert (reader.read(1.0), len(calls)) == (b"slow", 1)
     writer.call()

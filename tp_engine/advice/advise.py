@@ -18,7 +18,7 @@ from tp_engine.advice import sizes
 from tp_engine.advice.question import Question, Workload
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.errors import ConfigError
-from tp_engine.kv_size import KvCapacity
+from tp_engine.kv_layout import KvCapacity
 from tp_engine.model_config import MAX_WORLD_SIZE, check_tensor_parallel
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import format_gib

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.kv_size import kv_cache_lines
+from tp_engine.kv_layout import kv_cache_lines
 from tp_engine.units import format_gib
 
 _OPTIONS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tp_engine.kv_size import kv_block_bytes, kv_scale_bytes
+from tp_engine.kv_layout import kv_block_bytes, kv_scale_bytes
 from tp_engine.model_config import local_num_kv_heads, padded_vocab_size
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import GIB, MIB

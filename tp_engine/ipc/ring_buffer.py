@@ -11,10 +11,9 @@
 A message is cut into pieces of at most ``slot_bytes - 8``; piece ``s`` (0, 1, 2, ...) lies in slot ``s mod K``, so a
 message may be larger than the whole ring.  Both sides count ``s`` privately; it is never shared.
 
-A *call* is a piece without payload that belongs to no message: one is about to come.  To wake a blocked process on
-another core takes longer than to make a small plan, so a writer that calls before it makes one hides the one behind the
-other: readers wake up, do what prepares them (``on_call``), spin for a moment, and take the message when it is there;
-at once, if it was quicker than they.
+A *call* is a piece without payload that belongs to no message: it says that one is about to come.  Waking a blocked
+process on another core takes longer than making a small plan.  So the writer calls before it makes one: readers wake up
+meanwhile, spin for a moment (``CallSpin``), and take the message when it has arrived.
 
 Why this is right, on x86-64 and on ARM alike.  ``free[i]`` starts at K, ``filled[i]`` at 0.
 
@@ -41,7 +40,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tp_engine.errors import RankError
-from tp_engine.ipc.call_spin import CallSpin
 from tp_engine.ipc.segment import create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
@@ -60,6 +58,9 @@ _FIRST_SEMAPHORE = 64
 _ALIVE_CHECK_S = 0.5
 _LONGEST_BLOCK_S = 86400.0
 _LAST, _GOES_ON, _CALL = 0, 1, 2
+_SPIN_S = 300e-6
+_IDLE_S = 5e-3  # a message that comes later was not the one that the call was for
+_FEWEST_SKIPPED, _MOST_SKIPPED = 16, 4096
 
 
 class _Reader:
@@ -242,8 +243,7 @@ class RingWriter:
 class RingReader:
     """One reader's end: maps the segment ``name`` as reader ``index`` (of rank ``index + 1``) and says so.
 
-    ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone;
-    ``on_call()`` runs after a call whose message is not there yet, in the moment that is free until then.
+    ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone.
     ``RankError`` (rank 0) if the segment does not exist.
     """
 
@@ -254,7 +254,6 @@ class RingReader:
         *,
         spin_s: float | None = None,
         alive: WriterAlive | None = None,
-        on_call: Callable[[], None] | None = None,
     ) -> None:
         self._memory = _open(name)
         magic, num_readers, self._num_slots, self._slot_bytes = _HEADER.unpack_from(self._memory, 0)
@@ -263,7 +262,6 @@ class RingReader:
         self._first_slot = _slots_offset(num_readers)
         self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
         self._alive: Alive | None = None if alive is None else lambda _rank: alive()
-        self._on_call = on_call
         self._num_pieces = 0
         self._message = bytearray()
         self._call_spin = CallSpin()
@@ -285,8 +283,6 @@ class RingReader:
                 continue
             if kind == _CALL:
                 spin_s = self._call_spin.begin()
-                if self._on_call is not None:
-                    self._on_call()
             self._wait_piece(timeout_s, spin_s)
         self._call_spin.end()
         message, self._message = self._message, bytearray()
@@ -311,3 +307,37 @@ class RingReader:
         """Unmap; safe to call twice, but not while another thread is in ``read``."""
         self._view.release()
         self._memory.close()
+
+
+class CallSpin:
+    """How long a reader that was called spins for the message that is about to come: not at all while spins fail.
+
+    A spin fails if the message comes after its end.  After that the next 16 calls get none; after each further failure
+    twice as many.  Spins fail where making a plan takes long, and on a hypervisor that runs two virtual cores on one:
+    the spinning reader takes the time that the writer needs for the message.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = 0
+        self._num_skipped = _FEWEST_SKIPPED
+        self._until_s = 0.0
+
+    def begin(self) -> float:
+        """After a call: seconds to spin."""
+        if self._num_left:
+            self._num_left -= 1
+            return 0.0
+        self._until_s = time.monotonic() + _SPIN_S
+        return _SPIN_S
+
+    def end(self) -> None:
+        """The message has arrived."""
+        if self._until_s == 0.0:
+            return
+        late_s = time.monotonic() - self._until_s
+        self._until_s = 0.0
+        if late_s <= 0.0:
+            self._num_skipped = _FEWEST_SKIPPED
+        elif late_s < _IDLE_S:
+            self._num_left = self._num_skipped
+            self._num_skipped = min(2 * self._num_skipped, _MOST_SKIPPED)

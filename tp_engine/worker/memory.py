@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_size import KvCapacity, kv_cache_lines
+from tp_engine.kv_layout import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
 from tp_engine.worker.device import Device, MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape, resident_bytes

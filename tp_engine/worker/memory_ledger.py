@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_size import KvCapacity
-from tp_engine.kv_size import kv_block_bytes as kv_block_bytes
+from tp_engine.kv_layout import KvCapacity
+from tp_engine.kv_layout import kv_block_bytes as kv_block_bytes
 from tp_engine.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 

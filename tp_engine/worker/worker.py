@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tp_engine.attention.registry import select_backend
-from tp_engine.kv_size import KvCapacity
+from tp_engine.kv_layout import KvCapacity
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM, build_model
