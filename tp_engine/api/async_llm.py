@@ -1,4 +1,4 @@
-"""``AsyncLLM``: many requests at once from asyncio, each as a stream, with the model in processes of its own."""
+"""``AsyncLLM``: many requests at once from asyncio, each as a stream; the model runs in other processes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
-_LONG_TEXT = 2000  # characters; tokenizing more, or checking a grammar, in the event loop would hold up all streams
+_LONG_TEXT = 2000  # characters; tokenizing more, or checking a grammar, in the event loop would delay all streams
 
 
 class AsyncLLM:
-    """A model served to one event loop.
+    """A model for the tasks of one event loop.
 
     ``AsyncLLM(model=..., tensor_parallel_size=2)`` takes the fields of ``EngineConfig`` and starts its own ranks with
     ``start()``, which ``async with`` and the first request do too; ``AsyncLLM.connect(address)`` uses a running
@@ -67,7 +67,7 @@ class AsyncLLM:
         return llm
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
-        """Start the ranks, unless connected to others', and connect; nothing happens the second time."""
+        """Connect, and start the ranks first unless ``connect`` gave an address; a second call does nothing."""
         async with self._starting:
             if self._client is not None:
                 return
@@ -85,7 +85,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """What each step adds, as it comes; the last update carries the whole ``request_output``.
+        """Yield what each step adds; the last update carries the whole ``request_output``.
 
         Leaving the loop early aborts the request.  Raises ``RequestError`` for a bad request and ``EngineDeadError``
         when the engine ends before the request does.
@@ -129,7 +129,7 @@ class AsyncLLM:
         return beam_search_output(search, self.decoder)
 
     async def run_search(self, search: BeamSearch) -> None:
-        """Run a search, whose request ``input_processor`` has made, to its end."""
+        """Run a search to its end; ``input_processor`` has made its request."""
 
         async def generate(request: EngineRequest) -> RequestOutput:
             async with aclosing(self.stream_request(request)) as updates:
@@ -230,12 +230,12 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended without being told to."""
+        """Whether the engine has ended unasked."""
         return self._client is not None and self._client.error is not None and not self._client.stopped
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that comes now would be taken."""
+        """Whether the engine accepts a new request."""
         return self._client is not None and self._client.error is None and not self._client.draining
 
     @property
@@ -255,7 +255,9 @@ class AsyncLLM:
 
     async def _start(self, timeout_s: float) -> None:
         if self._config is not None:
-            from tp_engine.engine.service_process import spawn_service  # torch, which a mere frontend does not need
+            from tp_engine.engine.service_process import (
+                spawn_service,
+            )  # torch, which a connected frontend does not need
 
             timeout_s = self._config.startup_timeout_s
             self._service = await asyncio.to_thread(spawn_service, self._config)
@@ -273,7 +275,7 @@ class AsyncLLM:
         self._outputs = outputs
 
     async def _watch_service(self, service: ServiceHandle, client: EngineClient) -> None:
-        """A rank 0 that is stopped can not end by itself, and nobody else is its parent."""
+        """End a rank 0 that hangs: a stopped process can not end itself, and this process is its parent."""
         while not await client.wait_ended(timeout_s=_PULSE_S):
             try:
                 service.check_pulse()
@@ -293,5 +295,5 @@ class AsyncLLM:
 
 
 def new_request_id() -> str:
-    """A name that no other request has."""
+    """A unique name."""
     return uuid.uuid4().hex

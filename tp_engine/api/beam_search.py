@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beam:
-    """What one beam has generated; ``logprobs`` has one position per token; ``finish_reason`` None while it lives."""
+    """One beam's output; ``logprobs`` has one position per token; ``finish_reason`` is None while the beam lives."""
 
     token_ids: list[int]
     cum_logprob: float
@@ -67,7 +67,7 @@ class _Candidate:
 
 
 def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
-    """What the prompt of a search is checked with; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
+    """The sampling of a search's requests; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -80,8 +80,8 @@ def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
 class BeamSearch:
     """The search of one prompt.  While not ``done``: run ``next_requests``, and ``advance`` with their outputs.
 
-    ``request`` is the user's prompt, checked with the sampling of ``one_token``.  ``num_cached_tokens`` are the prompt
-    tokens that were in the prefix cache when the search began.
+    ``request`` has the user's prompt and the sampling of ``one_token``.  ``num_cached_tokens`` are the prompt tokens
+    that were in the prefix cache when the search began.
     """
 
     def __init__(self, request: EngineRequest, params: BeamSearchParams, model: ModelInfo) -> None:
@@ -91,7 +91,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._eos_token_ids = frozenset(() if params.ignore_eos else request.eos_token_ids)
-        # So many that W of them are no EOS.  The limit on logprobs is meant for what users read, not for this.
+        # Enough that W of them are no EOS.  ``max_logprobs`` limits what users read, not this.
         num_candidates = params.beam_width + max(params.beam_width, len(self._eos_token_ids))
         num_logprobs = max(num_candidates, request.params.logprobs or 0)
         self._sampling = dataclasses.replace(request.params, logprobs=num_logprobs)
@@ -104,16 +104,16 @@ class BeamSearch:
 
     @property
     def num_live(self) -> int:
-        """Beams that go on, each a request of the next round."""
+        """Live beams; each is a request of the next round."""
         return len(self._live)
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that the next round needs at most, if nothing but the prompt is shared."""
+        """Blocks that the next round needs if only the prompt is shared: the most it can need."""
         own = -(-self._num_rounds // block_size) + 1
         return -(-self._num_prompt_tokens // block_size) + self.num_live * own
 
     def next_requests(self) -> list[EngineRequest]:
-        """One request of one token per live beam; once begun, a search goes before what waits at its priority."""
+        """One request of one token per live beam; after its first round a search precedes others of its priority."""
         priority = self.request.priority - (1 if self._num_rounds else 0)
         return [
             dataclasses.replace(
@@ -128,7 +128,7 @@ class BeamSearch:
         ]
 
     def advance(self, outputs: Sequence[RequestOutput]) -> None:
-        """Choose the next beams; ``outputs`` in the order of the requests.  One that was aborted ends the search."""
+        """Choose the next beams; ``outputs`` are in the order of the requests.  An aborted one ends the search."""
         if self._num_rounds == 0:
             self.num_cached_tokens = outputs[0].num_cached_tokens
         samples = [output.outputs[0] for output in outputs]
@@ -160,9 +160,10 @@ class BeamSearch:
             self._complete = best_first[: self.params.beam_width]
 
     def _is_decided(self) -> bool:
-        """Whether no live beam can overtake the complete ones: its log-probabilities can only add up to less.
+        """Whether no live beam can overtake the complete ones.
 
-        The best it may still get is today's sum over the length, of all it may end with, that flatters it most.
+        A beam's sum of log-probabilities can only fall; its best score is today's sum over the length, of all that it
+        may reach, that is best for it.
         """
         if len(self._complete) < self.params.beam_width:
             return False
@@ -186,10 +187,10 @@ def run_searches(
     max_searches: int,
     use_tqdm: bool,
 ) -> None:
-    """Run all to their end; ``generate`` completes a list of requests, ``max_searches`` take part in a round.
+    """Run all to their end; ``generate`` completes a list of requests, at most ``max_searches`` share a round.
 
-    The first in order take part, as many as the KV cache holds at once: more would only drive each other's blocks out
-    of the prefix cache, and every round would compute its prompts again.
+    A round takes the first searches, as many as the KV cache holds at once: more would evict each other's blocks from
+    the prefix cache, and every round would compute its prompts again.
     """
     unfinished = list(searches)
     with tqdm(total=len(searches), desc="prompts", unit="", disable=not use_tqdm) as progress:
@@ -209,7 +210,7 @@ async def run_search(search: BeamSearch, generate: Callable[[EngineRequest], Awa
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[Result]]) -> list[Result]:
-    """All results in order.  When one fails, or the caller is cancelled, the others are ended before this returns."""
+    """All results in order.  If one fails, or the caller is cancelled, the others are cancelled before this returns."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -220,7 +221,7 @@ async def gather_or_cancel(work: Sequence[Awaitable[Result]]) -> list[Result]:
 
 
 def _that_fit(searches: Sequence[BeamSearch], model: ModelInfo) -> Sequence[BeamSearch]:
-    """The first ones that the pool holds together, at least one."""
+    """The first searches whose blocks fit into the pool together, at least one."""
     num_blocks = 0
     for number, search in enumerate(searches):
         num_blocks += search.num_blocks(model.block_size)
@@ -237,7 +238,7 @@ def beam_search_output(search: BeamSearch, decoder: TokenDecoder | None) -> Beam
 def request_output(search: BeamSearch, decoder: TokenDecoder | None, *, n: int) -> RequestOutput:
     """The ``n`` best sequences, best first, without the prompt.
 
-    Positions keep as many log-probabilities as ``search.request`` asked for, besides that of the token itself.
+    Positions keep the token's own log-probability and as many others as ``search.request`` asked for.
     """
     request = search.request
     completions = [_completion(search, beam, index, decoder) for index, beam in enumerate(search.best()[:n])]

@@ -1,4 +1,4 @@
-"""From what a user asks to a checked ``EngineRequest``: what is wrong with it is found here, before it is sent."""
+"""From a prompt and its parameters to a checked ``EngineRequest``; all faults of a user are found here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 class InputProcessor:
     """Tokenizes and checks.  ``tokenizer`` None serves token ids only.  Safe to call from several threads.
 
-    ``chat`` makes the prompts of conversations; who serves chats in a format of his own puts his in its place.
+    ``chat`` makes the prompts of conversations; replace it to support another chat format.
     """
 
     def __init__(self, model_info: ModelInfo, tokenizer: Any | None) -> None:
@@ -49,12 +49,12 @@ class InputProcessor:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> EngineRequest:
-        """A request that the engine can serve; raises ``RequestError`` with the reason for one that it can not.
+        """A request that the engine can serve; otherwise raises ``RequestError`` with the reason.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
-        None becomes what the model's context leaves.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
-        tokenized with ``add_special_tokens``.  Of a longer prompt the last ``truncate_prompt_tokens`` are kept; -1
-        keeps what leaves room for ``max_tokens``.
+        None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
+        tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens; -1
+        keeps as many as leave room for ``max_tokens``.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
@@ -83,7 +83,7 @@ class InputProcessor:
     def chat_token_ids(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **template_options: Any
     ) -> list[int]:
-        """The prompt of a conversation, ready for the assistant's answer.
+        """The prompt of a conversation, up to the assistant's answer.
 
         ``template_options`` go to the chat template (``enable_thinking=False``); ``continue_final_message=True`` lets
         the model continue the last message instead.  Templates write the special tokens themselves;
@@ -93,7 +93,7 @@ class InputProcessor:
         return self.text_token_ids(text, add_special_tokens=add_special_tokens)
 
     def text_token_ids(self, text: str, *, add_special_tokens: bool, may_be_empty: bool = False) -> list[int]:
-        """``text`` as the model reads it; raises ``RequestError``."""
+        """The token ids of ``text``; raises ``RequestError``."""
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param="prompt")
         check_text("prompt", text)
@@ -140,7 +140,7 @@ class InputProcessor:
         return asked if asked > 0 else max(1, longest - (params.max_tokens or 1))
 
     def _banned_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word's token ids at the beginning of a text and, where they are as many, within one, as in vLLM."""
+        """Token ids of each word: at the beginning of a text, and within a text if those are as many, as in vLLM."""
         if words and self.tokenizer is None:
             raise RequestError("bad_words needs a tokenizer, which this model does not have", param="bad_words")
         banned: list[tuple[int, ...]] = []
@@ -193,14 +193,14 @@ class InputProcessor:
 
 
 def prompt_text(prompt: Prompt) -> str | None:
-    """The prompt's text, where it came as text."""
+    """The prompt's text; None for token ids."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt", ())
     return prompt if isinstance(prompt, str) else None
 
 
 def check_text(name: str, text: object) -> None:
-    """Refuse what is no text, and lone surrogates, which JSON can bring but no encoding can write."""
+    """Refuse values other than text, and lone surrogates: JSON can contain them, but no encoding can write them."""
     try:
         if not isinstance(text, str):
             raise RequestError(f"{name} is of type {type(text).__name__}; it must be text", param=name)

@@ -1,4 +1,4 @@
-"""``LLM``: batch inference in this process, with the names that vLLM's users know."""
+"""``LLM``: batch inference in this process, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class LLM(Closing):
     """A model on one or more ranks, driven by the calling thread.
 
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are the fields of ``EngineConfig``.
-    In a plain script the other ranks are started and stopped with this object.  Under torchrun its ranks are adopted:
-    the script goes on on rank 0, while on every other rank the constructor serves until rank 0 closes and then ends
-    the process with exit code 0.  Use it as a context manager, or call ``close()``.
+    In a plain script this object starts and stops the other ranks.  Under torchrun it adopts those of the job: the
+    script continues on rank 0; on every other rank the constructor serves until rank 0 closes, and then ends the
+    process with exit code 0.  Use it as a context manager, or call ``close()``.
 
-    ``allocation_monitor`` keeps how the KV pool was used while requests ran, four samples per second.
+    ``allocation_monitor`` samples the use of the KV pool four times per second while requests run.
     """
 
     def __init__(self, model: str = str(DEMO_MODEL), **options: Any) -> None:
@@ -68,8 +68,8 @@ class LLM(Closing):
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  One
-        ``sampling_params`` serves all prompts, a list must have one for each.  Raises ``RequestError`` for a bad prompt
-        before any of them runs.
+        ``sampling_params`` serves all prompts; a list must have one for each.  Raises ``RequestError`` for a bad prompt
+        before any prompt runs.
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
@@ -105,11 +105,11 @@ class LLM(Closing):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search every prompt, for the ``beam_width`` best sequences of each; results come in the order of the prompts.
+        """Search every prompt for its ``beam_width`` best sequences; results come in the order of the prompts.
 
         Beams share their blocks through the prefix cache: leave ``enable_prefix_caching`` on, or each token of each
         beam costs a pass over all tokens before it.  At most ``concurrency_limit`` prompts are searched at a time, and
-        no more than the KV cache holds.  Raises ``RequestError`` for a bad prompt before any of them runs.
+        at most as many as the KV cache holds.  Raises ``RequestError`` for a bad prompt before any prompt runs.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit is {concurrency_limit}; it must be at least 1, or None")
@@ -134,7 +134,7 @@ class LLM(Closing):
         return processed
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing is changed, while requests run."""
+        """Forget all cached prefixes; while requests run, change nothing and return False."""
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class LLM(Closing):
             self.allocation_monitor.observe(self.engine.stats(), now_s)
 
     def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
-        """All or none: a request that can never fit is refused before any other has run."""
+        """Add all or none: a request that can never fit is refused before another has run."""
         for request, text in zip(requests, texts, strict=True):
             try:
                 self.engine.add_request(request)
@@ -183,7 +183,7 @@ class LLM(Closing):
             self.outputs.add(request, text)
 
     def _forget(self, requests: Sequence[EngineRequest]) -> None:
-        """Take back what was queued, after an error or Ctrl-C, so that the next call starts clean."""
+        """Abort and forget all, after an error or Ctrl-C, so that the next call finds nothing of them."""
         self.engine.abort([request.request_id for request in requests])
         for request in requests:
             self.outputs.forget(request.request_id)

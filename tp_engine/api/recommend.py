@@ -1,4 +1,4 @@
-"""``tp_engine.recommend``: what fits, and which options to use, before anything is loaded."""
+"""``tp_engine.recommend``: which options to use and what fits, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def recommend(
     """Block size, blocks, sequences and concurrency for ``model``: a folder, a hub name, or its parsed configuration.
 
     The device is ``gpu`` (a name such as ``h100``), or one with ``device_memory`` (bytes, or ``"24GiB"``), or else this
-    machine's.  ``workload`` is chat, code, long-doc, or a ``Workload`` of one's own.  Without ``tensor_parallel_size``
-    the smallest number of ranks that fits is taken.  Raises ``ConfigError`` for what can not be answered; what does not
-    fit is an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell the rest.
+    machine's.  ``workload`` is chat, code, long-doc, or another ``Workload``.  ``tensor_parallel_size`` None takes the
+    smallest number of ranks that fits.  Raises ``ConfigError`` for a question without an answer.  A model that does not
+    fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to do.
     """
     config = model if isinstance(model, ModelSpec) else load_model_config(model, revision, files=CONFIG_FILES)[0]
     return advise(
@@ -59,7 +59,7 @@ def _hardware(gpu: str | None, device_memory: int | str | None) -> Hardware:
 
 
 def this_machine() -> Hardware:
-    """The GPU with the least memory, or this host's memory where there is none."""
+    """The GPU with the least memory, or the host's memory if there is no GPU."""
     import torch
 
     memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]

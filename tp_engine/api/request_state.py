@@ -14,10 +14,10 @@ from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 
 @dataclass(slots=True, kw_only=True)
 class SequenceUpdate:
-    """What is new of one sequence.
+    """What one or several steps add to a sequence.
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
-    ``num_output_tokens`` counts this sequence's tokens so far, these included.  ``error`` says what went wrong if
+    ``num_output_tokens`` counts all tokens of the sequence up to here.  ``error`` says what went wrong if
     ``finish_reason`` is ``error``.  ``request_output`` comes with the update that ends the whole request.
     """
 
@@ -35,7 +35,7 @@ class SequenceUpdate:
     request_output: RequestOutput | None = None
 
     def append(self, later: SequenceUpdate) -> None:
-        """Become one update with the next one of the same sequence."""
+        """Add the next update of the same sequence to this one."""
         self.text += later.text
         self.token_ids += later.token_ids
         self.num_output_tokens = later.num_output_tokens
@@ -59,7 +59,7 @@ class _SequenceState:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
     def add(self, delta: SequenceDelta) -> tuple[str, int]:
-        """New text and number of new tokens; the rest of the delta lies behind a stop string."""
+        """The new text and the number of new tokens; the delta's other tokens lie behind a stop string."""
         text, num_tokens = self._show(delta)
         self._pieces.append(text)
         self.output.token_ids += delta.new_token_ids[:num_tokens]
@@ -71,7 +71,7 @@ class _SequenceState:
         return text, num_tokens
 
     def add_logprobs(self, logprobs: TokenLogprobs | None, num_tokens: int) -> list[dict[int, Logprob]] | None:
-        """Keep and return those of the new tokens; None where the request asked for none."""
+        """Keep and return those of the new tokens; None if the request asked for none."""
         if self._num_alternatives is None or logprobs is None:
             return None
         new = positions(logprobs, num_tokens, self._num_alternatives, self._decoder)
@@ -98,7 +98,7 @@ class _SequenceState:
 
 @dataclass(slots=True)
 class _Times:
-    """time.monotonic() of a request's events; 0.0 for one that has not happened."""
+    """time.monotonic() of a request's events; 0.0 until they happen."""
 
     first_scheduled_s: float = 0.0
     first_token_s: float = 0.0
@@ -111,7 +111,7 @@ class _Times:
             self.last_token_s = now_s
 
     def metrics(self, arrival_s: float, num_tokens: int, now_s: float) -> RequestMetrics:
-        """``num_tokens`` of the longest sequence; an event that never happened counts as happening now."""
+        """``num_tokens`` are the longest sequence's; an event that never happened counts as happening now."""
         decode_s = self.last_token_s - self.first_token_s
         return RequestMetrics(
             arrival_s=arrival_s,
@@ -126,7 +126,7 @@ class _Times:
 class RequestState:
     """A request and its ``n`` sequences.
 
-    ``runs_in_engine`` tells whether the engine still works on a sequence whose end it has not reported.
+    ``finished`` and ``runs_in_engine`` differ where a stop string ended a sequence here, before the engine knows.
     """
 
     request: EngineRequest
@@ -151,11 +151,11 @@ class RequestState:
 
     @property
     def runs_in_engine(self) -> bool:
-        """Whether a sequence that has ended here is still running there."""
+        """Whether the engine has yet to report the end of a sequence."""
         return self._num_running > 0
 
     def apply(self, delta: SequenceDelta, now_s: float) -> SequenceUpdate | None:
-        """Take a delta; None if its sequence had ended before."""
+        """What a delta adds; None if its sequence had ended before."""
         if delta.finish_reason is not None:
             self._num_running -= 1
         sequence = self._sequences[delta.index]
@@ -202,7 +202,7 @@ class RequestState:
 def positions(
     logprobs: TokenLogprobs, num_positions: int, num_alternatives: int, decoder: TokenDecoder | None
 ) -> list[dict[int, Logprob]]:
-    """The first ``num_positions``: token id -> ``Logprob`` of the chosen token, then of the likeliest in order."""
+    """For each of the first ``num_positions``: token id -> ``Logprob``, the chosen token first, then the likeliest."""
     columns = slice(1 + num_alternatives)
     return [
         _position(token_ids, values, rank, decoder)
@@ -218,7 +218,7 @@ def positions(
 def prompt_positions(
     parts: Sequence[TokenLogprobs], prompt_token_ids: Sequence[int], num_alternatives: int, decoder: TokenDecoder | None
 ) -> list[dict[int, Logprob] | None]:
-    """One entry per prompt token; the first is None, for nothing precedes it."""
+    """One entry per prompt token; the first token has no log-probability, only None."""
     found: list[dict[int, Logprob] | None] = [None]
     for part in parts:
         found += positions(part, len(prompt_token_ids) - len(found), num_alternatives, decoder)

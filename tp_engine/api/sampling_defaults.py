@@ -21,10 +21,10 @@ _FILE = "generation_config.json"
 def load_generation_defaults(
     model: str, revision: str | None = None, *, source: str = "auto", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``SamplingParams`` fields that requests take where they say nothing; empty for a model without the file.
+    """``SamplingParams`` fields for requests that do not set them; empty for a model without the file.
 
-    ``source`` is auto (the model's folder), vllm (no file) or a folder that has one; ``overrides`` go before it.
-    ``do_sample: false`` is greedy decoding; ``max_new_tokens`` becomes ``max_tokens``, which limits all answers.
+    ``source`` is auto (the model's folder), vllm (no file) or a folder with the file; ``overrides`` take precedence.
+    ``do_sample: false`` means greedy decoding; ``max_new_tokens`` becomes ``max_tokens``, which limits all answers.
     Raises ``ConfigError`` for a file or overrides that can not be used.
     """
     path = None if source == "vllm" else _path(model, revision, source)
@@ -67,7 +67,7 @@ def _defaults(written: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaultOptions:
-    """Where the defaults of temperature, top_p and the like come from."""
+    """Where the defaults of temperature, top_p and the like come from, named as in ``vllm serve``."""
 
     generation_config: str = option(
         "auto",
@@ -80,7 +80,7 @@ class SamplingDefaultOptions:
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:
-        """``override_generation_config``, read."""
+        """``override_generation_config`` as a mapping; raises ``ConfigError``."""
         text = self.override_generation_config
         try:
             overrides = {} if text is None else json.loads(text)
