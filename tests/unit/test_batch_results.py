@@ -131,7 +131,7 @@ def test_a_full_disk_is_named_and_gone_on_from(tmp_path: Path, monkeypatch: pyte
         results.write(result(1))
         with monkeypatch.context() as full:
             full.setattr(os, "write", write_if_room)
-            with pytest.raises(OSError, match=r"the same command goes on.*out.jsonl"):
+            with pytest.raises(OSError, match=r"the same command continues.*out.jsonl"):
                 results.write(result(2))
     assert len(path.read_bytes()) == len(result(1).encode()) + 30
     with Results(path) as again:

@@ -21,13 +21,13 @@ _SHARD = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputShard:
-    """Every ``count``-th line, from line ``index`` on; both count from 1, so that ``1/1`` is all of them."""
+    """Every ``count``-th line of the input from line ``index`` on; both count from 1, and ``1/1`` is all lines."""
 
     index: int = 1
     count: int = 1
 
     def takes(self, number: int) -> bool:
-        """Whether line ``number``, counted from 1, is this shard's."""
+        """Whether line ``number``, counted from 1, belongs to this shard."""
         return number % self.count == self.index % self.count
 
     def __str__(self) -> str:
@@ -42,16 +42,16 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
         "", "OpenAI batch file, one request per line; may be gzipped; - reads standard input", flags=("-i",)
     )
     output_file: str = option(
-        "", "results, one per line; an existing file is gone on with; - writes standard output", flags=("-o",)
+        "", "results, one per line; an existing file is continued; - writes standard output", flags=("-o",)
     )
-    error_file: str | None = option(None, "results that are errors (default: among the others in the output file)")
+    error_file: str | None = option(None, "results that are errors (default: in the output file with the others)")
     output_order: str = option(
         "finished", "order of the results: as they finish, or that of the input", choices=OUTPUT_ORDERS
     )
     shard: str = option("1/1", "I/N: only lines I, I+N, I+2N, ... of the input, for N jobs that share it")
-    resume: bool = option(True, "go on with existing results; --no-resume refuses an output file that has any")
+    resume: bool = option(True, "continue with existing results; --no-resume refuses an output file that has any")
     validate_only: bool = option(False, "check every line with the model's tokenizer and limits, and run nothing")
-    strict: bool = option(False, "run nothing at all if any line is bad, instead of writing an error for it")
+    strict: bool = option(False, "run nothing if any line is bad, instead of writing an error for it")
     served_model_name: tuple[str, ...] = option(
         (), "names that requests may give as their model (default: --model, or its folder's name)"
     )
@@ -59,9 +59,9 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
     max_body_bytes: int = option(16 * MIB, "longest line; longer ones are errors", size=True)
     summary_file: str | None = option(None, "JSON file with counts, tokens and times of the job")
     errors_exit_code: int | None = option(
-        None, "exit code of a job that is done but has lines with errors (default: 3, under torchrun 0)"
+        None, "exit code of a job whose lines are done, some with errors (default: 3, under torchrun 0)"
     )
-    progress_bar: bool = option(True, "show the progress on a terminal, or else in the log")
+    progress_bar: bool = option(True, "show the progress on a terminal, or in the log if there is none")
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -81,7 +81,7 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
 
     @property
     def input_shard(self) -> InputShard:
-        """``shard``, read."""
+        """``shard``, parsed; raises ``ConfigError``."""
         match = _SHARD.fullmatch(self.shard)
         shard = InputShard(index=int(match[1]), count=int(match[2])) if match else InputShard(index=0, count=0)
         if not 1 <= shard.index <= shard.count:
@@ -90,7 +90,7 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
 
     @property
     def result_paths(self) -> tuple[Path | None, Path | None]:
-        """Where results and errors go; None for standard output, and for errors that are among the results."""
+        """Where results and errors go: None for standard output, and for errors that go to the results."""
         output = None if self.output_file == STANDARD_STREAM else Path(self.output_file)
         return output, None if self.error_file is None else Path(self.error_file)
 

@@ -24,7 +24,7 @@ from tp_engine.request import EngineRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineContext:
-    """What lines are prepared with; ``defaults`` are the model's own sampling parameters."""
+    """What preparing a line needs; ``defaults`` are the model's own sampling parameters."""
 
     processor: InputProcessor
     model: ModelInfo
@@ -35,7 +35,7 @@ class LineContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedLine:
-    """The prompts of one line, and how their outputs become the body of its answer."""
+    """The prompts of one line, and the function that makes the body of its answer of their outputs."""
 
     prompts: list[BatchPrompt]
     answer: Callable[[Sequence[RequestOutput]], JsonObject]
@@ -49,14 +49,14 @@ class _Endpoint:
 
 
 def check_request(request: BatchRequest, model_names: Sequence[str]) -> None:
-    """All that can be checked without the model's tokenizer and limits; raises ``RequestError``."""
+    """Check all that does not need the model's tokenizer and limits; raises ``RequestError``."""
     endpoint = ENDPOINTS[request.url]
     body = _parse(endpoint, request, model_names)
     endpoint.check(body)
 
 
 def prepare_request(request: BatchRequest, context: LineContext) -> PreparedLine:
-    """Ready for the engine; raises ``RequestError``."""
+    """Make a request ready for the engine; raises ``RequestError``."""
     endpoint = ENDPOINTS[request.url]
     body = _parse(endpoint, request, context.model_names)
     return endpoint.prepare(body, body.model or context.model_names[0], context)
@@ -122,24 +122,24 @@ ENDPOINTS: Mapping[str, _Endpoint] = {
 
 @dataclass(slots=True)
 class PlainPrompt:
-    """Takes one request, whose output is the prompt's."""
+    """A prompt of one engine request, whose output is the prompt's."""
 
     request: EngineRequest
     output: RequestOutput | None = None
 
     def next_requests(self) -> list[EngineRequest]:
-        """What to run now."""
+        """The requests to run now."""
         return [self.request]
 
     def take(self, output: RequestOutput) -> bool:
-        """One of them is done; returns whether it is time for the next ones."""
+        """Take the output of one of them; True if the next ones can run."""
         self.output = output
         return False
 
 
 @dataclass(slots=True)
 class SearchedPrompt:
-    """Takes a round of requests after the other; the ``n`` best sequences of ``search`` are the output."""
+    """A prompt of many engine requests, one round after the other; its output has the ``n`` best sequences."""
 
     search: BeamSearch
     decoder: TokenDecoder | None
@@ -149,14 +149,14 @@ class SearchedPrompt:
     _given: dict[str, RequestOutput] = field(default_factory=dict)
 
     def next_requests(self) -> list[EngineRequest]:
-        """What to run now."""
+        """The requests to run now."""
         requests = self.search.next_requests()
         self._asked = [request.request_id for request in requests]
         self._given = {}
         return requests
 
     def take(self, output: RequestOutput) -> bool:
-        """One of them is done; returns whether it is time for the next ones."""
+        """Take the output of one of them; True if the next ones can run."""
         self._given[output.request_id] = output
         if len(self._given) < len(self._asked):
             return False

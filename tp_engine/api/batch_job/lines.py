@@ -1,8 +1,8 @@
 """Lines of OpenAI batch files.
 
 A request line is ``{"custom_id", "method", "url", "body"}``, a result line ``{"id", "custom_id", "response", "error"}``
-whose ``response`` is null for a line that is no request at all.  Results are matched to requests by ``custom_id``;
-``id`` holds the number of the request's line, which tells lines without a usable ``custom_id`` apart.
+whose ``response`` is null for a line that is not a request.  Results belong to requests with the same ``custom_id``;
+``id`` holds the number of the request's line, which identifies lines without a usable ``custom_id``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINE_ID_NUMBER = re.compile(_LINE_ID + r"([1-9]\d{0,17})")
 
 
 class LineError(ValueError):
-    """A line that is no request at all; ``code`` says what is wrong with it, as OpenAI's validation does."""
+    """A line that is not a request; ``code`` says what is wrong, in the words of OpenAI's validation."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -44,13 +44,13 @@ class ResultLine(msgspec.Struct):
     error: dict[str, Any] | None
 
     def encode(self) -> bytes:
-        """The line with its end."""
+        """The line with its line end."""
         return msgspec.json.encode(self) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A readable line; ``raw_body`` is JSON text that the line's endpoint turns into a request."""
+    """A readable line; its endpoint parses ``raw_body``, which is JSON text."""
 
     line_id: str
     custom_id: str
@@ -58,7 +58,7 @@ class BatchRequest:
     raw_body: bytes
 
     def result(self, status: int, body: dict[str, Any]) -> ResultLine:
-        """What became of it; an answer other than 200 is repeated as the line's error."""
+        """The line's result; if ``status`` is not 200, the error in ``body`` is also the line's error."""
         error = None if status == 200 else {key: body["error"][key] for key in ("code", "message", "param")}
         response = {"status_code": status, "request_id": self.line_id, "body": body}
         return ResultLine(self.line_id, self.custom_id, response, error)
@@ -74,13 +74,13 @@ def line_id(number: int) -> str:
 
 
 def line_number(result_id: str) -> int | None:
-    """The inverse; None for an ``id`` that is not ours."""
+    """The inverse of ``line_id``; None for any other text."""
     match = _LINE_ID_NUMBER.fullmatch(result_id)
     return int(match[1]) if match else None
 
 
 def read_line(number: int, text: bytes | None, urls: Collection[str]) -> BatchRequest:
-    """One line of the input, None for one that is too long; raises ``LineError`` unless it asks for one of ``urls``."""
+    """Parse one line, None if it was too long; raises ``LineError`` unless it is a request to one of ``urls``."""
     if text is None:
         raise LineError(f"line {number} is longer than max_body_bytes; raise --max-body-bytes", "line_too_long")
     try:
@@ -104,17 +104,17 @@ def read_line(number: int, text: bytes | None, urls: Collection[str]) -> BatchRe
 
 
 def repeated_line(number: int, first: int) -> LineError:
-    """The refusal of a line whose ``custom_id`` line ``first`` had before."""
+    """The error of a line that has the ``custom_id`` of line ``first``."""
     return LineError(f"line {number} repeats the custom_id of line {first}; give each its own", "duplicate_custom_id")
 
 
 def problem_code(error: Exception) -> str:
-    """What kind of problem a line has; the error's own code, if it has one."""
+    """The kind of a line's problem: the code of ``error``, if it has one."""
     return getattr(error, "code", None) or describe_error(error)[1]["error"]["code"] or "invalid_request"
 
 
 def bad_line(number: int, text: bytes | None, error: LineError) -> ResultLine:
-    """The result of a line that is no request, with its ``custom_id`` if that much can be read."""
+    """The result of a line that is not a request, with its ``custom_id`` if that can be read."""
     return ResultLine(
         line_id(number),
         readable_custom_id(text),
@@ -124,7 +124,7 @@ def bad_line(number: int, text: bytes | None, error: LineError) -> ResultLine:
 
 
 def readable_custom_id(text: bytes | None) -> str | None:
-    """The ``custom_id`` of a line that may be otherwise unusable."""
+    """The ``custom_id`` of a line; None if it has no readable one."""
     try:
         line = msgspec.json.decode(text or b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -27,14 +27,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one line, and what it was made of; an error has no ``outputs``."""
+    """The result of one line and the outputs that it was made of; an error has no ``outputs``."""
 
     line: ResultLine
     outputs: Sequence[RequestOutput] = ()
 
 
 class Outcomes:
-    """Takes each line's outcome.  ``tally`` counts what has been written: what is held back is not done."""
+    """Orders, writes and counts outcomes.  ``tally`` counts written lines; lines that are held back are not done."""
 
     def __init__(self, results: Results, progress: Progress, *, keeps_order: bool, window: int) -> None:
         self.tally = Tally()
@@ -47,7 +47,7 @@ class Outcomes:
         return self._order.has_room(ordinal)
 
     def put(self, ordinal: int, outcome: Outcome) -> None:
-        """Take what became of the ``ordinal``-th line."""
+        """Take the outcome of the ``ordinal``-th line."""
         self._order.put(ordinal, outcome)
 
     def step(self, num_tokens: int) -> None:
@@ -65,9 +65,10 @@ class Outcomes:
 
 
 class ResultOrder(Generic[Result]):
-    """Passes results, numbered from 0, to ``write``; with ``keeps_order`` in the order of their numbers.
+    """Passes results, numbered from 0, to ``write``: as they come, or, with ``keeps_order``, in order of number.
 
-    At most ``window`` numbers are on their way at a time then: ``has_room`` tells whether the next may start.
+    To keep the order it holds results back; ``has_room`` lets a number start only if it is less than ``window`` ahead
+    of the first one that is missing.
     """
 
     def __init__(self, write: Callable[[Result], None], *, keeps_order: bool, window: int) -> None:
@@ -78,7 +79,7 @@ class ResultOrder(Generic[Result]):
         self._next = 0
 
     def has_room(self, ordinal: int) -> bool:
-        """Whether the work with this number may start; always, if nothing before it is under way."""
+        """Whether the work with this number may start."""
         return not self._keeps_order or ordinal - self._next < self._window
 
     def put(self, ordinal: int, result: Result) -> None:
@@ -93,7 +94,10 @@ class ResultOrder(Generic[Result]):
 
 
 class Progress:
-    """``total`` lines of which ``initial`` were done before; the rate is that of the last few seconds."""
+    """Shows the progress of a job as a bar on a terminal, otherwise as lines in the log.
+
+    Earlier runs have done ``initial`` of the ``total`` lines.  The rate is that of the last few seconds.
+    """
 
     def __init__(self, total: int, initial: int, *, shown: bool) -> None:
         self._total, self._initial, self._shown = total, initial, shown

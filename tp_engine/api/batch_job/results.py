@@ -32,7 +32,7 @@ _LINE_START = b'{"id":'
 
 
 class ResultFile:
-    """One file of results, opened to go on after its last whole line, and locked against a second job."""
+    """One file of results, opened behind its last whole line and locked against a second job."""
 
     def __init__(self, path: Path, earlier: EarlierResults) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class ResultFile:
             raise
 
     def write(self, data: bytes) -> None:
-        """Append one line with one call, so that a kill tears at most the last."""
+        """Append one line with one call, so that a kill tears at most the last line."""
         self._is_synced = False
         with self._explained():
             written = os.write(self._descriptor, data)
@@ -55,14 +55,14 @@ class ResultFile:
                 written += os.write(self._descriptor, data[written:])
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Bring written lines to the disk."""
         if not self._is_synced:
             with self._explained():
                 os.fdatasync(self._descriptor)
             self._is_synced = True
 
     def close(self) -> None:
-        """Make sure that the results are on the disk."""
+        """Bring written lines to the disk and close the file."""
         try:
             os.fsync(self._descriptor)
         finally:
@@ -73,7 +73,7 @@ class ResultFile:
         try:
             yield
         except OSError as error:
-            message = f"{error.strerror}; what is written so far is kept, and the same command goes on from there"
+            message = f"{error.strerror}; what is written so far is kept, and the same command continues from there"
             raise OSError(error.errno, message, str(self._path)) from error
 
     def _lock(self) -> None:
@@ -85,7 +85,7 @@ class ResultFile:
             ) from None
 
     def _resume(self, earlier: EarlierResults) -> None:
-        """Read what is there and cut off a torn last line; a file of something else is left as it is."""
+        """Read the existing results and cut off a torn last line; a file of anything else stays as it is."""
         whole_bytes = 0
         with self._path.open("rb") as stream:
             for number, text in enumerate(stream, start=1):
@@ -97,28 +97,28 @@ class ResultFile:
         os.ftruncate(self._descriptor, whole_bytes)
 
     def _check_torn(self, number: int, text: bytes) -> None:
-        """A torn line begins like a result; after a power failure it may be zeros."""
+        """Raise ``ConfigError`` unless this is a torn result: its beginning, or zeros after a power failure."""
         if text[: len(_LINE_START)] != _LINE_START[: len(text)] and text.strip(b"\0"):
             raise ConfigError(f"{str(self._path)!r} has a line {number} that is no batch result; give another file")
 
 
 class StandardOutput:
-    """Results for the program behind a pipe; there is nothing to go on with."""
+    """Results for the program behind a pipe; a job that writes there can not be continued."""
 
     def write(self, data: bytes) -> None:
-        """Write one line and pass it on at once."""
+        """Write one line at once."""
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
     def sync(self) -> None:
-        """There is no disk behind a pipe."""
+        """Nothing: there is no disk behind a pipe."""
 
     def close(self) -> None:
-        """Standard output is not ours to close."""
+        """Nothing: standard output stays open."""
 
 
 class Results(Closing):
-    """Where a job's lines go: all to one file, or errors to a second one.  ``earlier`` is what was there before.
+    """The files of a job: one for all lines, or a second one for errors.  ``earlier`` is what they had before.
 
     ``output`` None is standard output.  ``resume`` false refuses files that have results.
     """
@@ -140,23 +140,23 @@ class Results(Closing):
         self._synced_s = time.monotonic()
 
     def write(self, line: ResultLine) -> None:
-        """Write one result; whole lines survive whatever happens to this process."""
+        """Write one result; it survives the end of this process."""
         (self._answers if line.error is None else self._errors).write(line.encode())
 
     def sync_if_due(self) -> None:
-        """Call it often: what is written is on the disk, power failure or not, within a few seconds."""
+        """Bring written lines to the disk if the last time was seconds ago; call it often."""
         if (now_s := time.monotonic()) - self._synced_s > _SYNC_PERIOD_S:
             self._synced_s = now_s
             self._answers.sync()
             self._errors.sync()
 
     def close(self) -> None:
-        """Make sure that all is on the disk."""
+        """Bring all lines to the disk and close the files."""
         self._opened.close()
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file's name is on the disk only when its folder is."""
+    """Bring the names of new files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -173,7 +173,7 @@ class _Error(msgspec.Struct):
 
 
 class _WrittenLine(msgspec.Struct):
-    """What must be known of a result; the rest of it is skipped."""
+    """The fields of a result that a resumed job needs; the decoder skips the others."""
 
     id: str
     custom_id: str | None
@@ -184,8 +184,8 @@ class _WrittenLine(msgspec.Struct):
 class EarlierResults:
     """What earlier runs wrote, at about 17 bytes per line.
 
-    ``answered`` are requests with a result, ``failed`` tells for each whether it is an error; ``refused_lines`` are
-    the numbers of lines that were no requests, in no order.
+    ``answered`` are requests with a result, and ``failed`` tells for each whether the result is an error.
+    ``refused_lines`` are the numbers of lines that were not requests, unordered.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class EarlierResults:
     def add(self, path: Path, number: int, text: bytes) -> None:
         """Remember line ``number`` of ``path``; raises ``ConfigError`` unless it is a result.
 
-        The refusal of a duplicate says nothing of the request that came first.
+        A refused duplicate counts by its line number: its ``custom_id`` is that of another request.
         """
         try:
             line = msgspec.json.decode(text, type=_WrittenLine)
@@ -215,7 +215,15 @@ class EarlierResults:
 
 
 class CustomIds:
-    """Ids in the order in which they were added; only their digests are kept."""
+    """A list of ``custom_id`` that keeps 16 bytes of each, to find repeated ids and ids that another list has.
+
+    ::
+
+        digests   16 bytes per id, in the order of ``add``; as an array (N, 2) of two 64-bit words
+        order     positions sorted by the first word; of equal ids the first added comes first
+
+    Among ten million different ids two have the same digest with a probability of about 1e-25.
+    """
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -224,11 +232,11 @@ class CustomIds:
         return len(self._digests) // _DIGEST_BYTES
 
     def add(self, custom_id: str) -> None:
-        """Append one."""
+        """Append an id."""
         self._digests += blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
 
     def repeated(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Positions of ids that were added before, and for each of them the position where it was first."""
+        """Positions of ids that were added before, and for each of them the position of its first occurrence."""
         if not len(self):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         words = self._words()

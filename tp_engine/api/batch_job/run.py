@@ -52,13 +52,13 @@ _MAX_AHEAD_BYTES = 64 * MIB
 def run_batch(
     input_file: str | PathLike[str], output_file: str | PathLike[str], model: str = str(DEMO_MODEL), **options: Any
 ) -> BatchSummary:
-    """Run the lines of ``input_file`` that have no result in ``output_file`` yet; returns what came of them.
+    """Run the lines of ``input_file`` that have no result in ``output_file`` yet; returns a summary.
 
     ``options`` are the fields of ``EngineConfig`` (``tensor_parallel_size=2``) and of ``BatchConfig``
     (``output_order="input"``).  A line that can not be served becomes an error among the results.  Raises
-    ``ConfigError`` before anything runs, and ``RuntimeError`` when the engine fails; what is written then, or when the
-    process is killed, stays, and the next call with the same files goes on.  Under torchrun every rank calls this, and
-    on ranks other than 0 it ends the process.
+    ``ConfigError`` before anything runs, and ``RuntimeError`` if the engine fails.  Written results survive that and a
+    kill of the process, and the next call with the same files continues.  Under torchrun every rank calls this; on
+    ranks other than 0 it ends the process.
     """
     fields = [{spec.name for spec in dataclasses.fields(kind)} for kind in (EngineConfig, BatchConfig)]
     for name in options:
@@ -72,7 +72,7 @@ def run_batch(
 def run_job(
     config: EngineConfig, batch_config: BatchConfig, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> BatchSummary:
-    """As ``run_batch``; the job ends early, and in good order, when ``stop_requested`` says so between two steps."""
+    """As ``run_batch``; the job stops between two steps when ``stop_requested`` returns True."""
     _serve_if_follower(config, batch_config)
     run = BatchRun(config, batch_config, stop_requested)
     try:
@@ -92,7 +92,7 @@ def _serve_if_follower(config: EngineConfig, batch_config: BatchConfig) -> None:
 
 
 class BatchRun:
-    """Everything that one run knows: ``run`` once, then ``finish``."""
+    """One run of a job on rank 0: call ``run`` once, then ``finish``."""
 
     def __init__(self, config: EngineConfig, batch: BatchConfig, stop_requested: Callable[[], bool]) -> None:
         self._config = config
@@ -110,7 +110,7 @@ class BatchRun:
         self._max_in_flight = batch.max_in_flight or _IN_FLIGHT_PER_SEQUENCE * config.max_num_seqs
 
     def run(self) -> BatchStatus:
-        """Check all lines, then run those that have no result; raises ``ConfigError`` before anything is started."""
+        """Check all lines, then run those without a result; raises ``ConfigError`` before it starts an engine."""
         effective = check_config(self._config)
         output, errors = self._batch.result_paths
         with Source(
@@ -132,7 +132,7 @@ class BatchRun:
                 return self._run_lines(source, results) if is_needed else self._write_errors(source, results)
 
     def finish(self, status: BatchStatus, error: BaseException | None = None) -> BatchSummary:
-        """The summary, in the log and in the file that was asked for."""
+        """Write the summary to the log and to ``summary_file``, if there is one."""
         summary = dataclasses.replace(
             BatchSummary.of(self._batch, status, self._survey, self._tally, error),
             elapsed_s=round(time.monotonic() - self._started_s, 3),
@@ -145,7 +145,7 @@ class BatchRun:
         return summary
 
     def _validate(self, source: Source, effective: EffectiveConfig) -> BatchStatus:
-        """All that an engine would refuse is found without one."""
+        """Check all lines with the model's tokenizer and limits, without an engine."""
         config = effective.config
         info = model_info(effective, num_blocks=effective.max_model_len)
         processor = InputProcessor(info, load_tokenizer(config.tokenizer_source, config.revision))
@@ -154,7 +154,7 @@ class BatchRun:
         return BatchStatus.VALIDATED if is_whole else BatchStatus.STOPPED
 
     def _check(self, source: Source, earlier: EarlierResults, check: CheckRequest) -> bool:
-        """Look at all lines; False if told to stop meanwhile."""
+        """Survey all lines; False if a stop was requested meanwhile."""
         shard = self._batch.input_shard
         survey = survey_lines(source, earlier, shard, check, stop_requested=self._stop_requested)
         self._survey = survey or self._survey
@@ -171,7 +171,7 @@ class BatchRun:
             logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
 
     def _write_errors(self, source: Source, results: Results) -> BatchStatus:
-        """What is left when no line can be run."""
+        """Write the results of the lines that are left, none of which can run."""
         with self._outcomes(results) as outcomes:
             for work in open_lines(source, self._survey, self._refuse):
                 assert work.result is not None
@@ -202,7 +202,7 @@ class BatchRun:
 
     @contextlib.contextmanager
     def _outcomes(self, results: Results) -> Iterator[Outcomes]:
-        """Where the second pass puts its results, while its time is taken."""
+        """The outcomes of the second pass; measures its time."""
         num_lines = self._survey.num_requests
         progress = Progress(num_lines, num_lines - self._survey.num_left, shown=self._batch.progress_bar)
         keeps_order = self._batch.output_order == "input"

@@ -38,7 +38,7 @@ PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedLine]
 
 @dataclass(slots=True)
 class _Running:
-    """A line with requests in the engine; ``failure`` is what ended one of them before its time, if anything did."""
+    """A line with requests in the engine; ``failure`` is the error that ended one of them, if any."""
 
     ordinal: int
     request: BatchRequest
@@ -48,7 +48,7 @@ class _Running:
 
 
 class LineRunner:
-    """Keeps about ``max_in_flight`` prompts in the engine, and hands on each line's result when it is complete."""
+    """Keeps about ``max_in_flight`` prompts in the engine; each line's complete result goes to ``outcomes``."""
 
     def __init__(self, llm: LLM, lines: ReadAhead[Work], outcomes: Outcomes, *, max_in_flight: int) -> None:
         self._llm = llm
@@ -59,7 +59,7 @@ class LineRunner:
         self._next: Work | None = None
 
     def run(self, stop_requested: Callable[[], bool]) -> bool:
-        """Run all lines; False if stopped before the end."""
+        """Run all lines; False if a stop was requested before the end."""
         while not stop_requested():
             self._admit()
             if self._requests:
@@ -69,7 +69,7 @@ class LineRunner:
         return False
 
     def _admit(self) -> None:
-        """Start lines while there is room; waits for one only if there is nothing else to do."""
+        """Start lines while there is room; wait for a line only if the engine is idle."""
         while len(self._requests) < self._max_in_flight:
             work = self._next or self._lines.get(timeout_s=0.0 if self._requests else _IDLE_S)
             self._next = work
@@ -94,7 +94,7 @@ class LineRunner:
             self._outcomes.put(work.ordinal, Outcome(work.request.failure(running.failure)))
 
     def _submit(self, running: _Running, prompt: BatchPrompt) -> None:
-        """Queue what ``prompt`` needs next, unless something of this line has failed."""
+        """Add the next requests of ``prompt`` to the engine, unless a request of this line has failed."""
         for engine_request in [] if running.failure else prompt.next_requests():
             try:
                 self._llm.engine.add_request(engine_request)
@@ -106,7 +106,7 @@ class LineRunner:
             running.num_requests += 1
 
     def _step(self) -> None:
-        """One step of the engine; lines that it completes are written."""
+        """Make one step of the engine and write the lines that it completes."""
         processed = self._llm.step()
         self._outcomes.step(processed.num_tokens)
         self._note_errors(processed)
@@ -141,7 +141,7 @@ class LineRunner:
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """One open line, the ``ordinal``-th of the job: a ``request`` and what answers it, or its ``result`` already.
+    """One open line, the ``ordinal``-th of the job: a ``request``, prepared, or already its ``result``.
 
     ``num_bytes`` is the length of the line.
     """
@@ -154,7 +154,7 @@ class Work:
 
 
 def open_lines(source: Source, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:
-    """In the order of the input; what ``prepare`` raises becomes the line's result."""
+    """Open lines in the order of the input; an error of ``prepare`` becomes the line's result."""
     ordinal = 0
     for number, text in source.lines():
         if number > len(survey.states):
@@ -187,7 +187,7 @@ def _fill(work: Work, number: int, text: bytes | None, survey: Survey, prepare: 
 
 
 class Sized(Protocol):
-    """What the bound on memory needs to know of an item."""
+    """An item whose memory can be bounded."""
 
     num_bytes: int
 
@@ -196,9 +196,9 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class ReadAhead(Generic[Item], Closing):
-    """Takes items while fewer than ``max_items`` are ready and these have fewer than ``max_bytes``.
+    """Reads an iterator in a thread of its own, while fewer than ``max_items`` and ``max_bytes`` are ready.
 
-    An exception of the iterator comes out of ``get``, after the items before it.
+    ``get`` raises the iterator's exception after the items before it.
     """
 
     def __init__(self, items: Iterator[Item], *, max_items: int, max_bytes: int) -> None:
@@ -219,7 +219,7 @@ class ReadAhead(Generic[Item], Closing):
             return self._ended and not self._ready and self._error is None
 
     def get(self, timeout_s: float) -> Item | None:
-        """The next item; None at the end, or if none is ready within ``timeout_s``."""
+        """The next item; None at the end, or if no item is ready within ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
             if self._ready:
@@ -232,7 +232,7 @@ class ReadAhead(Generic[Item], Closing):
             return None
 
     def close(self) -> None:
-        """End the thread; what it has read is forgotten."""
+        """End the thread and drop the items that it has read."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -251,7 +251,7 @@ class ReadAhead(Generic[Item], Closing):
                 self._changed.notify_all()
 
     def _put(self, item: Item) -> bool:
-        """Wait for room; False when closing."""
+        """Wait for room and add ``item``; False when closing."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or (len(self._ready) < self._max_items and self._num_bytes < self._max_bytes)

@@ -1,4 +1,4 @@
-"""The input: lines of a file, of a gzipped file or of standard input, read as they are needed, and twice."""
+"""The input of a job: the lines of a file, a gzipped file, a pipe or standard input, read twice."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PIECE_BYTES = 1 << 20
 
 
 class Source(Closing):
-    """The input of one job, held open, so that both passes over it see the same file.
+    """The input of one job; it stays open, so that both passes read the same file.
 
-    Standard input, or another pipe, is copied to a file without a name in ``spool_folder`` (default: the system's for
-    such files) first; ``is_whole`` is False if told to stop meanwhile.
+    Standard input, or another pipe, is first copied to a nameless file in ``spool_folder`` (default: the system's
+    folder for temporary files); ``is_whole`` is False if a stop was requested meanwhile.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Source(Closing):
         self._is_gzip = self._file.read(2) == _GZIP_MAGIC
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """(line number, text) of every line that is not blank; None for one that is too long, which is not held.
+        """(line number, text) of every line that is not blank; the text of a line that is too long is None, not read.
 
         One iteration at a time.  Raises ``ConfigError`` for a gzipped file that is damaged.
         """
@@ -65,7 +65,7 @@ class Source(Closing):
             yield from self._lines_of(unzipped)
 
     def close(self) -> None:
-        """Close the file; one that was standard input's is gone."""
+        """Close the file; the copy of a pipe is deleted."""
         self._file.close()
 
     def _lines_of(self, stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | None]]:
@@ -106,7 +106,7 @@ def _nameless(folder: Path | None) -> IO[bytes]:
 
 
 def _copy(descriptor: int, target: IO[bytes], stop_requested: Callable[[], bool]) -> bool:
-    """Copy all that comes; False if told to stop before the end, for which nobody knows how long it takes."""
+    """Copy up to the end of the pipe; False if a stop was requested before that."""
     while not stop_requested():
         readable, _, _ = select.select([descriptor], [], [], _POLL_S)
         if readable and not (piece := os.read(descriptor, _PIECE_BYTES)):

@@ -1,4 +1,4 @@
-"""What a batch job came to: as text for people, as JSON for programs."""
+"""The summary of a batch job, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class BatchStatus(StrEnum):
     """How the job ended."""
 
     COMPLETED = "completed"  # every line has its result
-    STOPPED = "stopped"  # told to stop; the same command goes on
-    FAILED = "failed"  # by an error; the same command goes on
+    STOPPED = "stopped"  # by request; the same command continues
+    FAILED = "failed"  # by an error; the same command continues
     VALIDATED = "validated"  # lines were checked, nothing was run
 
 
 @dataclass(slots=True)
 class Tally:
-    """What this run has done so far: lines by outcome, tokens, and why sequences ended."""
+    """Counts of this run: lines by outcome, tokens, and finish reasons of sequences."""
 
     num_succeeded: int = 0
     num_failed: int = 0
@@ -38,7 +38,7 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
 
     def succeeded(self, outputs: Sequence[RequestOutput]) -> None:
-        """A line was answered by these outputs of its prompts."""
+        """Count an answered line; ``outputs`` are those of its prompts."""
         self.num_succeeded += 1
         for output in outputs:
             self.prompt_tokens += len(output.prompt_token_ids)
@@ -47,7 +47,7 @@ class Tally:
             self.finish_reasons.update(sequence.finish_reason or "none" for sequence in output.outputs)
 
     def failed(self, code: str) -> None:
-        """A line became an error."""
+        """Count a line whose result is an error."""
         self.num_failed += 1
         self.errors[code] += 1
 
@@ -56,10 +56,10 @@ class Tally:
 class BatchSummary:
     """The result of a job.
 
-    ``num_lines`` are those of this shard that are not blank: ``num_succeeded`` and ``num_failed`` have their result,
+    ``num_lines`` are this shard's lines that are not blank: ``num_succeeded`` and ``num_failed`` have a result,
     ``num_earlier`` of these from earlier runs, and ``num_remaining`` have none yet.  Tokens, ``finish_reasons`` (of
-    sequences) and ``errors`` (by code; after a validation those that it found) are of this run alone.  ``elapsed_s``
-    is the time of this run, ``running_s`` that between the first and the last line; the rates are over the latter.
+    sequences) and ``errors`` (by code; after a validation the ones it found) count this run only.  ``elapsed_s`` is
+    the time of this run, ``running_s`` the time from its first to its last line; rates are per second of the latter.
     """
 
     status: BatchStatus
@@ -115,14 +115,14 @@ class BatchSummary:
             if counts:
                 lines.append(f"  {name}: " + ", ".join(f"{key} {value:,}" for key, value in sorted(counts.items())))
         if self.status in (BatchStatus.STOPPED, BatchStatus.FAILED) and self.output_file != STANDARD_STREAM:
-            lines.append("  run the same command to go on")
+            lines.append("  run the same command to continue")
         return "\n".join(lines)
 
     @classmethod
     def of(
         cls, batch: BatchConfig, status: BatchStatus, survey: Survey, tally: Tally, error: BaseException | None
     ) -> BatchSummary:
-        """What ``tally`` and the lines that were done before come to; without times."""
+        """The sum of ``tally`` and of earlier runs; times are still 0."""
         num_done, num_done_failed = survey.count(LineState.DONE), survey.count(LineState.DONE_FAILED)
         num_bad = survey.count(LineState.BAD, LineState.REPEATED)
         validated = status is BatchStatus.VALIDATED
@@ -146,7 +146,7 @@ class BatchSummary:
         )
 
     def write(self, path: Path) -> None:
-        """Write ``as_json`` to ``path``, whole or not at all."""
+        """Write ``as_json`` to ``path``; the file is complete or does not change."""
         draft = path.with_name(path.name + ".tmp")
         draft.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
         os.replace(draft, path)

@@ -1,15 +1,15 @@
-"""The first pass over the input: every line is checked before anything runs, and what is to be done is written down.
+"""The first pass over the input: it checks every line and notes what the second pass must do.
 
 ::
 
     state of a line     what the second pass does with it
-    BLANK, ELSEWHERE    nothing: it is empty, or another shard's
+    BLANK, ELSEWHERE    nothing: the line is empty, or belongs to another shard
     DONE, DONE_FAILED   nothing: an earlier run wrote its result, an answer or an error
     RUN                 runs it
-    BAD                 writes an error: it is no request, or one that can not be served
+    BAD                 writes an error: the line is not a request, or the request can not be served
     REPEATED            writes an error: an earlier line has its custom_id
 
-One byte is kept per line, and while the survey lasts about 40 more.
+A survey keeps one byte per line, and about 40 more until it is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LineNumbers: TypeAlias = npt.NDArray[np.int64]
 
 
 class LineState(enum.IntEnum):
-    """What is to be done with a line; see above."""
+    """What the second pass does with a line; see above."""
 
     BLANK = 0
     ELSEWHERE = 1
@@ -55,7 +55,10 @@ class LineState(enum.IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """``states`` of all lines, the first one at 0; ``problems`` counts those of this shard's lines by code."""
+    """``states[0]`` is the first line's; ``problems`` counts by code those of this shard's lines.
+
+    ``num_foreign`` results of earlier runs belong to no line.
+    """
 
     states: bytearray = field(default_factory=bytearray)
     problems: Counter[str] = field(default_factory=Counter)
@@ -74,15 +77,15 @@ class Survey:
 
     @property
     def num_left(self) -> int:
-        """Lines whose results are yet to be written."""
+        """Lines without a result."""
         return self.count(LineState.RUN, LineState.BAD, LineState.REPEATED)
 
     def first_line(self, number: int) -> int:
-        """The line whose ``custom_id`` line ``number``, which is REPEATED, has again."""
+        """The first line with the ``custom_id`` of line ``number``, which is REPEATED."""
         return int(self._first[np.searchsorted(self._repeated, number)])
 
     def note_repeated(self, repeated: LineNumbers, first: LineNumbers) -> None:
-        """Remember the numbers of lines and of the lines that they repeat."""
+        """Remember the numbers of repeated lines, and for each the line that it repeats."""
         order = np.argsort(repeated)
         self._repeated, self._first = repeated[order], first[order]
 
@@ -97,13 +100,13 @@ def survey_lines(
 ) -> Survey | None:
     """Read the whole input once; ``check`` raises ``RequestError`` for a request that can not be served.
 
-    Lines that are bad or repeat another are logged with their numbers.  None if told to stop before the end.
+    Logs the numbers of lines that are bad or repeat another.  None if a stop was requested before the end.
     """
     started_s = time.monotonic()
     survey, ids, numbers, report = Survey(), CustomIds(), array("q"), _Report()
     refused = np.unique(np.frombuffer(earlier.refused_lines, dtype=np.int64))
     for number, text in source.lines():
-        survey.states.extend(bytes(number - 1 - len(survey.states)))  # blank lines do not come
+        survey.states.extend(bytes(number - 1 - len(survey.states)))  # ``lines`` skips blank ones
         if number % _STOP_CHECK_LINES == 0 and stop_requested():
             return None
         state = LineState.RUN if shard.takes(number) else LineState.ELSEWHERE
@@ -143,7 +146,7 @@ def _mark_repeated(survey: Survey, ids: CustomIds, numbers: array[int], refused:
 
 
 def _mark_done(survey: Survey, ids: CustomIds, numbers: array[int], earlier: EarlierResults) -> None:
-    """Requests that have a result; a bad one that ran into an error before has one too."""
+    """Mark requests that have a result; a bad request has one too if an earlier run refused it."""
     states = np.frombuffer(survey.states, dtype=np.uint8)
     positions = ids.positions_in(earlier.answered)
     lines, failed = np.frombuffer(numbers, dtype=np.int64), np.frombuffer(bytes(earlier.failed), dtype=np.uint8)
@@ -155,7 +158,7 @@ def _mark_done(survey: Survey, ids: CustomIds, numbers: array[int], earlier: Ear
 
 
 class _Report:
-    """Problems in the log: the first ones in full, all of them counted by code."""
+    """Logs the first problems and counts all by code."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
