@@ -1,4 +1,4 @@
-"""Sampling parameters, named and ranged as vLLM's users know them."""
+"""Sampling parameters, with the names and ranges of vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _whole(name: str, value: object, low: int, rule: str, high: int = 2**31 - 1)
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """A list as a user may give it; None means none.  Kept as a tuple, so that nobody changes it behind the checks."""
+    """A user's list, None for an empty one, as a tuple that can not change after the checks."""
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)):
@@ -46,11 +46,10 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
 class SamplingParams:
     """How one request is sampled.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample whatever else is
-    in the batch.  ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and
-    ``prompt_logprobs`` are the number of alternatives per token (None for none).  ``bad_words`` do not come, alone or
-    within text.  ``structured_outputs`` says what the output must look like.  Raises ``RequestError`` for a value out
-    of range.
+    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch.
+    ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs`` are the
+    number of alternatives per token (None for none).  ``bad_words`` never appear, alone or within text.
+    ``structured_outputs`` constrains the form of the output.  Raises ``RequestError`` for a value out of range.
     """
 
     n: int = 1
@@ -151,7 +150,7 @@ class SamplingParams:
             _in_range("logit_bias", value, -100.0, 100.0, "a mapping to values between -100 and 100")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ``RequestError`` if any token id named here lies outside the vocabulary."""
+        """Raise ``RequestError`` for a token id outside of the vocabulary."""
         named = (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
@@ -169,9 +168,9 @@ class BeamSearchParams:
     """How one prompt is searched: ``beam_width`` beams of at most ``max_tokens`` tokens, with vLLM's field names.
 
     Beams are ranked by cum_logprob / length ** ``length_penalty``; the length counts prompt and generated tokens but
-    not a final EOS, as in vLLM.  ``include_stop_str_in_output`` shows the EOS in the text.  ``temperature`` is taken
-    because callers send it, and changes nothing: nothing is drawn, and log-probabilities are the model's own.  Raises
-    ``RequestError`` for a value out of range.
+    not a final EOS, as in vLLM.  ``include_stop_str_in_output`` shows the EOS in the text.  ``temperature`` is accepted
+    because callers send it, and changes nothing: a search draws nothing, and log-probabilities are the model's own.
+    Raises ``RequestError`` for a value out of range.
     """
 
     beam_width: int

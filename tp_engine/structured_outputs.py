@@ -14,7 +14,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CONSTRAINT_CHARACTERS = 1 << 20
 _PARAM = "structured_outputs"
 CONFIG_NAME = "structured_outputs_config"
-# vLLM's names for choices that do not exist here: there is one library.
+# vLLM's options that change nothing here: there is one grammar library.
 _WITHOUT_EFFECT = ("backend", "disable_fallback")
 
 
@@ -28,13 +28,13 @@ class StructuredOutputsParams:
 
     For JSON: ``disable_any_whitespace`` allows no space between tokens, ``whitespace_pattern`` is a regular expression
     for it, and ``disable_additional_properties`` refuses properties that a schema does not name.  ``disable_fallback``
-    is taken because callers send it, and changes nothing: there is one library.
+    is accepted because callers send it, and changes nothing: there is one grammar library.
 
     ``reasoning`` lets free text come first: ``open`` up to the first ``</think>``, ``optional`` likewise if the output
     begins with ``<think>``.
 
-    Raises ``RequestError`` for anything that can be seen without that library; what the library refuses is found when
-    the request is checked (``tp_engine.grammar``).
+    Raises ``RequestError`` for faults that can be found without that library; the check of a request finds the others
+    (``tp_engine.grammar``).
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -80,9 +80,9 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsDefaults:
-    """Fields of ``StructuredOutputsParams`` of the same names, for JSON alone.
+    """Defaults of the JSON fields of ``StructuredOutputsParams``, from the engine's ``structured_outputs_config``.
 
-    Raises ``ConfigError`` for values that can be seen to be wrong without the grammar library.
+    Raises ``ConfigError`` for faults that can be found without the grammar library.
     """
 
     disable_any_whitespace: bool = False
@@ -99,7 +99,7 @@ class StructuredOutputsDefaults:
 
     @classmethod
     def of(cls, text: str | None) -> StructuredOutputsDefaults:
-        """From the option's JSON text; None sets nothing.  Raises ``ConfigError``."""
+        """Parse the option's JSON text; None sets nothing.  Raises ``ConfigError``."""
         try:
             given: Any = {} if text is None else json.loads(text)
         except ValueError as error:
@@ -112,11 +112,11 @@ class StructuredOutputsDefaults:
         return cls(**{name: given[name] for name in known if given.get(name) is not None})
 
     def probe(self) -> StructuredOutputsParams:
-        """A constraint with all that is set, to be checked by the grammar library."""
+        """A constraint with all defaults, for a check by the grammar library."""
         return StructuredOutputsParams(json_object=True, **dataclasses.asdict(self))
 
     def complete(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """``params`` with these defaults; a request's own white space goes before both of theirs."""
+        """``params`` with these defaults; if a request sets either white space field, it keeps both of its own."""
         spaced = params.disable_any_whitespace or params.whitespace_pattern is not None
         return dataclasses.replace(
             params,
@@ -127,7 +127,7 @@ class StructuredOutputsDefaults:
 
 
 def _schema_text(schema: object) -> str:
-    """JSON text of a schema, which is an object or a boolean."""
+    """The JSON text of a schema, which is an object or a boolean."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -151,7 +151,7 @@ def _choices(choices: object) -> tuple[str, ...]:
 
 
 def _check_text(name: str, text: object) -> None:
-    """Refuse what is no text, empty, too long or no valid Unicode; None is no text to check."""
+    """Refuse a value that is not text, empty, too long or not valid Unicode; None passes."""
     if text is None:
         return
     if not isinstance(text, str) or not text:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs_json
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.sampling import num_top_logprobs
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.outputs import CompletionOutput, RequestOutput
 
@@ -31,7 +32,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    reasoning_tokens: int | None = None  # None where nobody looks for reasoning
+    reasoning_tokens: int | None = None  # None if texts are not searched for reasoning
 
     def as_json(self) -> JsonObject:
         """OpenAI's ``usage``."""
@@ -48,13 +49,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """What one answer looks like: fixed by the request, shared by all its choices and chunks.
+    """The form of one answer, fixed by the request and shared by all choices and chunks.
 
-    ``num_top_logprobs`` is None where no logprobs were asked for; ``num_per_prompt`` is the request's ``n``.
-    ``parsing`` says what is looked for in a chat's texts, and ``role`` who speaks in it.
-    ``echoes_logprobs``: a completion's log-probabilities begin with those of the echoed prompts, whose first tokens are
-    ``first_texts``.  ``only_echo``: nothing else is shown, and the token that the engine generates all the same is left
-    out.
+    ``num_top_logprobs`` is None if the request asks for no logprobs; ``num_per_prompt`` is the request's ``n``.
+    ``parsing`` tells what to find in a chat's texts; ``role`` is that of the answer.  ``echoes_logprobs``: the
+    log-probabilities of a completion begin with those of the echoed prompt, whose first token is in ``first_texts``.
+    ``only_echo``: the answer is the echo alone, without the one token that the engine must generate.
     ``tokens_as_ids``: log-probabilities name tokens ``token_id:17``, because texts of tokens are not unique.
     """
 
@@ -78,7 +78,7 @@ class AnswerShape:
         """The shape that ``body`` asks for, with its id or a fresh one, and the current time."""
         is_chat = isinstance(body, ChatBody)
         echo = isinstance(body, CompletionBody) and bool(body.echo)
-        num_top = (body.top_logprobs or 0 if body.logprobs else None) if isinstance(body, ChatBody) else body.logprobs
+        num_top = num_top_logprobs(body)
         return cls(
             kind="chat" if is_chat else "completion",
             response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{body.request_id or uuid.uuid4().hex}",
@@ -94,7 +94,7 @@ class AnswerShape:
         )
 
     def envelope(self, choices: list[JsonObject], usage: Usage | None, *, chunk: bool) -> JsonObject:
-        """A body around ``choices``; a chunk without usage has no such field."""
+        """A body with these ``choices``; without ``usage`` it has no such field."""
         body: JsonObject = {
             "id": self.response_id,
             "object": _OBJECTS[self.kind, chunk],
@@ -107,7 +107,7 @@ class AnswerShape:
         return body
 
     def new_usage(self) -> Usage:
-        """Counts of nothing yet."""
+        """Counts that are still zero."""
         return Usage(reasoning_tokens=0 if self.parsing is not None and self.parsing.reasoning is not None else None)
 
     def answer(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> JsonObject:
@@ -122,7 +122,7 @@ class AnswerShape:
             echo = echoes[number] if echoes else ""
             choices += [self._whole_choice(number, output, sequence, echo, usage) for sequence in sequences]
         body = self.envelope(choices, usage, chunk=False)
-        if self.kind == "chat" and self.return_token_ids:  # where vLLM has them; a chat has one prompt
+        if self.kind == "chat" and self.return_token_ids:  # in the body, as in vLLM; a chat has one prompt
             body["prompt_token_ids"] = outputs[0].prompt_token_ids
         return body
 
@@ -132,7 +132,7 @@ class AnswerShape:
         return self._choice(number, part, content, text_offset)
 
     def event_choices(self, number: int, part: CompletionOutput, events: Sequence[ChatEvent]) -> list[JsonObject]:
-        """As ``chunk_choice`` where texts are parsed: a chunk per event, tokens and end of ``part`` with the last."""
+        """As ``chunk_choice`` for parsed texts: a choice per event; the last has the tokens and the end of ``part``."""
         shows_tokens = self.return_token_ids or (self.num_top_logprobs is not None and part.logprobs)
         deltas = [delta_json(event) for event in events]
         if not deltas and (part.finish_reason or shows_tokens):
@@ -142,7 +142,7 @@ class AnswerShape:
         return [self._choice(number, one, {"delta": delta}, 0) for one, delta in zip(parts, deltas, strict=False)]
 
     def first_choice(self, number: int, index: int, echo: str = "") -> JsonObject | None:
-        """What precedes a sequence's first update: the role in a chat, the prompt in an echoed completion."""
+        """The choice before a sequence's first update: the role in a chat, the prompt in an echoed completion."""
         empty = CompletionOutput(index=index, text="", token_ids=[])
         if self.kind == "chat":
             return self._choice(number, empty, {"delta": {"role": self.role, "content": echo}}, 0)
@@ -200,14 +200,14 @@ class AnswerShape:
 
 
 def _emptied(sequence: CompletionOutput) -> CompletionOutput:
-    """As if it had ended before its first token."""
+    """``sequence`` as if it had ended before its first token."""
     return CompletionOutput(index=sequence.index, text="", token_ids=[], finish_reason="length")
 
 
 def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: str = "") -> dict[str, Any]:
     """The message of a whole answer; ``echo`` is a text to repeat before its content.
 
-    Content is null beside calls without text.  Reasoning comes under its newer name too; without any it is null.
+    Content is null if there are only calls.  Reasoning has its newer name too; it is null if there is none.
     """
     content = echo + parsed.content
     message: dict[str, Any] = {"role": role, "content": content if content or not _has_more(parsed) else None}

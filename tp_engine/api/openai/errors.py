@@ -21,7 +21,7 @@ _STATUS_OF_CODE = {"model_not_found": 404, CODE_UNAVAILABLE: 503}
 
 
 class HttpError(Exception):
-    """An answer other than 200 that is not the fault of a request's content; ``retry_after_s`` becomes a header."""
+    """An answer other than 200 whose cause is not a request's content; ``retry_after_s`` becomes a header."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body for anything raised while a request is served; unforeseen errors show no inside."""
+    """HTTP status and body for an exception of a request; unexpected errors show no details."""
     if isinstance(error, RequestError):
         status = _STATUS_OF_CODE.get(error.code or "", 400)
         return status, error_body(status, str(error), param=error.param, code=error.code)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the three shapes that clients of the OpenAI API know."""
+"""Log-probabilities in three shapes: of completions, of chats, and vLLM's of prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_engine.outputs import Logprob
 
-# JSON has no minus infinity; the OpenAI API writes this for a token that can not be sampled.
+# JSON has no minus infinity; the OpenAI API writes this number for a token that can not be sampled.
 IMPOSSIBLE = -9999.0
 
 Position = Mapping[int, Logprob]
@@ -23,7 +23,7 @@ def completion_logprobs(
 ) -> dict[str, list[Any]]:
     """The shape of ``/v1/completions``; ``text_offset`` is the number of characters before the first token.
 
-    An echoed prompt's first token has no log-probability, only a text.
+    The first token of an echoed prompt has no log-probability, only ``first_text``.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -57,12 +57,12 @@ def prompt_logprobs_json(positions: Sequence[Position | None]) -> list[dict[str,
 
 
 def token_text(token_id: int, entry: Logprob) -> str:
-    """The token as text; one that was not decoded is named by its id."""
+    """The token's text, or its id if it was not decoded."""
     return _id_text(token_id) if entry.decoded_token is None else entry.decoded_token
 
 
 def _top(position: Position, as_ids: bool) -> dict[str, float]:
-    """By text; of tokens with the same text, such as pieces of one character, the likeliest is told."""
+    """Log-probability by text; of tokens with the same text, such as pieces of one character, the likeliest."""
     found: dict[str, float] = {}
     for token_id, entry in _likeliest_first(position):
         found.setdefault(_id_text(token_id) if as_ids else token_text(token_id, entry), _finite(entry))

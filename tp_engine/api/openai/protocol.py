@@ -1,7 +1,7 @@
-"""Bodies of the OpenAI completion and chat requests, with the extra sampling fields that vLLM's users know.
+"""Bodies of the OpenAI completion and chat requests, with vLLM's extra sampling fields.
 
-A field that is null or absent takes the default of ``SamplingParams``; the server and the batch job read bodies through
-``parse_body`` alone, so both accept and refuse the same.
+A field that is null or absent takes the default of ``SamplingParams``.  The server and the batch job read all bodies
+with ``parse_body``, so both accept and refuse the same.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tp_engine.log import get_logger
 logger = get_logger(__name__)
 
 MAX_REMEMBERED_FIELDS = 256
-REQUEST_ID = r"^[!-~]+$"  # it comes back in a header: visible ASCII
+REQUEST_ID = r"^[!-~]+$"  # visible ASCII, because it comes back in a header
 MAX_REQUEST_ID = 128
 _warned_fields: set[str] = set()
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides text; ``include_usage`` adds a last chunk with the token counts."""
+    """Options of a stream; ``include_usage`` adds a last chunk with the token counts."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -31,7 +31,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """Fields that both endpoints share.  Ranges are checked by ``SamplingParams``, types here."""
+    """Fields of all bodies.  This class checks types, ``SamplingParams`` checks ranges."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -125,7 +125,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: bytes | str) -> Body:
-    """JSON text -> checked body; raises ``RequestError`` that names the field."""
+    """Parse and check JSON text; raises ``RequestError`` that names the field."""
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
@@ -135,7 +135,7 @@ def parse_body(kind: type[Body], raw: bytes | str) -> Body:
 
 
 def request_error(error: ValidationError) -> RequestError:
-    """The first complaint, in one line; for a union of types, all that it could have been."""
+    """The first complaint in one line; for a union of types, the complaints of all its members."""
     complaints = error.errors(include_url=False, include_context=False)
     first = complaints[0]
     if first["type"] == "json_invalid":
@@ -156,7 +156,7 @@ def _shown(value: object, limit: int = 80) -> str:
 
 
 def _warn_of_unknown_fields(body: BaseModel) -> None:
-    """One line in the log per unknown field name and process; the field itself is ignored."""
+    """Log each unknown field name once per process; the field is ignored."""
     for name in (body.model_extra or {}).keys() - _warned_fields:
         if len(_warned_fields) < MAX_REMEMBERED_FIELDS:
             _warned_fields.add(name)

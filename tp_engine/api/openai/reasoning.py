@@ -72,7 +72,7 @@ class _State(enum.Enum):
 
 
 class ReasoningParser:
-    """Divides one sequence's text; what it returns, joined, is the same for every split of the text.
+    """Divides one sequence's text; the joined results are the same for every split of the text.
 
     ``inside``: the text begins with reasoning (see ``begins_inside``); an opening mark that the model repeats is
     dropped.
@@ -83,21 +83,21 @@ class ReasoningParser:
         self._inside = inside
         self._state = _State.BEFORE
         self._pending = ""
-        self._space = ""  # white space that ends the reasoning, unless more of it follows
+        self._space = ""  # white space at the end of the reasoning, given out if more reasoning follows
         self._has_text = False
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the text has begun with reasoning, as far as is known."""
+        """Whether the text is known to begin with reasoning."""
         return self._state is not _State.BEFORE and self._inside
 
     @property
     def in_answer(self) -> bool:
-        """Whether what comes next belongs to the answer."""
+        """Whether the next text belongs to the answer."""
         return self._state in (_State.BEHIND, _State.ANSWER)
 
     def feed(self, text: str) -> tuple[str, str]:
-        """The next piece -> (reasoning, answer) that are settled now."""
+        """Take the next piece; returns the reasoning and the answer that are certain now."""
         if self._state is _State.ANSWER:
             return "", text
         if self._state is _State.INSIDE and not self._pending and self._close[0] not in text:
@@ -109,7 +109,7 @@ class ReasoningParser:
         return reasoning, self._read_answer() if self.in_answer else ""
 
     def finish(self, *, cut_off: bool) -> tuple[str, str]:
-        """What was held back.  ``cut_off``: the text ended by a limit, so that half a mark is dropped."""
+        """The reasoning and the answer that were held back.  ``cut_off``: a limit ended the text; drop half a mark."""
         pending, self._pending = self._pending, ""
         if cut_off or self._state in (_State.BEHIND, _State.ANSWER):
             return "", ""
@@ -118,7 +118,7 @@ class ReasoningParser:
         return self._reasoning(pending), ""
 
     def _read_beginning(self) -> bool:
-        """Whether it is known what the text begins with."""
+        """Read the beginning of the text; False if that needs more text."""
         solid = self._pending.lstrip()
         if solid.startswith(self._open):
             self._state, self._inside, self._pending = _State.INSIDE, True, solid[len(self._open) :]
@@ -174,7 +174,7 @@ class ReasoningTokens:
         return bisect.bisect_left(range(len(ids)), True, key=lambda end: self.close in self.decode(ids[:end]))
 
     def count_piece(self, token_ids: Sequence[int]) -> int:
-        """As ``count``, for the tokens of one piece of a text that has not reached its answer."""
+        """As ``count``, for one piece of a text that has not reached its answer."""
         if self.close_id is not None and self.close_id in token_ids:
             return list(token_ids).index(self.close_id) + 1
         return len(token_ids)

@@ -1,4 +1,4 @@
-"""From an OpenAI body to engine requests: template, tokenize, check.  The server and the batch job share this way."""
+"""From an OpenAI body to engine requests, for the server and the batch job: template, tokenize, check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PreparedSearches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedAnswer:
-    """One engine request per prompt, and the shape of the answer; ``echoes`` are prompts to repeat, if asked for."""
+    """One engine request per prompt, and the shape of the answer; ``echoes`` are prompts to repeat, if any."""
 
     shape: AnswerShape
     requests: list[EngineRequest]
@@ -48,13 +48,13 @@ class PreparedAnswer:
 
 
 def default_model_name(model: str) -> str:
-    """The name under which clients ask for ``model`` unless another was given: the folder's own, or the hub name."""
+    """The default name of ``model`` for clients: the folder's own name, or the hub name."""
     folder = Path(model)
     return folder.name if folder.is_dir() else model
 
 
 def num_prompts(body: ChatBody | CompletionBody) -> int:
-    """How many engine requests ``prepare`` will make of ``body``."""
+    """The number of engine requests that ``prepare`` makes of ``body``."""
     return 1 if isinstance(body, ChatBody) else len(completion_prompts(body))
 
 
@@ -64,9 +64,9 @@ def prepare(
     model: str,
     defaults: Mapping[str, Any] | None = None,
 ) -> PreparedAnswer:
-    """Check everything that can be checked without the engine; raises ``RequestError``.
+    """Check all that can be checked without the engine; raises ``RequestError``.
 
-    ``defaults`` are the model's own sampling parameters, for what the request leaves open.
+    ``defaults`` are the model's own sampling parameters, for fields that the request does not set.
     """
     arrival_s = time.monotonic()
     _check_stream(body)
@@ -85,7 +85,7 @@ def prepare(
 def prepare_searches(
     body: ChatBody | CompletionBody, processor: InputProcessor, engine: ModelInfo, model: str
 ) -> PreparedSearches:
-    """As ``prepare``, for a body with ``use_beam_search``; the model's own sampling parameters have no say in it."""
+    """As ``prepare``, for a body with ``use_beam_search``; the model's own sampling parameters do not matter."""
     arrival_s = time.monotonic()
     _check_stream(body)
     params = beam_search_params(body, engine.max_model_len)
@@ -116,7 +116,7 @@ def _check_stream(body: ChatBody | CompletionBody) -> None:
 
 
 def _engine_id(shape: AnswerShape, number: int) -> str:
-    """Clients choose their request ids, and may repeat them; the engine's are unique."""
+    """A unique id: clients choose the ids of their requests and may repeat them."""
     return f"{shape.response_id}-{number}-{uuid.uuid4().hex[:12]}"
 
 
@@ -129,7 +129,7 @@ def _engine_request(
     request_id: str,
     arrival_s: float,
 ) -> EngineRequest:
-    """One checked request; refuses a ``max_tokens`` that the context can not hold, which ``LLM`` would cut."""
+    """One checked request; refuses a ``max_tokens`` that the context can not hold, which ``LLM`` would reduce."""
     request = processor.process(
         prompt,
         params,
@@ -154,7 +154,7 @@ def _engine_request(
 def _inputs(
     body: ChatBody | CompletionBody, processor: InputProcessor, model: str
 ) -> tuple[AnswerShape, list[Any], list[str] | None]:
-    """The answer's shape, the prompts, and the texts to repeat before the answers."""
+    """The shape of the answer, the prompts, and the texts to repeat before the answers."""
     shape = AnswerShape.of(body, model)
     if not isinstance(body, ChatBody):
         prompts = list(completion_prompts(body))

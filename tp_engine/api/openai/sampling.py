@@ -1,4 +1,4 @@
-"""From an OpenAI request body to prompts and ``SamplingParams``; what can not be honoured is refused by name."""
+"""From an OpenAI request body to prompts and ``SamplingParams``; refuses by name fields that it can not honour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
-# What would change the log-probabilities or the end of a beam.  What only steers a draw (top_p, seed) changes nothing.
+# These would change log-probabilities or the end of a beam.  Fields for drawing (top_p, seed) change nothing.
 _NOT_IN_BEAM_SEARCH = (
     "allowed_token_ids",
     "bad_words",
@@ -30,7 +30,7 @@ _NOT_IN_BEAM_SEARCH = (
 
 
 def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Sampling of a completion; ``defaults`` (the model's own) fill what the request leaves open."""
+    """Sampling of a completion; ``defaults`` (the model's own) are for fields that the request does not set."""
     _refuse_suffix(body)
     echoes_logprobs = body.echo and body.logprobs is not None
     if echoes_logprobs and body.stream:
@@ -44,13 +44,13 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
         given["logprobs"] = body.logprobs
     if echoes_logprobs and body.prompt_logprobs is None:
         given["prompt_logprobs"] = body.logprobs
-    # An engine generates at least one token; an answer that shall be the prompt alone leaves it out.
+    # An engine generates at least one token; an answer that is the prompt alone leaves it out.
     asked = SamplingParams().max_tokens if body.max_tokens is None else body.max_tokens or 1
     return SamplingParams(**_limited(given, asked, defaults or {}))
 
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Sampling of a chat; without ``max_tokens`` the answer may fill the remaining context."""
+    """Sampling of a chat; without ``max_tokens`` the answer may fill the rest of the context."""
     tools = ToolRequest.of(body)
     given = _given(body)
     if tools is not None and (schema := tools.schema()) is not None:
@@ -65,7 +65,7 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> Sa
 def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> BeamSearchParams:
     """The search of a body with ``use_beam_search``; a chat without a limit may use ``context_tokens``.
 
-    Its width is ``best_of``, or else ``n``; the ``n`` best are the answer.
+    Its width is ``best_of``, or ``n`` if that is not set; the ``n`` best beams are the answer.
     """
     _refuse_in_beam_search(body)
     width = n = 1 if body.n is None else body.n
@@ -88,13 +88,13 @@ def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> 
 
 
 def max_output_tokens(body: CompletionBody | ChatBody) -> int | None:
-    """The longest answer that the body asks for in so many words."""
+    """The limit on the answer that the body itself sets."""
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return body.max_tokens if newer is None else newer
 
 
 def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
-    """Alternatives per generated token; None where no log-probabilities were asked for."""
+    """Alternatives per generated token; None if the body asks for no log-probabilities."""
     if not isinstance(body, ChatBody):
         return body.logprobs
     if body.top_logprobs is not None and not body.logprobs:
@@ -103,7 +103,7 @@ def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 
 def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts of a completion, one element per prompt, each text or token ids."""
+    """The prompts of a completion, each text or token ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -115,7 +115,7 @@ def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
 
 
 def _given(body: GenerationBody) -> dict[str, Any]:
-    """The sampling fields that the request set, under the names of ``SamplingParams``."""
+    """The sampling fields that the request sets, under the names of ``SamplingParams``."""
     names = (SAMPLING_NAMES - _CONVERTED) & type(body).model_fields.keys()
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
@@ -126,7 +126,7 @@ def _given(body: GenerationBody) -> dict[str, Any]:
 
 
 def _limited(given: dict[str, Any], asked: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields; a default of ``max_tokens`` is a limit also for those who ask for more."""
+    """All fields; a default of ``max_tokens`` also limits requests that ask for more."""
     limits = [limit for limit in (asked, defaults.get("max_tokens")) if limit is not None]
     return {**defaults, **given, "max_tokens": min(limits, default=None)}
 

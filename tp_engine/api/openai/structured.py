@@ -1,4 +1,4 @@
-"""The fields of an OpenAI body that say what the output must look like, in all their spellings.
+"""The constraint on the output that an OpenAI body asks for, from all fields that can express one.
 
 | field | becomes |
 | --- | --- |
@@ -7,7 +7,7 @@
 | structured_outputs {json, regex, choice, grammar, json_object and options} | the same |
 | guided_json, guided_regex, guided_choice, guided_grammar, guided_whitespace_pattern | json, regex, choice, ... |
 
-``json_schema_constraint`` is for whoever needs the output to follow a schema of his own, such as a tool's arguments.
+``json_schema_constraint`` is for callers that have a schema of another origin, such as a tool's arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import check_grammar
 from tp_engine.structured_outputs import StructuredOutputsParams
 
-# Reasoning is known from the prompt.
+# The prompt decides about ``reasoning``.
 _NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"reasoning"}
 _GUIDED = {
     "guided_json": "json",
@@ -33,16 +33,15 @@ _GUIDED = {
 
 
 def json_schema_constraint(schema: str | Mapping[str, Any]) -> StructuredOutputsParams:
-    """What ``SamplingParams.structured_outputs`` must be for an output that follows a JSON ``schema``.
+    """The value of ``SamplingParams.structured_outputs`` for an output that follows a JSON ``schema``.
 
-    ``dataclasses.replace(params, structured_outputs=json_schema_constraint(schema))`` constrains a request.  Raises
-    ``RequestError`` for what is no schema.
+    Raises ``RequestError`` for a value that is not a schema.
     """
     return StructuredOutputsParams(json=schema)
 
 
 def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:
-    """The constraint that a body asks for; None for free text.  ``RequestError`` if it asks for two."""
+    """The constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two."""
     found = {
         "response_format": _of_response_format(body.response_format),
         "structured_outputs": _of_structured_outputs(body.structured_outputs),
@@ -95,7 +94,7 @@ def _of_guided(body: GenerationBody) -> StructuredOutputsParams | None:
 
 
 def _named(field: str, **given: Any) -> StructuredOutputsParams:
-    """The constraint, if it can be compiled; what is wrong with it is wrong with ``field`` of the body."""
+    """The constraint, checked by compiling it; errors name ``field`` of the body."""
     try:
         constraint = StructuredOutputsParams(**given)
         check_grammar(constraint)

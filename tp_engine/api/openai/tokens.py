@@ -1,4 +1,4 @@
-"""Bodies of ``/tokenize`` and ``/detokenize``, as vLLM has them, and their answers."""
+"""Bodies and answers of ``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.requests import chat_token_ids
 from tp_engine.errors import RequestError
 
-# Of a chat, what decides its prompt.
+# The fields of a chat that decide its prompt.
 _CHAT_FIELDS = (
     "messages",
     "tools",
@@ -48,7 +48,7 @@ class DetokenizeBody(BaseModel):
 
 
 def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
-    """The answer: the token ids that a generation request with the same fields would begin with."""
+    """The answer: the prompt's token ids of a generation request with the same fields."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt" if body.prompt is None else "messages")
     if body.prompt is not None:

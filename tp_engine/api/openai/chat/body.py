@@ -1,4 +1,4 @@
-"""From a chat body to its prompt, and to what is looked for in the answer."""
+"""From a chat body to its prompt, and to what must be found in the answer."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import SamplingParams
 
-# Fields of a body that the template gets under the same name.
+# Fields of a body that the template gets under the same names.
 _TEMPLATE_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
     "documents",
     "reasoning_effort",
 )
-# What only the body itself may say.
+# Fields that ``chat_template_kwargs`` may not have.
 _NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS[:3])
 
 
 def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
     """The prompt of a chat as text; raises ``RequestError``."""
-    if len(body.messages) > processor.max_model_len:  # a template would take long to find that out
+    if len(body.messages) > processor.max_model_len:  # rendering so many would take long
         raise RequestError(
             f"there are {len(body.messages)} messages; the model's context has {processor.max_model_len} tokens",
             param="messages",
             code="context_length_exceeded",
         )
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    if body.chat_template is not None or "chat_template" in options:  # a template is a program; strangers bring none
+    if (
+        body.chat_template is not None or "chat_template" in options
+    ):  # a template is a program: only the operator chooses it
         param = "chat_template" if body.chat_template is not None else "chat_template_kwargs"
         raise RequestError("chat_template is not taken from requests; serve with --chat-template", param=param)
     if wrong := sorted(options.keys() & set(_NOT_IN_KWARGS)):
@@ -52,7 +54,7 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
 
 
 def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) -> ChatParsing | None:
-    """What to look for in the answer's text; None for a plain answer.  Raises ``RequestError``."""
+    """What to find in the answer's text; None for a plain answer.  Raises ``RequestError``."""
     options, tools = processor.chat.options, ToolRequest.of(body)
     if tools is not None and tools.choice == "auto" and not options.enable_auto_tool_choice:
         raise RequestError(
@@ -74,7 +76,7 @@ def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) 
 
 
 def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor: InputProcessor) -> SamplingParams:
-    """``params`` for a text that will be parsed: its marks are shown, and a constraint begins behind its reasoning."""
+    """``params`` for a text that will be parsed: it shows marks, and a constraint begins behind reasoning."""
     if parsing is None:
         return params
     if _are_special(parsing, processor):
@@ -86,7 +88,7 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
 
 
 def _are_special(parsing: ChatParsing, processor: InputProcessor) -> bool:
-    """Whether the marks that are looked for are special tokens, which texts leave out unless told otherwise."""
+    """Whether a mark to be found is a special token, which texts leave out by default."""
     marks = [] if parsing.reasoning is None else [parsing.reasoning.open]
     if parsing.tools is not None and parsing.tools.choice == "auto" and parsing.tool_format is not None:
         marks += parsing.tool_format.marks

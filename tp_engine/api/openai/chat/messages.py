@@ -1,13 +1,13 @@
-"""Chat messages as clients send them -> as templates expect them.
+"""From chat messages as clients send them to messages as templates expect them.
 
 | clients send | templates get |
 | --- | --- |
 | null fields, as the OpenAI library dumps them | nothing |
-| content as text or as parts of text | text, or parts where the template loops over them |
+| content as text or as parts of text | text, or parts if the template loops over them |
 | tool_calls with arguments as JSON text | arguments as an object |
-| reasoning | reasoning_content too, the name in templates |
-| an answer of a tool, with the call's id | the function's name too |
-| role developer | system, where the template does not know developer |
+| reasoning | reasoning_content too, its name in templates |
+| an answer of a tool, with the call's id | also the function's name |
+| role developer | system, if the template does not know developer |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tp_engine.errors import RequestError
 def normal_messages(
     messages: Sequence[Mapping[str, Any]], *, as_parts: bool = False, knows_developer: bool = False
 ) -> list[dict[str, Any]]:
-    """Checked copies; raises ``RequestError`` that names the message.
+    """Checked copies; raises ``RequestError`` that names the faulty message.
 
     ``as_parts``: contents become lists of ``{"type": "text", "text": ...}``, otherwise text, parts joined with line
     ends.
@@ -42,7 +42,7 @@ def normal_messages(
 
 
 def with_argument_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Copies with the arguments of calls as JSON text, for templates that take no objects; None without any calls."""
+    """Copies with the arguments of calls as JSON text, for templates that take no objects; None without calls."""
     if not any("tool_calls" in message for message in messages):
         return None
     return [{**message, **_calls_with_texts(message.get("tool_calls"))} for message in messages]
@@ -62,7 +62,7 @@ def _calls_with_texts(calls: Sequence[Mapping[str, Any]] | None) -> dict[str, An
 
 
 def _name_tools(messages: Sequence[dict[str, Any]]) -> None:
-    """Clients name the call that a tool answers; some templates want the function."""
+    """Add function names to tools' answers: clients give the id of the call, some templates need the function."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -72,7 +72,7 @@ def _name_tools(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _normal_message(where: str, message: object) -> dict[str, Any]:
-    """The content is a list of texts here."""
+    """A checked copy whose content is a list of texts."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {message!r}; it must have a role and a content", param="messages")
     normal = {name: value for name, value in message.items() if value is not None}
@@ -123,7 +123,7 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _arguments(where: str, given: object) -> dict[str, Any]:
-    """Templates write the object themselves, in their model's own spelling."""
+    """The object of JSON text; templates write it in their model's own spelling."""
     try:
         arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     except (ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How chats become prompts, and what is looked for in the answers."""
+    """How chats become prompts, and what is found in the answers."""
 
     chat_template: str | None = option(None, "Jinja template of chats, as a file or as text (default: the model's)")
     chat_template_content_format: str = option(
@@ -46,7 +46,7 @@ class ChatOptions:
     )
 
     def check_chat_options(self) -> None:
-        """Raise ``ConfigError`` for what can not be served."""
+        """Raise ``ConfigError`` for values that can not be served."""
         for spec in dataclasses.fields(ChatOptions):
             value, choices = getattr(self, spec.name), spec.metadata.get("choices")
             if choices and value not in choices and not (value is None and spec.default is None):
@@ -57,13 +57,15 @@ class ChatOptions:
                 f"--tool-call-parser with one of {', '.join(TOOL_FORMATS)}"
             )
         if self.template_text is not None:
-            from tp_engine.api.openai.chat.template import ChatTemplate  # Jinja, which few need this early
+            from tp_engine.api.openai.chat.template import (
+                ChatTemplate,
+            )  # Jinja, which a start without the option does not need
 
             ChatTemplate(self.template_text)
 
     @property
     def template_text(self) -> str | None:
-        """The template that ``chat_template`` names or is; None to use the model's.  Raises ``ConfigError``."""
+        """``chat_template``, or the text of the file that it names; None: the model's.  Raises ``ConfigError``."""
         given = self.chat_template
         if given is None or "{{" in given or "{%" in given:
             return given

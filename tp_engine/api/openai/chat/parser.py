@@ -1,4 +1,4 @@
-"""From the generated text of a chat to reasoning, content and tool calls: the two parsers, one behind the other."""
+"""From the generated text of a chat to reasoning, content and tool calls: two parsers, one behind the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tp_engine.api.openai.tools.events import (
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
 
-# Parsers look at what is pending again and again: a long text is given to them in pieces.
+# Parsers look at pending text again and again, so they get a long text in pieces.
 _PIECE = 4096
 _CUT_OFF = ("length", "abort")
 
@@ -50,7 +50,7 @@ class ParsedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatParsing:
-    """What to look for in the texts of one answer: fixed by the request, shared by its sequences.
+    """What to find in the texts of one answer; fixed by the request and shared by its sequences.
 
     ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
     chooses to make.  ``reasoning`` None: no reasoning; ``inside`` tells whether texts begin inside of it.
@@ -68,7 +68,7 @@ class ChatParsing:
         return ChatParser(self)
 
     def parse(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ParsedMessage:
-        """A whole text at once; joined, the events of a stream are the same."""
+        """Parse a whole text; the joined events of a stream give the same message."""
         parser, message = self.new_parser(), ParsedMessage()
         for start in range(0, len(text), _PIECE):
             message.add(parser.feed(text[start : start + _PIECE]))
@@ -79,7 +79,7 @@ class ChatParsing:
         return message
 
     def tool_parser(self) -> ToolParser | None:
-        """The parser for the calls of one sequence, if any are looked for."""
+        """The parser for the calls of one sequence; None if the request has no tools."""
         if self.tools is None:
             return None
         if self.tools.choice == "required":
@@ -93,7 +93,7 @@ class ChatParsing:
 class ChatParser:
     """Turns the text of one sequence into events; joined, they are the same for every split of the text.
 
-    Feed it all text, then ``finish`` it once; ``finish_reason`` is to be asked afterwards.
+    Call ``feed`` with all text, then ``finish`` once, then ``finish_reason``.
     """
 
     def __init__(self, parsing: ChatParsing) -> None:
@@ -106,23 +106,23 @@ class ChatParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the text began with reasoning, as far as is known."""
+        """Whether the text is known to begin with reasoning."""
         return self._reasoning is not None and self._reasoning.has_reasoning
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning among those that ``feed`` was told of."""
+        """Tokens of reasoning among those that ``feed`` got."""
         return self._num_reasoning_tokens if self.has_reasoning else 0
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ChatEvent]:
-        """The next piece of text, and the tokens that it came with; returns what is settled now."""
+        """Take the next piece of text with its tokens; returns the events that are certain now."""
         if self._reasoning is None:
             return self._answer(text)
         self._count(token_ids)
         return self._divided(*self._reasoning.feed(text))
 
     def finish(self, finish_reason: str | None) -> list[ChatEvent]:
-        """The text has ended for this reason; what was held back."""
+        """The text has ended for this reason; returns the events that were held back."""
         cut_off = finish_reason in _CUT_OFF
         events = [] if self._reasoning is None else self._divided(*self._reasoning.finish(cut_off=cut_off))
         return events if self._tools is None else events + self._allowed(self._tools.finish(cut_off=cut_off))
@@ -150,7 +150,7 @@ class ChatParser:
         return [ContentText(text)] if self._tools is None else self._allowed(self._tools.feed(text))
 
     def _allowed(self, events: list[ChatEvent]) -> list[ChatEvent]:
-        """Without the calls that the request did not want."""
+        """``events`` without the calls that the request does not allow."""
         if self._max_calls is not None:
             events = [one for one in events if _call_index(one) < self._max_calls]
         self._num_calls += sum(isinstance(one, CallStarted) for one in events)

@@ -1,4 +1,4 @@
-"""From chat messages to a prompt, through the chat template that comes with the tokenizer or from the operator."""
+"""From chat messages to a prompt, through the chat template of the tokenizer or of the operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.errors import ConfigError, RequestError
 
-# Decided here, not by whoever writes the messages.
+# Set by this module; a request may not set them.
 _RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return_dict", "tokenizer_kwargs"})
 
 
@@ -21,8 +21,8 @@ _RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return
 class ChatPrompt:
     """A rendered chat.
 
-    ``role`` is who speaks next; ``last_text`` is what this role has said in the last message, if it was its.
-    ``continued`` is the text that the model goes on with; None for a new message.
+    ``role`` is that of the answer; ``last_text`` is the text of the last message if that has the same role.
+    ``continued`` is the text that the model continues; None for a new message.
     """
 
     text: str
@@ -32,9 +32,9 @@ class ChatPrompt:
 
 
 class ChatFormat:
-    """How one model's chats become prompts: its template, and how that wants contents.
+    """How one model's chats become prompts: by a template, which gets contents as text or as lists of parts.
 
-    ``tokenizer`` None and a tokenizer without a template refuse every chat.  Safe to call from several threads.
+    Refuses every chat if there is no tokenizer or no template.  Safe to call from several threads.
     """
 
     def __init__(self, tokenizer: Any | None, options: ChatOptions | None = None) -> None:
@@ -46,10 +46,10 @@ class ChatFormat:
     def render(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
     ) -> ChatPrompt:
-        """The prompt up to where the assistant answers.  Raises ``RequestError``.
+        """The prompt, up to the assistant's answer.  Raises ``RequestError``.
 
         ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``documents`` and ``chat_template`` among
-        ``template_options`` mean what they do to transformers; the others are the template's own.
+        ``template_options`` mean the same as in transformers; the template defines all others.
         """
         given = dict(template_options or {})
         if reserved := sorted(_RESERVED_OPTIONS & given.keys()):
@@ -99,7 +99,7 @@ class ChatFormat:
 
 
 def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the prompt opens a new message, and whether it leaves the last one open; taken out of ``given``."""
+    """Remove two options from ``given``: does the prompt open a new message, does it leave the last one open?"""
     continues, begins = bool(given.pop("continue_final_message", False)), given.pop("add_generation_prompt", None)
     if continues and begins:
         raise RequestError(
@@ -111,7 +111,7 @@ def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _own_template(tokenizer: Any | None, *, with_tools: bool) -> str | None:
-    """The tokenizer's template; of several by name, the one for tools or the default one."""
+    """The tokenizer's template; of several, the one named for tools, or the default."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         return (template.get("tool_use") if with_tools else None) or template.get("default")
@@ -126,7 +126,7 @@ def _compiled(text: str) -> ChatTemplate:
 
 
 def _render_either_way(template: ChatTemplate, variables: Mapping[str, Any], *, continues: bool) -> str:
-    """With the arguments of calls as objects, or as JSON text where the template refuses these."""
+    """Render with the arguments of calls as objects; if the template refuses these, as JSON text."""
     render = _render_continued if continues else _render
     try:
         return render(template, variables)
@@ -146,14 +146,14 @@ def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """A normal content as one text."""
+    """The content of a normal message as one text."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
-    """The prompt up to the end of the last message's text, which a mark behind that text finds.
+    """The prompt up to the end of the last message's text; a mark behind that text finds the place.
 
-    The space at the mark's end tells whether the template strips contents.
+    The mark ends with a space: if the template strips contents, the space is gone.
     """
     mark = f"END-{uuid.uuid4().hex} "
     *others, last = variables["messages"]

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja programs that come with a model or from the operator, run in a sandbox with bounds.
+"""Chat templates: Jinja programs of a model or of the operator, run in a sandbox with bounds.
 
-What a template may use (filters, ``raise_exception``, ``strftime_now``, ``generation`` blocks, loop controls) is what
-transformers' ``apply_chat_template`` offers; its result is the oracle of the tests.
+A template may use what transformers' ``apply_chat_template`` offers: filters, ``raise_exception``, ``strftime_now``,
+``generation`` blocks and loop controls.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_RENDER_S = 10.0
 MAX_PROMPT_CHARACTERS = 64 << 20
 
 
-class TemplateRefusal(Exception):  # noqa: N818 - the template's own decision, or a bound
-    """What went wrong while a template ran, in words for whoever wrote the messages."""
+class TemplateRefusal(Exception):  # noqa: N818 - the template's decision, or a bound
+    """A template refused the messages, or exceeded a bound; the text is for the client."""
 
 
 class ChatTemplate:
-    """A compiled template.  Raises ``ConfigError`` for what is no template.
+    """A compiled template.  Raises ``ConfigError`` for a text that is not a template.
 
-    ``takes_parts``: it loops over the parts of a message's content, and so expects lists.
+    ``takes_parts``: the template loops over the parts of a message's content, so it expects lists.
     """
 
     def __init__(self, text: str) -> None:
@@ -47,7 +47,7 @@ class ChatTemplate:
         self.takes_parts = _loops_over_content(tree)
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text; ``TemplateRefusal`` for whatever it raises, and where it takes too long or writes too much."""
+        """The text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
         deadline_s = time.monotonic() + MAX_RENDER_S
         pieces, num_characters = [], 0
         try:
@@ -90,7 +90,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; here it only shows what is inside."""
+    """``{% generation %}`` marks the assistant's words for training; here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -100,7 +100,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _SafeNamespace(Namespace):
-    """A namespace whose attributes can not be the interpreter's own."""
+    """A namespace without attributes of the interpreter: no name may begin with an underscore."""
 
     def __init__(*arguments: Any, **attributes: Any) -> None:
         given = dict(*arguments[1:], **attributes)
@@ -136,7 +136,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as models have seen it in training: Jinja's own filter would escape for HTML."""
+    """JSON as models saw it in training; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

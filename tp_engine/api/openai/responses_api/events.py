@@ -24,7 +24,7 @@ _LAST_EVENT = {"completed": "response.completed", "failed": "response.failed"}
 
 
 def whole_response(shape: ResponseShape, chat: Mapping[str, Any]) -> JsonObject:
-    """The response that the whole chat answer ``chat`` becomes."""
+    """The response for the whole chat answer ``chat``."""
     writer = ResponseWriter(shape)
     choice = chat["choices"][0]
     writer.take(choice | {"delta": choice["message"]})
@@ -44,12 +44,12 @@ class ResponseWriter:
         self._num_events = 0
 
     def begin(self) -> list[JsonObject]:
-        """What comes before the first item."""
+        """The events before the first item."""
         names = ("response.created", "response.in_progress")
         return self._numbered({"type": name, "response": self._shape.running()} for name in names)
 
     def take(self, choice: Mapping[str, Any]) -> list[JsonObject]:
-        """What a choice of a chunk adds; its ``delta`` may hold reasoning, content and tool calls."""
+        """The events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
         delta = choice["delta"]
         self._logprobs += (choice.get("logprobs") or {}).get("content") or []
         events: list[JsonObject] = []
@@ -64,7 +64,7 @@ class ResponseWriter:
         return self._numbered(events)
 
     def finish(self, usage: Mapping[str, Any]) -> list[JsonObject]:
-        """The end, with the chat's ``usage``; an answer without anything gets an empty message."""
+        """The last events, with the chat's ``usage``; an empty answer gets an empty message."""
         events = [] if self._items or self._open else self._switch(MessageItem())
         if isinstance(self._open, MessageItem):
             self._open.add("", self._logprobs)
@@ -74,7 +74,7 @@ class ResponseWriter:
         return self._numbered([*events, {"type": name, "response": response}])
 
     def fail(self, message: str) -> list[JsonObject]:
-        """The end when something broke after ``begin``."""
+        """The last event after an error that came after ``begin``."""
         if self._open is not None:
             self._items.append(self._open.json("incomplete"))
         response = self._shape.failed(self._items, message)
@@ -122,7 +122,7 @@ class ResponseWriter:
 
 
 class OutputItem(Protocol):
-    """One item; events lack only their place in the response."""
+    """One item; its events lack only their place in the response."""
 
     def opened(self) -> list[JsonObject]: ...
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]: ...
@@ -150,7 +150,7 @@ class TextItem(ABC):
         ]
 
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[JsonObject]:
-        """The text grows; log-probabilities are kept where an item shows them."""
+        """The text grows; a message keeps the log-probabilities."""
         if not text:
             return []
         self._pieces.append(text)
@@ -176,7 +176,7 @@ class TextItem(ABC):
 
 
 class ReasoningItem(TextItem):
-    """What the model thought before it answered."""
+    """The reasoning before the answer."""
 
     id_prefix, part_type, event_prefix = "rs", "reasoning_text", "response.reasoning_text"
 

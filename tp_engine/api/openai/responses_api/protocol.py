@@ -1,7 +1,7 @@
 """The body of ``POST /v1/responses``.
 
-Nothing is stored between requests, so what refers to something stored is refused by name.  ``store`` itself is
-accepted, because clients send ``true`` without being asked, and answered with ``false``.
+The server stores nothing between requests, so it refuses by name fields that refer to something stored.  It accepts
+``store``, because clients send ``true`` by default, and answers with ``false``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_METADATA_VALUE = 512
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 _NOT_STORED = "this server stores no conversations; send all items as input"
-# Fields that ask for something this server does not have, and what to do instead.
+# Fields that this server does not support, and what to do instead.
 _REFUSED = {
     "previous_response_id": _NOT_STORED,
     "conversation": _NOT_STORED,
@@ -31,7 +31,7 @@ _REFUSED = {
 
 
 class Reasoning(BaseModel):
-    """How much a model thinks before it answers."""
+    """How much a model reasons before it answers."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -82,7 +82,7 @@ class ResponsesBody(GenerationBody):
 
 
 def check_responses_body(body: ResponsesBody) -> None:
-    """Raise ``RequestError`` for what is understood but not served here."""
+    """Raise ``RequestError`` for fields that are valid but not supported."""
     for name, remedy in _REFUSED.items():
         if getattr(body, name) not in (None, False):
             raise RequestError(f"{name} is not supported: {remedy}", param=name)

@@ -31,7 +31,7 @@ from tp_engine.request import EngineRequest
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 
-# What a complaint about the chat is called in the request that the client wrote.
+# The field of a chat that an error names -> the field of the Responses body.
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -69,7 +69,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
 
 
 def renamed(error: RequestError) -> RequestError:
-    """``error`` about the chat, with the field called as in a Responses body."""
+    """``error`` of the chat, with the name that the field has in a Responses body."""
     theirs, text = error.param or "", str(error)
     ours = _NAMES.get(theirs)
     if ours is None:
@@ -136,7 +136,7 @@ class PreparedResponse:
 
     @property
     def requests(self) -> list[EngineRequest]:
-        """What the engine is to run: one request."""
+        """The requests for the engine: one."""
         return self.chat.requests
 
     def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
@@ -210,7 +210,7 @@ def _add_message(messages: list[dict[str, Any]], where: str, item: Mapping[str, 
 def _assistant(messages: list[dict[str, Any]], *, begins_turn: bool = False) -> dict[str, Any]:
     """The assistant's message that the conversation ends with, or a new one.
 
-    What ``begins_turn`` can not follow text or calls of the same message.
+    Text that ``begins_turn`` can not follow text or calls of the same message.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (begins_turn and (last.get("content") or "tool_calls" in last)):

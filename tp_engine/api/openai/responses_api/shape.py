@@ -1,4 +1,4 @@
-"""What a response object looks like around its items."""
+"""The response object around its items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATUS: Mapping[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseShape:
-    """What one response repeats of its request: fixed by it, shared by the answer and all its events."""
+    """The fields of a response that its request fixes; the answer and all its events share them."""
 
     response_id: str
     created: int
@@ -31,7 +31,7 @@ class ResponseShape:
 
     @classmethod
     def of(cls, body: ResponsesBody, prepared: PreparedAnswer) -> ResponseShape:
-        """The shape of the response that the prepared chat of ``body`` becomes; their ids differ in the prefix only."""
+        """The shape for ``body`` and its prepared chat; the ids of the two differ only in the prefix."""
         params = prepared.requests[0].params
         return cls(
             response_id=f"resp_{prepared.shape.response_id.removeprefix('chatcmpl-')}",
@@ -57,7 +57,7 @@ class ResponseShape:
         return response
 
     def failed(self, items: list[JsonObject], message: str) -> JsonObject:
-        """The response when something broke after it had begun."""
+        """The response after an error that came after its first event."""
         return self._response("failed", items, None) | {"error": {"code": "server_error", "message": message}}
 
     def _response(self, status: str, items: list[JsonObject], usage: JsonObject | None) -> JsonObject:

@@ -1,5 +1,5 @@
-"""Tool calls: what requests say of them, and parsers that find them in generated text.
+"""Tool calls: the tools of a request, and parsers that find calls in generated text.
 
-A parser is a small state machine: text pieces in, events out (``events.py``), whatever the split of the text.  It knows
-nothing of HTTP, tokens or requests.
+A parser is a small state machine: pieces of text in, events out (``events.py``).  To add a format, write a module with
+a ``FORMAT`` and name it in ``chat/options.TOOL_FORMATS``.
 """

@@ -8,9 +8,9 @@
        |                                           +-- any other key -------> RAW --------+
        +----------------------------------------------------------------------------------+
 
-The arguments are given out as they come, in the model's own spelling, once the name is known.  They are not checked to
-be JSON: only strings and brackets are followed, to find their end.  Raw control characters inside of their strings,
-which models write and JSON forbids, are escaped.
+Once the name is known, arguments are passed on as they come, in the model's own spelling.  They are not checked to be
+JSON; the reader follows strings and brackets only, to find their end.  It escapes raw control characters inside of
+strings, which models write and JSON forbids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _STRICT_KEYS = ("name", "type", *_ARGUMENT_KEYS)
 _MAX_STRICT_CHARS = 1024
 _SPACE = " \t\r\n"
-# Runs of characters that change nothing but the length.
+# Runs of characters that do not change the state.
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _BETWEEN_STRINGS = re.compile(r'[^"{}\[\]<]+')
 
@@ -40,10 +40,10 @@ class _State(enum.Enum):
 
 
 class CallReader:
-    """Reads what follows the opening brace.  ``done``: the closing one was read.  ``broken``: this is no call.
+    """Reads the text behind the opening brace.  ``done``: it has read the closing one.  ``broken``: this is no call.
 
-    With ``strict_names`` text that merely looks like a call is told from one: its first keys must be those of a call,
-    the name must come first and be one of these.  ``started`` tells whether the call has been announced to the sink.
+    ``strict_names`` is for text that may only look like a call: its first keys must be those of a call, the name must
+    come first and be one of these.  ``started`` tells whether the sink knows of the call.
     """
 
     def __init__(self, sink: EventSink, strict_names: frozenset[str] | None = None) -> None:
@@ -61,18 +61,18 @@ class CallReader:
         self._name: str | None = None
         self._index: int | None = None
         self._waiting = ""  # arguments that came before the name
-        self._saw_arguments = False  # their key and the first character of their value
-        self._has_arguments = False  # and some of them have been given out, or wait
+        self._saw_arguments = False  # it has read their key and the first character of their value
+        self._has_arguments = False  # some of them were passed on, or wait
 
     @property
     def started(self) -> bool:
-        """Whether the call's name has been given out."""
+        """Whether the sink has got the call's name."""
         return self._index is not None
 
     def push(self, text: str, position: int) -> int:
-        """Take what begins at ``position`` of ``text``: a character, or a run of plain ones inside of arguments.
+        """Read at ``position`` of ``text``: one character, or a run of plain ones inside of arguments.
 
-        Returns the number of characters; 0 for one that broke the object.
+        Returns the number of characters; 0 if the character broke the object.
         """
         if self._state is _State.RAW and not self._escaped and (self._in_string or self._depth):
             run = (_IN_STRING if self._in_string else _BETWEEN_STRINGS).match(text, position)
@@ -120,7 +120,7 @@ class CallReader:
         self.done = True
 
     def _in_text(self, char: str) -> None:
-        """Inside of a key or of a string value that is read as a whole."""
+        """A character of a key, or of a string value that is read as a whole."""
         if char != '"' or self._escaped:
             self._escaped = char == "\\" and not self._escaped
             self._string += char
@@ -168,7 +168,7 @@ class CallReader:
         self._raw(char)
 
     def _raw(self, char: str) -> None:
-        """Inside of a value whose end is found by its brackets."""
+        """A character of a value whose end is found by its brackets."""
         if self._in_string:
             self._give_raw(json.dumps(char)[1:-1] if char < " " else char)
             if self._escaped or char == "\\":
@@ -177,7 +177,7 @@ class CallReader:
                 self._in_string = False
         elif char in "}]" or (char == "," and self._depth == 0):
             self._close(char)
-        elif char == "<":  # never outside of a string in JSON: closing markup, with a bracket missing
+        elif char == "<":  # never in JSON outside of a string: closing markup after a missing bracket
             self.broken = True
         else:
             self._depth += char in "{["
@@ -216,6 +216,6 @@ class CallReader:
 
 
 def _unescaped(raw: str) -> str:
-    """What a JSON string means; half a surrogate pair, which no encoding can write, becomes U+FFFD."""
+    """The text of a JSON string; half a surrogate pair, which no encoding can write, becomes U+FFFD."""
     text = str(json.loads(f'"{raw}"', strict=False))
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

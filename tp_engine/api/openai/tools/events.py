@@ -1,4 +1,4 @@
-"""What a parser finds in generated text, in order; a stream sends each as a delta, a whole answer joins them."""
+"""The events that parsers find in generated text; a stream sends each as a delta, a whole answer joins them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ContentText:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A tool call begins; ``index`` counts the calls of one answer from 0.  Comes once, before its arguments."""
+    """A tool call begins; ``index`` counts the calls of one answer from 0.  Its arguments follow."""
 
     index: int
     call_id: str
@@ -46,13 +46,13 @@ ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
 class ToolParser(Protocol):
-    """One sequence's parser.  What ``feed`` and ``finish`` give, joined, is the same for every split of the text."""
+    """The parser of one sequence; its joined events are the same for every split of the text."""
 
     def feed(self, text: str) -> list[ChatEvent]:
-        """Take the next piece of text; returns what is settled now."""
+        """Take the next piece of text; returns the events that are certain now."""
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """The text has ended.  ``cut_off``: by a limit, so that a half marker at its end is dropped, not shown."""
+        """The text has ended.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +68,12 @@ class ToolFormat:
 
 
 class EventSink:
-    """Collects the events of one ``feed``; pieces of the same kind that follow each other become one."""
+    """Collects the events of one ``feed`` and joins neighbouring pieces of the same kind."""
 
     def __init__(self) -> None:
         self._events: list[ChatEvent] = []
         self._pieces: list[str] = []
-        self._call: int | None = None  # whose arguments the pieces are; None for content
+        self._call: int | None = None  # the call whose arguments the pieces are; None for content
         self.num_calls = 0
 
     def content(self, text: str) -> None:
@@ -114,7 +114,7 @@ class EventSink:
 
 
 class Prose:
-    """The answer's text around calls: white space beside a call is layout, unless there is text on both sides."""
+    """The text around calls: white space beside a call is layout, and dropped unless text is on both sides."""
 
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
@@ -138,14 +138,14 @@ class Prose:
         self._has_call = True
 
     def finish(self) -> None:
-        """Give the white space at the end of a text without calls."""
+        """Pass on the white space at the end of a text without calls."""
         if not self._has_call:
             self._sink.content(self._space)
         self._space = ""
 
 
 def partial_suffix(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that ``marker`` begins with, and that is not all of it."""
+    """Length of the longest end of ``text`` with which ``marker`` begins, if it is not the whole marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

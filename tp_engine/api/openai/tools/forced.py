@@ -1,4 +1,4 @@
-"""Tool calls that the request forces: the text is JSON by a constraint of the engine, without any markup."""
+"""Tool calls that the request forces: a constraint of the engine makes the text JSON, without markup."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SEPARATORS = " \t\r\n,[]"
 class CallListParser:
     """A ``ToolParser`` for ``tool_choice: required``: the text is ``[{"name": "f", "parameters": {...}}, ...]``.
 
-    Text that is no such list, which only a model without the constraint can write, is content.
+    Other text, which only a model without the constraint can write, is content.
     """
 
     def __init__(self) -> None:
         self._sink = EventSink()
         self._reader: CallReader | None = None
-        self._raw = ""  # not known to be a list of calls
+        self._raw = ""  # text that may turn out to be content
         self._is_content = False
 
     def feed(self, text: str) -> list[ChatEvent]:
@@ -56,7 +56,7 @@ class CallListParser:
         return size
 
     def _keep(self, text: str) -> None:
-        """Remember what may turn out to be no list of calls."""
+        """Remember text that may turn out to be content."""
         if self._sink.num_calls == 0:
             self._raw += text
 

@@ -5,7 +5,7 @@
     PROSE --<tool_call>--> BLOCK --{--> CALL --}--> BLOCK --</tool_call>--> PROSE
                              |            |
                              |            +-- broken once announced --> JUNK --</tool_call>--> PROSE
-                             +-- anything else: no call after all, shown as it is --> PROSE
+                             +-- anything else: not a call, shown as it is --> PROSE
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class _State(enum.Enum):
 
 
 class HermesToolParser:
-    """A ``ToolParser``.  A block of something else than calls is content, markup and all, so that nothing is lost."""
+    """A ``ToolParser``.  A block without a call is content, with its markup, so that no text is lost."""
 
     def __init__(self) -> None:
         self._sink = EventSink()
         self._prose = Prose(self._sink)
         self._state = _State.PROSE
         self._pending = ""  # not yet understood
-        self._raw = ""  # since the block's beginning, or its last call: shown if it is no call
+        self._raw = ""  # text since the block's beginning or its last call; shown if no call follows
         self._reader = CallReader(self._sink)
 
     def feed(self, text: str) -> list[ChatEvent]:
@@ -59,7 +59,7 @@ class HermesToolParser:
         return self._sink.take()
 
     def _step(self) -> bool:
-        """Understand some of what is pending; False if that needs more text."""
+        """Read some of the pending text; False if that needs more text."""
         match self._state:
             case _State.PROSE:
                 return self._read_prose()
@@ -99,7 +99,7 @@ class HermesToolParser:
         return True
 
     def _end_block(self) -> None:
-        """At either marker: that of the end may be missing before the next block."""
+        """At either mark: the closing one may be missing before the next block."""
         if self._pending.startswith(OPEN):
             self._pending, self._raw = self._pending[len(OPEN) :], OPEN
         else:
@@ -141,7 +141,7 @@ class HermesToolParser:
         return False
 
     def _not_a_call(self) -> None:
-        """A block without any call is shown; what follows a call in its block and is none is dropped."""
+        """Show a block without a call; drop other text behind a call in its block."""
         if self._raw.startswith(OPEN):
             self._prose.add(self._raw)
             self._state = _State.PROSE

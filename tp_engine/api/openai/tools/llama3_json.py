@@ -1,7 +1,7 @@
 """Tool calls as Llama 3 models write them: ``{"name": "f", "parameters": {...}}``, several separated by ``;``.
 
-``<|python_tag|>`` may precede a call, and is never shown.  Without it an object is a call only if it begins with the
-name of one of the request's tools: any other braces are content.
+``<|python_tag|>`` may precede a call and is never shown.  Without it an object is a call only if it begins with the
+name of one of the request's tools; other braces are content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Llama3JsonToolParser:
         self._sink = EventSink()
         self._prose = Prose(self._sink)
         self._pending = ""
-        self._raw = ""  # what has been read of an object that is not known to be a call
+        self._raw = ""  # text of an object that is not known to be a call
         self._reader: CallReader | None = None
         self._between_calls = False
         self._tagged = False  # a call must follow
@@ -48,7 +48,7 @@ class Llama3JsonToolParser:
         return self._sink.take()
 
     def _read_prose(self) -> bool:
-        """Up to the next thing that may be a call; False if all that is pending may be its beginning."""
+        """Read up to the next possible call; False if all pending text may be its beginning."""
         if self._between_calls and not self._pass_separators():
             return False
         before, tag, after = self._pending.partition(PYTHON_TAG)
@@ -68,7 +68,7 @@ class Llama3JsonToolParser:
         return False
 
     def _pass_separators(self) -> bool:
-        """Drop them if another call follows; False if that is not known yet."""
+        """Drop separators if another call follows; False if that is not known yet."""
         rest = self._pending.lstrip(_SEPARATORS)
         if not rest or (PYTHON_TAG.startswith(rest) and rest != PYTHON_TAG):
             return False
@@ -103,7 +103,7 @@ class Llama3JsonToolParser:
         return False
 
     def _leave_broken_call(self, reader: CallReader, position: int) -> None:
-        """An object that is no call is content, but another may begin behind its first brace."""
+        """An object that is not a call is content; a call may begin behind its first brace."""
         if reader.started:
             self._pending, self._raw = self._pending[position:], ""
             self._between_calls = True

@@ -1,4 +1,4 @@
-"""What a chat body says of tools, checked."""
+"""The tools of a chat body and its choice among them, checked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ToolRequest:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the whole output where the choice forces a call; None where it does not.
+        """The JSON schema of the whole output if the choice forces a call, else None.
 
         ``named``: the function's arguments; ``required``: a list of ``{"name": ..., "parameters": ...}``.
         """
@@ -110,7 +110,7 @@ def _call_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _definitions(tools: Sequence[Mapping[str, Any]], keyword: str) -> dict[str, Any]:
-    """What the tools' parameters refer to; references count from the whole schema's root, so these must be there."""
+    """The definitions that the tools' parameters refer to; references start at the root of the whole schema."""
     found: dict[str, Any] = {}
     for tool in tools:
         own = _parameters(tool).get(keyword)
