@@ -19,8 +19,10 @@ from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import kv_block_bytes
-from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
+from tp_engine.layers.embedding import VocabSlice
+from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import GIB
 from tp_engine.worker.kv_cache import KvCacheShape
 
@@ -86,11 +88,11 @@ def test_parameters_of_checkpoints(tmp_path: Path, architecture: str, tie: bool)
 
 
 def test_the_vocabulary_is_padded_as_the_layers_pad_it() -> None:
-    """Oracle: the embedding layer's own rule."""
+    """Oracle: the slice of the embedding layer, and by hand the next multiples of 16 per rank."""
     config = model(SEVEN_B | {"vocab_size": 32_003})
-    assert [sizes.local_vocab_size(config, n) * n for n in (2, 4, 8)] == [
-        padded_vocab_size(32_003, n) for n in (2, 4, 8)
-    ]
+    found = [sizes.local_vocab_size(config, size) for size in (1, 2, 4, 8)]
+    slices = [VocabSlice.of_rank(32_003, RankInfo(rank=0, world_size=size)).width for size in (1, 2, 4, 8)]
+    assert found == slices == [32_003, 32_032 // 2, 32_064 // 4, 32_128 // 8]
 
 
 @pytest.mark.parametrize(
