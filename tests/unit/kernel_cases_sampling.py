@@ -26,12 +26,10 @@ from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.sampling import noise
-from tp_engine.sampling.choice import KernelSampler, make_sampler
 from tp_engine.sampling.device_sampler import DeviceSampler, StepKind
-from tp_engine.sampling.filters import draw_ranked
-from tp_engine.sampling.groups import plan_groups
-from tp_engine.sampling.kernel_drawing import draw_filtered
-from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.filters import draw_filtered, draw_ranked
+from tp_engine.sampling.groups import group_rows
+from tp_engine.sampling.sampler import KernelSampler, Sampler, make_sampler
 from tp_engine.sampling.state import SamplingState
 
 ONE_AT_A_TIME = threading.Lock()
@@ -134,7 +132,7 @@ def check_groups(device: str) -> None:
     rows = 2 * np.arange(len(samplings), dtype=np.int32) + 1
     logits = random_logits(len(samplings), 300, torch.float32, 1.0)[0].to(device)
     keys = torch.from_numpy(noise.noise_keys(state.seed[rows], rows)).to(device)
-    for group in plan_groups(state, rows, np.zeros(len(rows), np.bool_)).groups:
+    for group in group_rows(state, rows, np.zeros(len(rows), np.bool_)).groups:
         own, own_keys = group.logits_of(logits, None), keys[group.members]
         expected = draw_ranked(own.clone(), group, own_keys, 300)
         assert torch.equal(draw_filtered(own, group, own_keys), expected)

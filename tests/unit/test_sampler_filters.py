@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 from tests.unit.sampler_cases import CPU, ids, sampler_for
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.filters import keep_mask
-from tp_engine.sampling.groups import plan_groups
+from tp_engine.sampling.groups import group_rows
 from tp_engine.sampling.noise import gumbel_noise, hash_tokens, noise_keys
 from tp_engine.sampling.ranking import rank_candidates
 from tp_engine.sampling.state import SamplingState
@@ -49,7 +49,7 @@ def test_filters_keep_what_transformers_keeps(sampling: RowSampling) -> None:
     state = SamplingState(max_num_seqs=count, vocab_size=vocab, device=CPU)
     for row in range(count):
         state.admit(row, sampling, ids(0), 1)
-    (group,) = plan_groups(state, np.arange(count, dtype=np.int32), np.zeros(count, np.bool_)).groups
+    (group,) = group_rows(state, np.arange(count, dtype=np.int32), np.zeros(count, np.bool_)).groups
     values, token_ids = rank_candidates(logits, max(sampling.top_k, 60))
     scaled = values / group.temperature
     ours = torch.full_like(logits, -torch.inf)

@@ -18,10 +18,9 @@ from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator, SingleRank
-from tp_engine.sampling.choice import KernelSampler, make_sampler
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.parallel import ParallelSampler
-from tp_engine.sampling.sampler import Sampler
+from tp_engine.sampling.sampler import KernelSampler, Sampler, make_sampler
 from tp_engine.sampling.state import SamplingState
 
 VOCAB = 1003

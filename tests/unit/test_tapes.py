@@ -34,8 +34,8 @@ from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.ranks.collectives import SingleRank
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.sampling.choice import make_sampler, recorded_sampler
 from tp_engine.sampling.ranking import row_argmax
+from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.captured_decodes import CapturedDecodes

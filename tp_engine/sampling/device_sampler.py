@@ -1,7 +1,7 @@
-"""Sampling by kernels, the same launches whatever the rows: what a captured graph can hold.
+"""Sampling by kernels, with the same launches for any rows, so that a captured graph can hold them.
 
 Nothing here depends on a host value that changes from step to step: rows and positions are read on the device,
-parameters from the rows' tables.  The host only says of which *kind* a step is, and each kind has its own launches:
+parameters from the rows' tables.  The host only chooses the *kind* of a step, and each kind has its own launches:
 
 | rows | one rank | several ranks |
 | --- | --- | --- |
@@ -11,8 +11,9 @@ parameters from the rows' tables.  The host only says of which *kind* a step is,
 | top_k up to MAX_RANKED (``ranked``) | threshold search and draw | top_keys, exchanged with the others' keys |
 | a larger top_k, or top_p without top_k (``ranked``) | threshold search and draw | not by this sampler |
 
-Rows with token lists, log-probabilities, tokens still banned by min_tokens, or penalties beside filters are not sampled
-by this sampler: ``kind_of`` is None.  The logits of rows with masks come masked (``KernelSampler``).
+``kind_of`` is None for steps that this sampler does not sample: those with rows that have token lists,
+log-probabilities, tokens still banned by min_tokens, or penalties beside filters.  ``KernelSampler`` masks the logits
+of rows with masks.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
-from tp_engine.sampling.exchange import exchange
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import device_noise_keys
 from tp_engine.sampling.ranking import LOWEST_KEY, key_ids
+from tp_engine.sampling.shares import exchange
 from tp_engine.sampling.state import SamplingState
 
 MAX_RANKED = 64
@@ -37,7 +38,7 @@ MAX_RANKED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """Which launches a step needs beside the first; see the module's table."""
+    """The launches that a step needs beside the first; see the module's table."""
 
     penalised: bool = False
     min_p: bool = False
@@ -59,7 +60,10 @@ class DeviceSampler:
         self._best_keys, self._top_keys, self._draw_filtered = best_keys_triton, top_keys_triton, draw_filtered_triton
 
     def kind_of(self, rows: IntArray, positions: IntArray) -> StepKind | None:
-        """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,); None if it is none of this sampler's."""
+        """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
+
+        None if this sampler does not sample it.
+        """
         state = self._state
         is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
         if (state.has_lists[rows] | (state.num_logprobs[rows] >= 0) | is_short).any():
@@ -75,7 +79,7 @@ class DeviceSampler:
         return StepKind(penalised=bool(penalised.any()), min_p=bool(min_p.any()), ranked=bool(ranked.any()))
 
     def sample(self, kind: StepKind, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids (n,) int32, the same on every rank, without a look at any value: it can be captured.
+        """Token ids (n,) int32, the same on every rank.  The host reads no value, so this can be captured.
 
         ``logits`` (n, width) are this rank's slice, ``rows`` and ``positions`` (n,) int64 on the device; a row of -1
         is padding and gets any token.  A collective if there are several ranks.
@@ -132,7 +136,7 @@ class DeviceSampler:
     def _choose(
         self, best: torch.Tensor, ranked: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Rows with top_k draw from the merged candidates, the others have their best token."""
+        """Rows with top_k draw from the merged candidates; the others take their best token."""
         floats = self._tables.floats.index_select(0, rows)
         top_k = self._tables.top_k.index_select(0, rows)[:, None].to(torch.int64)
         group = RowGroup(

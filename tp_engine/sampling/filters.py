@@ -2,16 +2,19 @@
 
 The filters run in the order top_k, top_p (renormalised over the top k), min_p (relative to the likeliest), each after
 the temperature; at least one token is always kept.  Tokens are ranked by logit, equal logits by the lower id first, so
-top_k keeps exactly k tokens.  Nothing here depends on which other rows are in the batch or on how many candidates were
-ranked: ranks have no ties, and cumulative probabilities are sums of integers, exact in any order.
+top_k keeps exactly k tokens.  Nothing here depends on the other rows of the batch or on the number of ranked
+candidates: ranks have no ties, and cumulative probabilities are sums of integers, exact in any order.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
+from tp_engine.kernels.sampling_tables import SamplingTables
+from tp_engine.kernels.triton_support import has_triton
 from tp_engine.sampling.groups import RowGroup, Way
-from tp_engine.sampling.kernel_drawing import draw_filtered, draws_by_kernel
 from tp_engine.sampling.noise import gumbel_noise
 from tp_engine.sampling.ranking import rank_candidates, row_argmax
 
@@ -28,7 +31,7 @@ def fixed_weights(scaled: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
 def keep_mask(scaled: torch.Tensor, group: RowGroup, total: torch.Tensor | None = None) -> torch.Tensor:
     """Which of the ranked candidates may be drawn (m, c), given ``scaled`` (m, c): logits over temperature, in order.
 
-    ``total`` (m, 1) is the weight of all tokens where the candidates are not all tokens that top_k leaves.
+    ``total`` (m, 1) is the weight of all tokens if the candidates are only some of the tokens that top_k leaves.
     """
     keep = torch.arange(scaled.shape[1], device=scaled.device) < group.top_k
     maximum = scaled[:, :1]
@@ -71,8 +74,8 @@ def draw_ranked(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, count
 def draw_nucleus(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
     """Draw (m,) int32 under top_p and min_p without top_k.
 
-    The nucleus may be as large as the vocabulary.  On CPU, where looking at a result is free, a small one spares the
-    full sort; elsewhere looking would stop the device, so all tokens are sorted.  Both give the same token.
+    The nucleus may be as large as the vocabulary.  A CPU looks for a small one first, which spares the full sort; a GPU
+    would have to wait for that result, so it sorts all tokens.  Both give the same token.
     """
     vocab = logits.shape[1]
     if logits.device.type != "cpu":
@@ -96,10 +99,10 @@ def noisy_scores(
     token_ids: torch.Tensor,
     maximum: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scores (m, c) whose argmax draws from all tokens, or under min_p, which needs no order.
+    """Scores (m, c) whose argmax is a draw from all tokens, or from those that min_p leaves.
 
-    ``logits`` (m, c) float32 of ``token_ids`` (c,) int32.  Where they are a part of the vocabulary, ``maximum`` (m, 1)
-    is the largest of all logits.
+    ``logits`` (m, c) float32 of ``token_ids`` (c,) int32.  If these are a part of the vocabulary, ``maximum`` (m, 1) is
+    the largest of all logits.
     """
     scaled = logits / group.temperature
     scores = gumbel_noise(token_ids, keys).add_(scaled)
@@ -107,3 +110,27 @@ def noisy_scores(
         likeliest = scaled.amax(-1, keepdim=True) if maximum is None else maximum / group.temperature
         scores.masked_fill_(~(scaled - likeliest >= group.log_min_p), -torch.inf)
     return scores
+
+
+@cache
+def draws_by_kernel(device_type: str) -> bool:
+    """Whether ``draw_filtered`` runs on such a device."""
+    return device_type == "cuda" and has_triton()
+
+
+def draw_filtered(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
+    """``draw`` for a group with top_k or top_p by one kernel, which needs no sort: (m,) int32."""
+    from tp_engine.kernels.sampling_candidates_triton import draw_filtered_triton
+
+    num_rows = logits.shape[0]
+    unused = torch.zeros_like(group.temperature)
+    columns = (group.temperature, group.top_p.to(torch.float32), group.log_min_p, unused, unused, unused)
+    tables = SamplingTables(
+        floats=torch.cat(columns, dim=1),
+        top_k=group.top_k[:, 0].to(torch.int32),
+        seeds=torch.zeros(num_rows, dtype=torch.int64, device=logits.device),
+    )
+    tokens = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    rows = torch.arange(num_rows, device=logits.device)
+    draw_filtered_triton(logits, rows, None, tables, tokens, noise_keys=keys.contiguous())
+    return tokens

@@ -1,4 +1,4 @@
-"""How a step is sampled: its rows in groups that take the same way, decided on the host.
+"""The rows of a step in groups that are sampled in the same way; the host decides.
 
 | rows | way |
 | --- | --- |
@@ -8,8 +8,8 @@
 | a larger top_k | SORTED: all tokens ranked |
 | no top_k, top_p below 1 | NUCLEUS |
 
-A row's group follows from its own parameters alone.  A plan holds as long as the same rows are sampled, none of them
-was admitted anew, and the same rows are short of ``min_tokens``.
+A row's group follows from its own parameters alone.  Groups hold as long as the same rows are sampled, none of them was
+admitted again, and the same rows are short of ``min_tokens``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 
 from tp_engine.layers.upload import upload
 from tp_engine.plan import BoolArray, IntArray
-from tp_engine.sampling.edits import TokenEdits, collect_edits
-from tp_engine.sampling.penalties import PenalisedRows
+from tp_engine.sampling.processors import PenalisedRows, PenaltyCounts, TokenEdits, collect_edits
 from tp_engine.sampling.state import SamplingState
 
 MAX_CANDIDATES = 1024
@@ -46,8 +45,8 @@ class Way(enum.IntEnum):
 class RowGroup:
     """m rows of a step that draw in the same way.
 
-    ``members`` (m,) int64 are their places in the step and ``source`` (m,) int64 their places in the matrix that they
-    read: the edited logits if ``edited``, else the raw ones; None for all of its rows in order.  Parameters are (m, 1):
+    ``members`` (m,) int64 are their places in the step.  They read the edited logits if ``edited``, else the raw ones;
+    ``source`` (m,) int64 are their places in that matrix, None for all of its rows in order.  Parameters are (m, 1):
     ``temperature``, ``log_min_p`` float32, ``top_p`` float64, ``top_k`` int64.
     """
 
@@ -92,7 +91,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """A step's plan: its groups, and the places (int64, on the device) that need edits, penalties or logprobs."""
+    """A step's groups, and the places (int64, on the device) that need edits, penalties or log-probabilities."""
 
     groups: tuple[RowGroup, ...]
     edited: torch.Tensor | None
@@ -104,7 +103,7 @@ class StepGroups:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Nothing but one argmax over the raw logits."""
+        """Whether one argmax over the raw logits is all that the step needs."""
         return len(self.groups) == 1 and self.groups[0].way is Way.GREEDY and not self.groups[0].edited
 
     @property
@@ -112,9 +111,28 @@ class StepGroups:
         """Whether any row needs noise."""
         return any(group.way is not Way.GREEDY for group in self.groups)
 
+    def edited_logits(self, logits: torch.Tensor, counts: PenaltyCounts) -> torch.Tensor | None:
+        """A float32 copy (e, width) of the rows of ``logits`` (n, width) that need edits or penalties, after both.
 
-def plan_groups(state: SamplingState, rows: IntArray, is_short: BoolArray) -> StepGroups:
-    """Group the sampled ``rows`` (n,); ``is_short`` (n,) marks those that still lack ``min_tokens``."""
+        None if no row needs them.
+        """
+        if self.edited is None:
+            return None
+        edited = logits.index_select(0, self.edited).to(torch.float32)
+        if self.edits is not None:
+            self.edits.apply(edited)
+        if self.penalised is not None:
+            counts.apply(edited, self.penalised)
+        return edited
+
+    def record(self, token_ids: torch.Tensor, counts: PenaltyCounts) -> None:
+        """Count the sampled ``token_ids`` (n,) of penalised rows."""
+        if self.penalised is not None and self.penalised_members is not None:
+            counts.record(self.penalised.rows, token_ids.index_select(0, self.penalised_members))
+
+
+def group_rows(state: SamplingState, rows: IntArray, is_short: BoolArray) -> StepGroups:
+    """Group the sampled ``rows`` (n,); ``is_short`` (n,) marks the rows below their ``min_tokens``."""
     is_edited = state.is_edited[rows] | is_short
     edited = np.flatnonzero(is_edited)
     place_in_source = np.where(is_edited, np.cumsum(is_edited), np.arange(1, len(rows) + 1)) - 1
@@ -192,19 +210,19 @@ def _penalised(state: SamplingState, rows: IntArray, places: IndexArray) -> Pena
     )
 
 
-class StepPlanner:
-    """Plans steps, and keeps the last plan while it holds."""
+class StepGrouper:
+    """Groups the rows of steps, and keeps the last groups while they hold."""
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
         self._key: tuple[int, bytes, bytes] | None = None
-        self._plan: StepGroups | None = None
+        self._groups: StepGroups | None = None
 
-    def plan(self, rows: IntArray, positions: IntArray) -> StepGroups:
-        """The plan for ``rows`` (n,) that sample the tokens at ``positions`` (n,)."""
+    def groups(self, rows: IntArray, positions: IntArray) -> StepGroups:
+        """The groups of ``rows`` (n,), which sample the tokens at ``positions`` (n,)."""
         state = self._state
         is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
         key = (state.version, rows.tobytes(), is_short.tobytes())
-        if self._plan is None or key != self._key:
-            self._plan, self._key = plan_groups(state, rows, is_short), key
-        return self._plan
+        if self._groups is None or key != self._key:
+            self._groups, self._key = group_rows(state, rows, is_short), key
+        return self._groups

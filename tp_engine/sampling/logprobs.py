@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tp_engine.plan import TokenLogprobs
-from tp_engine.sampling.chunks import row_chunks
 from tp_engine.sampling.groups import StepGroups
-from tp_engine.sampling.ranking import rank_candidates
+from tp_engine.sampling.ranking import rank_candidates, row_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
 
 
 def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> LogprobTensors:
-    """Put the scored rows at ``places`` (m,) int64 among ``num_rows``; the others, which nobody reads, are zero."""
+    """Put the scored rows at ``places`` (m,) int64 among ``num_rows``; the others are zero and never read."""
     width = scored.token_ids.shape[1]
     return LogprobTensors(
         token_ids=scored.token_ids.new_zeros((num_rows, width)).index_copy_(0, places, scored.token_ids),
@@ -80,14 +79,14 @@ def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> Logp
     )
 
 
-def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, plan: StepGroups) -> LogprobTensors | None:
+def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, groups: StepGroups) -> LogprobTensors | None:
     """Log-probabilities of the sampled ``token_ids`` (n,) for the rows that ask, zeros for the others.
 
     ``logits`` (s, vocab) are those of the rows that ask, in their order.
     """
-    if plan.scored is None:
+    if groups.scored is None:
         return None
-    if len(plan.scored) == len(token_ids):
-        return logprobs_of(logits, token_ids, plan.num_logprobs)
-    scored = logprobs_of(logits, token_ids.index_select(0, plan.scored), plan.num_logprobs)
-    return _spread(scored, plan.scored, len(token_ids))
+    if len(groups.scored) == len(token_ids):
+        return logprobs_of(logits, token_ids, groups.num_logprobs)
+    scored = logprobs_of(logits, token_ids.index_select(0, groups.scored), groups.num_logprobs)
+    return _spread(scored, groups.scored, len(token_ids))

@@ -1,7 +1,7 @@
 """Gumbel noise from a counter-based hash: a function of (seed, position, token id) and of nothing else.
 
-There is no generator whose state could depend on what else is in the batch, on the batch's order, or on how many
-candidates are left.  The argmax of ``logit / temperature + noise`` is a draw from the softmax (the Gumbel-max trick).
+A generator's state would depend on the other rows of the batch, on its order and on the number of candidates; the hash
+does not.  The argmax of ``logit / temperature + noise`` is a draw from the softmax (the Gumbel-max trick).
 
 Per row, on the host, in 64 bits (the finalizer of Steele, Lea and Flood's SplitMix64)::
 
@@ -64,7 +64,7 @@ def _device_mix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
-    """As for unsigned numbers."""
+    """A logical shift."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -84,8 +84,8 @@ def hash_tokens(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise (m, c) float32 for ``token_ids`` (c,) or (m, c) int32 under ``keys`` (m, 2) int32.
 
-    With v uniform in (0, 1) it is ``-log(-log(1 - v))``; log1p keeps all bits of a small v, which is where the large
-    values, the ones that win, come from.
+    With v uniform in (0, 1) it is ``-log(-log(1 - v))``; log1p keeps all bits of a small v, and small v give the
+    large values, which win.
     """
     minus_v = hash_tokens(token_ids, keys).to(torch.float32).mul_(-_SCALE).sub_(_HALF_STEP)
     return minus_v.log1p_().neg_().log_().neg_()

@@ -1,4 +1,4 @@
-"""The sampler of several ranks: each works on its own slice of the vocabulary and tells the others very little.
+"""The sampler of several ranks: each works on its own slice of the vocabulary and sends the others little.
 
 ::
 
@@ -26,18 +26,17 @@ from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import shares
-from tp_engine.sampling.exchange import exchange
-from tp_engine.sampling.groups import RowGroup, StepGroups, StepPlanner, Way
+from tp_engine.sampling.groups import RowGroup, StepGrouper, StepGroups, Way
 from tp_engine.sampling.logprobs import LogprobTensors, score_rows
 from tp_engine.sampling.noise import noise_keys
-from tp_engine.sampling.processors import edited_logits, masked_logits, record_tokens
 from tp_engine.sampling.ranking import best_keys
+from tp_engine.sampling.shares import exchange
 from tp_engine.sampling.state import SamplingState
 
 
 @dataclass(slots=True, kw_only=True)
 class _GroupStep:
-    """A group in one step: its slices (m, width), its noise keys (m, 2) and, where needed, its rows' maxima (m, 1)."""
+    """A group in one step: its slices (m, width), its noise keys (m, 2) and, if needed, its rows' maxima (m, 1)."""
 
     group: RowGroup
     logits: torch.Tensor
@@ -51,7 +50,7 @@ class ParallelSampler:
     def __init__(self, state: SamplingState, communicator: Communicator) -> None:
         self._state = state
         self._communicator = communicator
-        self._planner = StepPlanner(state)
+        self._grouper = StepGrouper(state)
         self._vocab_ids = torch.arange(state.vocab_size, dtype=torch.int32, device=state.device)
 
     def sample(
@@ -63,35 +62,35 @@ class ParallelSampler:
         """
         state, vocab, raw = self._state, self._state.vocab, logits
         assert logits.shape == (len(rows), vocab.width), f"logits {tuple(logits.shape)} for {len(rows)} rows"
-        logits = masked_logits(logits, rows, state)
+        logits = state.masked(logits, rows)
         if state.is_plain[rows].all() and vocab.num_ids:
             (stack,) = exchange(self._communicator, [best_keys(logits[:, : vocab.num_ids], vocab.first)[:, None]])
             return shares.decide_best(stack), None
-        plan = self._planner.plan(rows, positions)
-        steps = self._steps(logits, plan, rows, positions)
+        groups = self._grouper.groups(rows, positions)
+        steps = self._steps(logits, groups, rows, positions)
         self._exchange_maxima(steps)
         offered = [self._share(step) for step in steps]
-        if plan.scored is not None:
-            offered.append(raw.index_select(0, plan.scored))
+        if groups.scored is not None:
+            offered.append(raw.index_select(0, groups.scored))
         stacks = exchange(self._communicator, offered)
         tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
         for step, stack in zip(steps, stacks, strict=False):
             tokens.index_copy_(0, step.group.members, self._decide(step, stack))
-        record_tokens(tokens, plan, state)
-        if plan.scored is None or not self._communicator.info.is_first:
+        groups.record(tokens, state.penalties)
+        if groups.scored is None or not self._communicator.info.is_first:
             return tokens, None
-        return tokens, score_rows(shares.whole_logits(stacks[-1], state.vocab_size), tokens, plan)
+        return tokens, score_rows(shares.whole_logits(stacks[-1], state.vocab_size), tokens, groups)
 
-    def _steps(self, logits: torch.Tensor, plan: StepGroups, rows: IntArray, positions: IntArray) -> list[_GroupStep]:
-        edited = edited_logits(logits, plan, self._state)
-        keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if plan.draws else None
+    def _steps(self, logits: torch.Tensor, groups: StepGroups, rows: IntArray, positions: IntArray) -> list[_GroupStep]:
+        edited = groups.edited_logits(logits, self._state.penalties)
+        keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if groups.draws else None
         return [
             _GroupStep(
                 group=group,
                 logits=group.logits_of(logits, edited),
                 keys=None if keys is None else keys.index_select(0, group.members),
             )
-            for group in plan.groups
+            for group in groups.groups
         ]
 
     def _exchange_maxima(self, steps: list[_GroupStep]) -> None:
@@ -126,7 +125,7 @@ class ParallelSampler:
         return self._decide_from_logits(stack, step.group, step.keys)
 
     def _decide_nucleus(self, step: _GroupStep, stack: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Where the candidates are not enough, the logits of those rows are exchanged."""
+        """Decide from the candidates; for rows whose candidates are too few, exchange the logits."""
         tokens, missing = shares.decide_nucleus(stack, step.group, keys, self._state.vocab_size)
         if len(missing):
             (logits,) = exchange(self._communicator, [step.logits.index_select(0, missing)])

@@ -1,4 +1,4 @@
-"""What a rank tells the others about the rows of a group, and what all ranks then decide.
+"""What a rank sends the others about the rows of a group, how they exchange it, and what all ranks then decide.
 
 | rows | a rank's share of a row |
 | --- | --- |
@@ -7,8 +7,13 @@
 | NUCLEUS, SORTED | its logits |
 | NUCLEUS, CPU, large vocabulary | the rank keys of its 256 likeliest and the slice's weight; its logits if too few |
 
-Before that, ANY with min_p and the last way exchange the largest logit of every slice.  Edits and penalties are applied
-to the slices, so they change nothing here.
+Before that, ANY with min_p and the last way exchange the largest logit of every slice.  Edits and penalties have been
+applied to the slices.
+
+One all-gather carries shares of several shapes and types::
+
+    rank r's words (int64)    [ share 0 | share 1 | ... ]        every share a whole number of words
+    gathered                  [ rank 0's words | rank 1's words | ... ]
 
 Every decision gives the token that ``Sampler`` draws from the gathered logits: the rank keys of a whole row's best
 tokens are among the best of the slices, integers are merged exactly, and noise follows from the token's id alone.
@@ -16,17 +21,42 @@ tokens are among the best of the slices, integers are merged exactly, and noise 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from tp_engine.layers.embedding import VocabSlice
-from tp_engine.sampling.chunks import row_chunks
-from tp_engine.sampling.exchange import side_by_side
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.filters import NUCLEUS_GUESS, draw, fixed_weights, keep_mask, noisy_scores, pick
 from tp_engine.sampling.groups import RowGroup, Way
-from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, top_keys, unpack_keys
+from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, row_chunks, top_keys, unpack_keys
 
-SHORT_WAY_FROM = 1 << 14  # a row of so many logits costs gloo more than another collective
+SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of this many logits than for another collective
+
+
+def exchange(communicator: Communicator, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Every rank's ``pieces``, stacked: (m, c) -> (world size, m, c).  A collective, unless there are no pieces.
+
+    Pieces have the same shapes and types on every rank, and rows of a whole number of 8-byte words.
+    """
+    if not pieces:
+        return []
+    words = [piece.contiguous().view(torch.int64).reshape(-1) for piece in pieces]
+    flat = words[0] if len(words) == 1 else torch.cat(words)
+    gathered = communicator.all_gather(flat).view(communicator.info.world_size, -1)
+    stacks, start = [], 0
+    for piece, part in zip(pieces, words, strict=True):
+        stack = gathered[:, start : start + len(part)].contiguous()
+        stacks.append(stack.view(piece.dtype).view(-1, *piece.shape))
+        start += len(part)
+    return stacks
+
+
+def side_by_side(stack: torch.Tensor) -> torch.Tensor:
+    """(world size, m, c) -> (m, world size x c), in rank order."""
+    world_size, num_rows, width = stack.shape
+    return stack.transpose(0, 1).reshape(num_rows, world_size * width)
 
 
 def needs_maximum(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
@@ -35,7 +65,7 @@ def needs_maximum(group: RowGroup, vocab_size: int, device: torch.device) -> boo
 
 
 def _has_short_way(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
-    """Whether the group's nucleus is looked for among few candidates first; only on CPU is looking at it free."""
+    """Whether a few candidates are tried first for the nucleus; only a CPU can look at the result without waiting."""
     return group.way is Way.NUCLEUS and device.type == "cpu" and vocab_size >= SHORT_WAY_FROM
 
 
@@ -105,7 +135,7 @@ def nucleus_share(logits: torch.Tensor, group: RowGroup, vocab: VocabSlice, maxi
 def decide_nucleus(
     stack: torch.Tensor, group: RowGroup, keys: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (m,) int32 from the shares (world size, m, c + 1), and the places (int64) where they are not enough."""
+    """Token ids (m,) int32 from the shares (world size, m, c + 1), and the places (int64) with too few candidates."""
     total = stack[:, :, -1].sum(0)[:, None]
     found = largest_keys(side_by_side(stack[:, :, :-1]), min(NUCLEUS_GUESS, vocab_size))
     values, token_ids = unpack_keys(found)
@@ -132,5 +162,5 @@ def decide_from_logits(
 
 
 def _no_keys(logits: torch.Tensor) -> torch.Tensor:
-    """The share (m, 1) of a rank whose slice is padding alone."""
+    """The share (m, 1) of a rank whose slice is only padding."""
     return torch.full((logits.shape[0], 1), LOWEST_KEY, dtype=torch.int64, device=logits.device)

@@ -1,6 +1,6 @@
 """What the sampler knows of each row: parameters on the host, penalty counts on the device.
 
-Decisions about a step (who is greedy, who needs a processor) read the host arrays only, so no step waits for the
+Decisions about a step (which rows are greedy, which need edits) read the host arrays only, so no step waits for the
 device.  What a step needs on the device is uploaded when the set of sampled rows changes, not every step.
 """
 
@@ -18,20 +18,18 @@ from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray, RowSampling
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.sampling.penalties import PenaltyCounts
-from tp_engine.sampling.step_masks import StepMasks
+from tp_engine.sampling.processors import PenaltyCounts, StepMasks
 
 ALONE = RankInfo()
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows
 
 
 class SamplingState:
-    """Sampling parameters of ``max_num_seqs`` rows; a released row samples greedily without processors.
+    """Sampling parameters of ``max_num_seqs`` rows; a released row samples greedily without edits.
 
-    ``version`` changes with every admission, so that whoever caches what follows from the parameters can tell.
-    ``vocab`` is this rank's part of the vocabulary; what is kept per token is kept for that part.  ``tables`` are the
-    parameters for kernels, kept on CUDA where Triton is installed, unless ``has_tables`` says otherwise.  ``masks`` are
-    those of the step that is about to be sampled.
+    ``version`` changes with every admission and release: a cache of what follows from the parameters is valid for one
+    version.  ``vocab`` is this rank's slice of the vocabulary; the state of tokens covers that slice.  ``tables`` are
+    the parameters for kernels, by default kept on CUDA if Triton is installed.  ``masks`` are those of the next step.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class SamplingState:
         self.is_penalised = np.zeros(max_num_seqs, dtype=np.bool_)
         self.has_lists = np.zeros(max_num_seqs, dtype=np.bool_)  # logit_bias or allowed_token_ids
         self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # these or penalties
-        self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no processor, no log-probabilities
+        self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no edits, no log-probabilities
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
         self.masks = StepMasks(max_num_seqs, self.vocab, device)
@@ -71,7 +69,7 @@ class SamplingState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device, the penalties' counts included, which are there when the first row needs them."""
+        """Bytes on the device, with the penalties' counts, which are allocated when the first row needs them."""
         return self.penalties.num_bytes + (0 if self.tables is None else self.tables.num_bytes)
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
@@ -129,8 +127,17 @@ class SamplingState:
         if self.is_penalised[row]:
             self.penalties.admit(row, token_ids, num_prompt_tokens)
 
+    def masked(self, logits: torch.Tensor, rows: IntArray) -> torch.Tensor:
+        """``logits`` (n, width) of ``rows`` (n,) after the masks.
+
+        A copy only if log-probabilities need the raw ones.
+        """
+        if not self.masks.any_of(rows):
+            return logits
+        return self.masks.apply(logits, rows, in_place=bool((self.num_logprobs[rows] < 0).all()))
+
     def release(self, rows: IntArray) -> None:
-        """Forget ``rows``: until they are admitted again they are greedy and need no processor."""
+        """Forget ``rows``: until they are admitted again they are greedy and have no edits."""
         self.version += 1
         self.temperature[rows] = 0.0
         self.num_logprobs[rows] = -1

@@ -24,9 +24,9 @@ from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray
-from tp_engine.sampling.choice import RecordedSampler
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.sampling.sampler import RecordedSampler
 from tp_engine.worker.decode_batch import DecodeBatch
 from tp_engine.worker.decode_graphs import DecodeGraphs
 from tp_engine.worker.graph_recorder import Recorder

@@ -12,7 +12,7 @@ from tp_engine.layers.forward_context import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import MASK_TOKENS, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling.choice import make_sampler
+from tp_engine.sampling.sampler import make_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.units import ceil_div
 from tp_engine.worker.effective_config import EffectiveConfig

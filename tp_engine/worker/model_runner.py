@@ -16,8 +16,8 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator
-from tp_engine.sampling.choice import make_sampler, recorded_sampler
 from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch_layout import BatchLayout
 from tp_engine.worker.captured_decodes import CapturedDecodes
