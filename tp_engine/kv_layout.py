@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from tp_engine.units import ceil_div, format_gib
 
 MAX_GROUPS = 8
-# Keys behind a window that kernels may still read, and hide by a mask: they begin at the start of a tile.
+# Kernels begin at the start of a tile: so many keys behind a window may still be read, and are hidden by a mask.
 TILE_TOKENS = 128
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvKind:
-    """What layers of one group have in common.  ``window`` counts the visible keys, self included; None: all.
+    """What the layers of one group have in common.  ``window`` counts the visible keys, self included; None: all.
 
     ``num_kv_heads`` are the whole model's.
     """
@@ -78,8 +78,8 @@ class KvLayout:
     def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
         """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.
 
-        A window's group holds the window and what kernels may read before it, the chunk of up to ``chunk_tokens`` that
-        is computed, and a block more, as none of them need begin with a block.
+        A group with a window holds the window, what kernels may read before it, the chunk of up to ``chunk_tokens``
+        that is computed, and one block more, because none of these need begin with a block.
         """
         whole = ceil_div(num_tokens, block_size)
         return sum(
@@ -98,8 +98,8 @@ class KvLayout:
 def lay_out(kinds: Sequence[KvKind]) -> KvLayout:
     """The layout of a model whose layer i is of ``kinds[i]``; all have as many KV heads of the same size.
 
-    Each kind is cut into groups as large as the rarest kind, so that no block has much room to spare.  Where that would
-    take more than ``MAX_GROUPS`` tables per row, and where all layers are alike, there is one group.
+    Each kind is cut into groups as large as the rarest kind, so that blocks have little unused room.  There is one
+    group where all layers are alike, and where the cut would need more than ``MAX_GROUPS`` tables per row.
     """
     ((num_kv_heads, head_dim),) = {(kind.num_kv_heads, kind.head_dim) for kind in kinds}
     layers_of: dict[KvKind, list[int]] = {}
@@ -165,7 +165,7 @@ class KvCapacity:
 
 
 def kv_cache_lines(*, num_bytes: int, num_tokens: int, max_model_len: int) -> tuple[str, str, str]:
-    """What users look for in the log: the cache in bytes, in tokens, and in requests of the greatest length.
+    """The log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.
 
     Bytes are one rank's.
     """

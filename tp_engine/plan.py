@@ -1,4 +1,4 @@
-"""The step plan: what rank 0 tells every rank about one step.
+"""The step plan: rank 0's message to every rank about one step.
 
 A plan carries changes, not state.  Every rank keeps, for each *row* of the persistent batch, its block table, number of
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
@@ -24,12 +24,12 @@ of the pool in each of the model's G groups of layers (``kv_layout``).  All grou
                | 4 |            | 18 | 9 | 31 |
                | 7 |            | 19 | 3 | 32 |
 
-Those of one row stand together, in the order of its tables.  A model whose layers are all alike has G = 1.  Tables are
-never cut: blocks that a group's window has left behind belong to others from some plan on, and their entries stand in
-the table unread.
+The blocks of one row stand together, in the order of its tables.  A model whose layers are all alike has G = 1.  Tables
+are never cut: the entries of blocks that a group's window has left behind stay in the table unread, and the blocks may
+belong to other rows.
 
-A copy is a pair of blocks of the pool, source and target, of whatever group.  All copies of a plan are made at once:
-each source is read as it was before any of them.
+A copy is a pair of blocks of the pool, source and target, of any group.  All copies of a plan are made at once: each
+source is read as it was before any of them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ``token_ids`` (int32) are all tokens known so far: the ``num_prompt_tokens`` of the prompt, then those generated
     before a preemption.  ``block_ids`` (int32) are the row's tables so far, logical block by logical block as in a
-    plan: (K * G,).  The first ``num_computed_tokens`` tokens already hold K/V, but for those that a group's window has
+    plan: (K * G,).  The first ``num_computed_tokens`` tokens already hold K/V, except those that a group's window has
     left behind: the entries of their blocks are 0 and never read.
     """
 
@@ -115,8 +115,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application.
 
-    Every rank makes one per step on the way to its model: a ``Struct`` takes a tenth of a frozen dataclass's time.  For
-    that, its parts are such too.
+    Every rank makes one per step.  It and its parts are msgspec structs, which take a tenth of a frozen dataclass's
+    time.
     """
 
     step_id: int

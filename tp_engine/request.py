@@ -1,4 +1,4 @@
-"""A request on its way in and its tokens on their way out.  Plain data: this is what crosses a process border."""
+"""A request on its way in and its tokens on their way out: plain data that crosses process borders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineRequest:
 
     ``eos_token_ids`` are the model's; ``arrival_s`` is the time.monotonic() of its arrival; a lower ``priority`` runs
     first, equal priorities run in order of arrival.  ``will_continue``: prompts that begin with all its tokens will
-    follow, so the K/V of its last, partly filled block is worth keeping too.  ``banned_words`` are the token ids of
+    follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
     ``params.bad_words``, in every spelling.
     """
 
@@ -42,7 +42,7 @@ class EngineRequest:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether what may come next depends on the tokens that have come."""
+        """Whether the allowed next tokens depend on the tokens before them."""
         return self.params.structured_outputs is not None or bool(self.banned_words)
 
 
@@ -50,7 +50,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     """What one step added to one of a request's ``n`` sequences.
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id that ended it, if not an EOS.
-    ``ends_with_text``: a grammar ended it, so that the last token of one that stopped is no stop token but text.
+    ``ends_with_text``: a grammar ended it, so that its last token is text, not a stop token.
     ``num_cached_tokens`` (prompt tokens found in the prefix cache) and ``prompt_logprobs`` come with the first delta.
     ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
     """
@@ -69,11 +69,11 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
-    """What one step added, in columns where one token is all: sequence ``indices[i]`` of ``request_ids[i]`` got
-    ``token_ids[i]``.  Those with more to tell (a first token, log-probabilities, an end) are in ``deltas``.
+    """What one step added.  Sequence ``indices[i]`` of ``request_ids[i]`` got ``token_ids[i]`` and nothing else; those
+    with more (a first token, log-probabilities, an end) have a record in ``deltas``.
 
-    Iterating gives a record for every sequence.  A steady step of many sequences makes none on its way to the
-    process that needs them.
+    Iterating gives a record for every sequence.  Columns spare a steady step of many sequences these records on its
+    way to the process that needs them.
     """
 
     request_ids: list[str] = []

@@ -361,7 +361,7 @@ class RandomLoad:
         )
 
     def abort(self) -> None:
-        """One unfinished request, and an id that nobody has."""
+        """One unfinished request, and an unknown id."""
         open_ids = [key[0] for key, output in self.simulation.outputs.items() if output.finish_reason is None]
         if open_ids:
             self.simulation.abort(self.random.choice(open_ids), "unknown")

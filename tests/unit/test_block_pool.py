@@ -101,11 +101,11 @@ def test_content_forgotten_keeps_the_order() -> None:
 
 
 def test_misuse_is_our_fault() -> None:
-    """Asserts: taking too many, releasing what nobody holds, sharing a block without content."""
+    """Asserts: taking too many, releasing a block that no row holds, sharing a block without content."""
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 available"):
         pool.allocate(3)
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="no row holds"):
         pool.release(ids(0))
     with pytest.raises(AssertionError, match="nothing to share"):
         pool.share(ids(1))

@@ -17,7 +17,7 @@ def ids(*blocks: int) -> BlockIds:
 
 
 def test_golden_order() -> None:
-    """By hand: first come, first out; who has left from the middle and comes again is last."""
+    """By hand: first come, first out; a block that left from the middle and comes again is last."""
     queue = LruQueue(6)
     queue.append(ids(4, 0, 2, 5))
     queue.remove(ids(0, 5))

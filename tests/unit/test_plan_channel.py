@@ -51,7 +51,7 @@ def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: l
 
 def test_rows_that_go_on_are_sent_once(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
     """Oracle: bytes of a header alone, or of header and rows; a rank gets the very array of the last plan with an
-    epoch, and the epoch.  What tells the rows is their epoch, not the array."""
+    epoch, and the epoch.  Rows are known by their epoch, not by their array."""
     seen = []
     for step_id, epoch in enumerate((1, 1, 1, 2, 2, 0, 2, 1), start=1):
         rows = np.arange(10, dtype=np.int32) if epoch else NO_IDS

@@ -36,7 +36,7 @@ def test_a_sequence_that_ends_by_length_computes_nothing_too_much() -> None:
 
 
 def test_a_stop_is_seen_one_step_late() -> None:
-    """The step already sent computes one token of the ended row, which nobody gets."""
+    """The step already sent computes one token of the ended row, which is dropped."""
     prompt, (*_, stop_id) = [8, 9], expected_tokens([8, 9], 0, 8, frozenset())
     counts = []
     for ahead in (0, 1):
@@ -72,7 +72,7 @@ def test_siblings_fork_before_the_prompt_has_been_confirmed() -> None:
 
 
 def test_nobody_is_preempted_while_a_result_is_outstanding() -> None:
-    """Blocks run out for the next plan: it is made after the result, which ends one row, and nobody is preempted."""
+    """Blocks run out for the next plan: it is made after the result, which ends one row, and no row is preempted."""
     simulation = Simulation(limits(num_blocks=4), ahead=1)
     simulation.add([9] * 7, max_tokens=6, ignore_eos=True)
     simulation.add([10] * 7, max_tokens=2, ignore_eos=True)

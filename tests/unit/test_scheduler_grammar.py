@@ -233,7 +233,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody() -> None:
 
 
 def test_a_request_that_waits_for_its_grammar_can_end() -> None:
-    """By an abort, or with an error when there is none; a grammar that comes later is for nobody."""
+    """By an abort, or with an error when there is none; a grammar that comes later is ignored."""
     simulation = GrammarSimulation(limits(), at_once=False)
     for request_id, error in (("aborted", None), ("failed", "no such rule")):
         simulation.add([1, 2, 3], request_id=request_id, seed=CONSTRAINED_SEEDS, n=2)

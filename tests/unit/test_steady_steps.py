@@ -130,7 +130,7 @@ SHAPE = limits(num_blocks=100, block_size=16, max_model_len=120, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_who_looks_in_the_middle_sees_everything(ahead: int) -> None:
+def test_a_look_in_the_middle_sees_everything(ahead: int) -> None:
     """Counters, the view and the integrity check know of the steps that are only noted."""
     simulation = started(SHAPE, ahead=ahead)
     known = sum(len(output.token_ids) for output in simulation.outputs.values())

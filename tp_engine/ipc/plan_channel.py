@@ -1,4 +1,4 @@
-"""Step plans from rank 0 to every other rank of this host: the codec over the ring, with the order checked."""
+"""Step plans from rank 0 to every other rank of this host: encoded, sent through the ring, checked for order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who enters the batch: hits, forks, and the reasons to wait."""
+"""Which waiting sequences enter the batch: hits, forks, and the reasons to wait."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tp_engine.sched.prefix_cache import BlockName
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
 from tp_engine.sched.step_builder import Batch, StepDraft
 
-#: Candidates that may be passed over in one step; bounds the work of a step, however many wait for one prompt.
+#: Candidates that may be passed over in one step.  It bounds the work of a step, however many wait for one prompt.
 _MAX_DEFERRED = 32
 
 
 class Verdict(enum.Enum):
-    """What became of a candidate: it entered, it lets others pass, or nobody behind it may enter."""
+    """What became of a candidate: it entered, it lets others pass, or no candidate behind it may enter."""
 
     ENTERED = enum.auto()
     DEFERRED = enum.auto()
@@ -24,9 +24,9 @@ class Verdict(enum.Enum):
 
 
 class Admitter:
-    """Fills the rest of a step from the queue, strictly in order but for those that wait for a sibling's prompt.
+    """Fills the rest of a step from the queue, in order; only sequences that wait for a sibling's prompt are passed.
 
-    Who enters is decided one after the other; rows and blocks are given to many at once.
+    It decides one sequence after the other, and gives rows and blocks to many at once.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -86,7 +86,7 @@ class Admitter:
         self._enter(draft, entry)
         if hits.next_name is not None and end // blocks.block_size > num_shared:
             self._names.add(hits.next_name)
-        if hits.tail is not None:  # while it is there to be copied
+        if hits.tail is not None:  # before its blocks are given to others
             self._seat(draft)
         return Verdict.ENTERED
 
@@ -101,7 +101,7 @@ class Admitter:
         return Verdict.ENTERED
 
     def _enter(self, draft: StepDraft, entry: Entry) -> None:
-        """It is decided; siblings must see at once that one of them runs."""
+        """The decision is made; siblings must see at once that one of them runs."""
         if len(entry.shared.held):
             self._blocks.pool.share(entry.shared.held)
         self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared.table)) * self._blocks.num_groups
@@ -111,7 +111,7 @@ class Admitter:
             self._seat(draft)
 
     def _seat(self, draft: StepDraft) -> None:
-        """Those that have entered get their rows and blocks, and publish what they compute."""
+        """The sequences that have entered get their rows and blocks, and publish what they compute."""
         entries, self._entries, self._num_owed = self._entries, [], 0
         self._names.clear()
         if not entries:
@@ -126,11 +126,11 @@ class Admitter:
         self._blocks.publish((entry.sequence, entry.end) for entry in entries)
 
     def _donation(self, sequence: Sequence, siblings: list[Sequence], step_id: int) -> Donation | None:
-        """From a running sibling that has computed all that a fork needs, or will have once the plans before this ran,
-        and still holds it.
+        """From a running sibling that still holds all that a fork needs, and has computed it or will have once the
+        plans before this one ran.
 
-        What is copied must be there when the step begins.  A sibling that enters in this step may begin with blocks
-        that are copied or computed in it.
+        The source of a copy must be complete when the step begins.  A sibling that enters in this step may begin with
+        blocks that are copied or computed in it.
         """
         rows, num_tokens = self._rows, sequence.num_prompt_tokens - 1
         for other in siblings:
@@ -145,7 +145,7 @@ class Admitter:
         return len(sequence.token_ids) == sequence.num_prompt_tokens and not sequence.wants_prompt_logprobs
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether that many blocks can go without starving the running rows, which take this many per step."""
+        """Whether so many blocks can be given away while the running rows still get those of their next step."""
         running = self._rows.num_running + len(self._entries)
         num_kept = self._num_owed + running // self._blocks.block_size * self._blocks.num_groups
         return num_blocks + num_kept <= self._blocks.pool.num_available or running == 0

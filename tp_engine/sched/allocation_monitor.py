@@ -1,4 +1,4 @@
-"""How the KV pool was used over time: a bounded history of samples, with what people want to know of it."""
+"""How the KV pool was used over time: a bounded history of samples, and their peaks and means."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AllocationSummary:
 class AllocationMonitor:
     """Keeps the last ``max_samples`` samples, at most one per ``interval_s``; older ones are forgotten.
 
-    Sampling costs rank 0 what ``Scheduler.stats`` costs, some microseconds, and only when somebody samples.
+    A sample costs rank 0 what ``Scheduler.stats`` costs, some microseconds.
     """
 
     def __init__(self, *, max_samples: int = DEFAULT_HISTORY, interval_s: float = 0.0) -> None:
@@ -78,7 +78,7 @@ class AllocationMonitor:
         return now_s >= self._next_s
 
     def observe(self, stats: SchedulerStats, now_s: float) -> AllocationSample:
-        """Keep the pool as it stands in ``stats``."""
+        """Keep a sample of the pool as ``stats`` has it."""
         sample = AllocationSample(
             time_s=now_s,
             num_free_blocks=stats.num_free_blocks,
@@ -97,7 +97,7 @@ class AllocationMonitor:
         return self._samples[-1] if self._samples else None
 
     def summary(self) -> AllocationSummary:
-        """Peaks and means of what is kept; zeros before the first sample."""
+        """Peaks and means of the samples; zeros before the first."""
         usage = [sample.usage for sample in self._samples]
         fragmentation = [sample.fragmentation for sample in self._samples if sample.num_used_blocks]
         return AllocationSummary(

@@ -5,8 +5,8 @@ Table of a row with hits, and of its fork (``n > 1``) whose last prompt token is
     donor   | hit (ref 2) | hit (ref 2) | own, full | own, partly filled |          positions 0 .. P - 2 computed
     fork    | shared      | shared      | shared    | copy of the donor's |         computes P - 1 itself
 
-Only full blocks are ever shared; a partly filled one is copied on the fork's first write, which is at once.  The same
-goes for a *tail*: the last block of a sequence that has ended and that others continue, as beams do (``Hits.tail``).
+Only full blocks are ever shared; a partly filled one is copied on the fork's first write, which is at once.  So is a
+*tail*: the last block of a sequence that has ended and that others continue, as beams do (``Hits.tail``).
 
 A model's groups of layers have tables of their own, which grow together; those with a window give blocks back from the
 front (``expire``), whenever their row grows and whenever blocks run out::
@@ -80,7 +80,7 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` blocks can be allocated now, once all windows gave back what they left behind."""
+        """Whether ``count`` blocks can be allocated; if not at once, then after all windows gave back what they can."""
         if count > self.pool.num_available:
             self.expire_all()
         return count <= self.pool.num_available
@@ -95,8 +95,8 @@ class BlockManager:
     def chunk_limit(self, num_held: int, num_logical: int, start: int) -> int:
         """The most tokens from ``start`` on that a sequence can be given in one step, with the whole pool to itself.
 
-        It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows all that it
-        still lacks fits in one step, because its last tokens need no fewer blocks.
+        It holds ``num_held`` blocks, and its tables have ``num_logical`` logical blocks.  Without windows a chunk may
+        be as long as the rest of the prompt: smaller chunks would need as many blocks.
         """
         if not self._has_windows:
             return self._max_chunk
@@ -104,7 +104,7 @@ class BlockManager:
         return min(self._max_chunk, (num_logical + spare) * self.block_size - start)
 
     def next_chunk_limit(self, row: int) -> int:
-        """``chunk_limit`` of a row's next chunk, once its windows gave back what they left behind."""
+        """``chunk_limit`` of a row's next chunk, after its windows gave back what they left behind."""
         if not self._has_windows:
             return self._max_chunk
         rows = self._rows
@@ -114,7 +114,7 @@ class BlockManager:
         return self.chunk_limit(num_held, num_logical, int(start[0]))
 
     def find_hits(self, sequence: Sequence) -> Hits:
-        """What is cached of a waiting sequence's first tokens; at least one token is left to compute."""
+        """The cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
         salt, windows = sequence.group.salt, self.windows
         if not self._caching or sequence.wants_prompt_logprobs:
             return Hits(self._nothing, salt)
@@ -154,7 +154,7 @@ class BlockManager:
         return tables
 
     def donation(self, row: int, num_tokens: int) -> Donation | None:
-        """What a fork needs that goes on after the first ``num_tokens`` of ``row``; None if a window left it behind."""
+        """What a fork gets that goes on after the first ``num_tokens`` of ``row``; None if a window left it behind."""
         if (self._rows.first_block[row] > self.windows.first_needed(num_tokens)).any():
             return None
         num_full, num_in_last = divmod(num_tokens, self.block_size)
@@ -182,10 +182,10 @@ class BlockManager:
             self.expire(rows, self._rows.num_scheduled[rows])
 
     def expire(self, rows: npt.NDArray[np.integer], positions: Counts) -> None:
-        """Windows of ``rows`` (n,), distinct, give back what lies behind them once the next token is at ``positions``.
+        """Windows of ``rows`` (n,), distinct, give back what lies behind them when the next token is at ``positions``.
 
-        The plan in the making is the first that does not read these blocks, and may give them to other rows: all plans
-        before it have run when it does.
+        The plan in the making is the first that does not read these blocks.  It may give them to other rows, because
+        all plans before it have run when it runs.
         """
         if not self._has_windows:
             return
@@ -201,10 +201,10 @@ class BlockManager:
         return taken.astype(np.int32)
 
     def publish(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
-        """Offer the full blocks of each sequence's first tokens, so many, to the prefix cache.
+        """Offer the full blocks of each sequence's first so many tokens to the prefix cache.
 
-        They are computed, or will be in a step that is already decided: each layer stores the keys and values of all
-        its tokens before any attention, so requests of that very step may use them.
+        They are computed, or will be in a step that is already decided.  Requests of that same step may use them,
+        because each layer stores the keys and values of all its tokens before any attention.
         """
         if not self._caching:
             return
@@ -213,7 +213,7 @@ class BlockManager:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
                 if is_lost(sequence.place) and not self.windows.has_full:
-                    first, sequence.place = 0, sequence.group.salt  # what led there was left behind, and evicted
+                    first, sequence.place = 0, sequence.group.salt  # the blocks before were left behind, and evicted
                 blocks = self._rows.block_table[row, first:end].astype(np.intp)
                 if self._has_windows:
                     blocks = _without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
@@ -228,7 +228,7 @@ class BlockManager:
         row = sequence.row
         computed = int(self._rows.num_computed[row])
         last, num_in_last = divmod(computed, self.block_size)
-        is_next = sequence.num_published == last  # not, if a step in flight computes more
+        is_next = sequence.num_published == last  # not if a step in flight computes more
         if not self._caching or not num_in_last or not is_next or (self._rows.first_block[row] > last).any():
             return
         blocks = self._rows.block_table[row, last].astype(np.intp)
@@ -237,7 +237,7 @@ class BlockManager:
             self.pool.mark_tail(blocks)
 
     def release(self, sequence: Sequence) -> None:
-        """The row gives its tables back, tail first; what is cached stays so until its blocks are needed."""
+        """The row gives its tables back, last block first; cached blocks stay cached until they are needed."""
         self.pool.release(self._rows.held(sequence.row))
         self._set_lengths(sequence.row, 0)
 
@@ -248,7 +248,7 @@ class BlockManager:
         self.pool.forget_content()
 
     def check_integrity(self) -> None:
-        """Assert that pool, cache and tables add up: each block is held by as many rows as it counts, in one group."""
+        """Assert that pool, cache and tables agree: as many rows hold each block as it counts, all in one group."""
         self.pool.check_integrity()
         self.cache.check_integrity()
         holders: Counter[int] = Counter()
@@ -266,10 +266,10 @@ class BlockManager:
         cached = np.array(self.cache.cached_blocks(), dtype=np.intp)
         assert np.flatnonzero(self.pool.contents()).tolist() == sorted(cached.tolist())
         for block, group in self.cache.groups().items():
-            assert group_of.get(block, group) == group, f"block {block} is cached in a group that it is not of"
+            assert group_of.get(block, group) == group, f"block {block} is cached in another group than it is held in"
 
     def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
-        """What a row needs of ``blocks`` (n, G) whose next token is at ``num_tokens``."""
+        """The part of ``blocks`` (n, G) that a row needs whose next token is at ``num_tokens``."""
         if not self._has_windows:
             return Shared(blocks, self._from_start, blocks.reshape(-1))
         first = self.windows.first_needed(num_tokens)

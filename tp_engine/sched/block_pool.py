@@ -1,23 +1,23 @@
-"""The pool of KV blocks: who is free, in which order they are taken, and how many rows hold each block.
+"""The pool of KV blocks: which are free, in which order they are allocated, and how many rows hold each.
 
 States of a block::
 
-                        take()                       release(), no content to keep
-         free  ----------------------->  used  ---------------------------> free    (taken next)
+                      allocate()                     release(), no content to keep
+         free  ----------------------->  used  ---------------------------> free    (allocated next)
     (ref 0, nothing)                (ref >= 1)  --------------------------> tail    (behind the older tails)
                                        ^   |        release(), marked as tail
                                share() |   | release(), kept
                                        |   v
                                       cached  ----------------------------> used, without content
-                                   (ref 0, full)   take(): evicted             (oldest first)
+                                   (ref 0, full)   allocate(): evicted         (oldest first)
 
-Taken are free blocks first, then tails, then cached ones: no full cached block is evicted while a free block or a tail
-exists, and no tail while a free block exists.  Free blocks are a stack; a table given back is taken again in its own
-order.  Tails and cached blocks are queues, of which the second lets a block leave from the middle when it is hit.  A
-table is released from its end, so a sequence's later blocks are evicted before its first ones, which more requests may
-share.  Which group of layers a block is of, the pool does not know: all are of equal size.
+Free blocks are allocated first, then tails, then cached ones: no full cached block is evicted while a free block or a
+tail exists, and no tail while a free block exists.  Free blocks are a stack; a table given back is allocated again in
+its own order.  Tails and cached blocks are queues; a cached block leaves from the middle of its queue when it is hit.
+A table is released from its end, so a sequence's later blocks are evicted before its first ones, which more requests
+may share.  The pool does not know which group of layers a block is of: all blocks are of equal size.
 
-All acts are on arrays of block ids and cost a few array operations whatever their number.
+All methods work on arrays of block ids and cost a few array operations whatever their number.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import numpy.typing as npt
 
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 
-#: What a block holds that outlives its last holder.
+#: What of a block outlives its last holder.
 _NOTHING, _FULL, _TAIL = 0, 1, 2
 
-_ONE = np.ones((), dtype=np.int64)  # an array is added in less time than a Python number takes
+_ONE = np.ones((), dtype=np.int64)  # numpy adds an array in less time than a Python number
 
 
 class BlockPool:
@@ -51,7 +51,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content somebody may look for."""
+        """Blocks that no row holds and whose content may be looked for."""
         return self.num_available - self.num_free
 
     @property
@@ -86,7 +86,7 @@ class BlockPool:
     def release(self, table: BlockIds) -> None:
         """One holder gives back its block table, last block first."""
         counts = self._ref_count[table]
-        assert 0 not in counts.tolist(), f"one of blocks {table} is released but nobody holds it"
+        assert 0 not in counts.tolist(), f"one of blocks {table} is released but no row holds it"
         self._ref_count[table] = counts - _ONE
         left = table[counts == _ONE][::-1]
         content = self._content[left]
@@ -96,7 +96,7 @@ class BlockPool:
         self.num_available += len(left)
 
     def release_repeated(self, blocks: BlockIds) -> None:
-        """As ``release``, of blocks that several holders give back at once: each stands there once for each of them."""
+        """As ``release``, by several holders at once: each block is listed once for each of them."""
         while len(blocks) and self._ref_count[blocks].max() > 1:
             _, places = np.unique(blocks, return_index=True)
             places.sort()
@@ -109,7 +109,7 @@ class BlockPool:
         self._content[blocks] = _FULL
 
     def mark_tail(self, blocks: BlockIds) -> None:
-        """The prefix cache knows the first tokens of these partly filled blocks, which their only holder releases."""
+        """The prefix cache knows the first tokens of these partly filled blocks, which leave their only holder."""
         counts = self._ref_count[blocks]
         assert np.all(counts == 1), f"blocks {blocks} have {counts} holders: they can be no tail"
         self._content[blocks] = _TAIL
@@ -127,7 +127,7 @@ class BlockPool:
         return int(self._ref_count[block])
 
     def num_idle(self, blocks: BlockIds) -> int:
-        """How many of these nobody holds."""
+        """How many of these no row holds."""
         return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
 
     def contents(self) -> npt.NDArray[np.bool_]:
@@ -136,11 +136,11 @@ class BlockPool:
         return known
 
     def free_order(self) -> list[int]:
-        """Free and cached blocks in the order in which they will be taken."""
+        """Free and cached blocks in the order in which they will be allocated."""
         return [*self._free[: self.num_free][::-1].tolist(), *self._tails, *self._kept.order().tolist()]
 
     def check_integrity(self) -> None:
-        """Assert that free + cached + used = all, and that the queues hold exactly the blocks nobody uses, in order."""
+        """Assert that free + cached + used = all, and that the queues hold exactly the unused blocks, in order."""
         order = self.free_order()
         assert len(order) == self.num_available, f"{len(order)} blocks in the queues, {self.num_available} counted"
         assert sorted(order) == np.flatnonzero(self._ref_count == 0).tolist(), "queues and reference counts disagree"

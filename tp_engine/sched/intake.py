@@ -20,7 +20,7 @@ _INT64_HALF = 1 << 63
 
 
 def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) -> RequestGroup:
-    """The sequences of a request, the ``number``-th of this engine.  Raises ``RequestError`` if it can never fit."""
+    """The sequences of a request, the ``number``-th of this engine.  ``RequestError`` if it can never fit."""
     prompt = _prompt_array(request)
     _check_length(request, limits)
     params = request.params

@@ -8,7 +8,7 @@ included, and kernels begin at the start of a tile before the first of them::
                                     ^     first key 11
                                     first_needed: blocks 0 and 1 may be given back
 
-What is given back never comes again: positions only grow.
+A row never needs again what it gave back, because positions only grow.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ENDLESS = 1 << 62
 class KvWindows:
     """The rules of a model's groups.  ``windows`` (G,): visible keys, self included, None for a group that keeps all.
 
-    ``is_full`` (G,) bool are the groups that keep all blocks, ``has_full`` and ``has_windows`` whether there are any
-    of either kind.
+    ``is_full`` (G,) bool says which groups keep all blocks, ``has_full`` and ``has_windows`` whether the model has
+    groups of either kind.
     """
 
     def __init__(self, windows: Sequence[int | None], block_size: int, tile_tokens: int) -> None:
@@ -57,8 +57,8 @@ class KvWindows:
         return table[np.arange(len(table))[:, None] >= first]
 
     def longest_hit(self, is_there: BoolArray) -> int:
-        """How many of the logical blocks ``is_there`` (n, G) a sequence can begin with, at most: it needs their last
-        ones only where a group has a window."""
+        """How many of the logical blocks ``is_there`` (n, G) a sequence can begin with, at most: of a group with a
+        window it needs the last ones only."""
         numbers = np.arange(len(is_there) + 1)
         unbroken_from = np.zeros((len(numbers), self.num_groups), dtype=np.int64)
         behind_gap = np.where(is_there, 0, numbers[1:, None])
@@ -67,9 +67,9 @@ class KvWindows:
         return int(np.flatnonzero(suffices)[-1])
 
     def most_blocks(self, num_logical: int, chunk_tokens: int) -> int:
-        """The most blocks of the pool that a sequence of ``num_logical`` blocks ever holds, which is computed in chunks
-        of at most ``chunk_tokens``: all of its own in full groups; in the others what the window, the tile before it
-        and a chunk may touch."""
+        """The most blocks of the pool that a sequence of ``num_logical`` blocks ever holds, computed in chunks of at
+        most ``chunk_tokens``: all of them in full groups; in the others those that the window, the tile before it and
+        a chunk may touch."""
         total = 0
         for is_full, keys_before in zip(self.is_full.tolist(), self._keys_before.tolist(), strict=True):
             touched = keys_before + self._tile_tokens - 1 + chunk_tokens

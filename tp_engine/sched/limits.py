@@ -1,4 +1,4 @@
-"""What the scheduler must stay within."""
+"""The sizes that the scheduler must stay within."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SchedulerLimits:
 
     @property
     def num_groups(self) -> int:
-        """Blocks of the pool that a logical block consists of."""
+        """Blocks of the pool that make a logical block."""
         return len(self.windows)
 
     @property
@@ -54,8 +54,8 @@ class SchedulerLimits:
     def capacity_tokens(self) -> int:
         """Tokens of the longest sequence that the pool can hold if it has it to itself.
 
-        With windows it must be computed in small enough chunks, down to one block (``BlockManager.chunk_limit``), and
-        no more than ``max_model_len`` are counted, because a sequence may hold no more blocks the longer it gets.
+        With windows it must be computed in small enough chunks, down to one block (``BlockManager.chunk_limit``).  No
+        more than ``max_model_len`` are counted, because a longer sequence need not hold more blocks.
         """
         if not any(self.windows):
             return self.num_blocks // self.num_groups * self.block_size
@@ -65,8 +65,8 @@ class SchedulerLimits:
     def max_chunk_tokens(self) -> int:
         """Tokens of one sequence in one step.
 
-        A group with a window needs room for a whole chunk, most of which it gives back one step later.  So that a
-        prompt does not make others wait or give way for that, a chunk takes at most a quarter of the pool.
+        A group with a window needs room for a whole chunk, most of which it gives back one step later.  A chunk takes
+        at most a quarter of the pool, so that other sequences need not wait or be preempted for it.
         """
         if not any(self.windows):
             return self.max_num_batched_tokens
@@ -84,9 +84,9 @@ class SchedulerLimits:
         return ceil_div(min(self.max_sequence_tokens, self.capacity_tokens), self.block_size)
 
 
-@lru_cache(maxsize=8)  # asked for by every request
+@lru_cache(maxsize=8)  # every request asks for it
 def _most_logical_blocks(limits: SchedulerLimits) -> int:
-    """Of a sequence that fits alone in the pool, and in the model."""
+    """The most that a sequence has which fits into the model, and alone into the pool."""
     windows = limits.kv_windows
     numbers = range(ceil_div(limits.max_model_len, limits.block_size) + 1)
     return bisect_right(numbers, limits.num_blocks, key=lambda number: windows.most_blocks(number, 1)) - 1

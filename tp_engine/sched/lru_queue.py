@@ -1,4 +1,4 @@
-"""Blocks in the order in which they came, any of which can leave at once."""
+"""A queue of blocks from which any block can leave at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 BlockIds: TypeAlias = npt.NDArray[np.intp]
-"""Block ids, (n,).  An array is indexed by numpy's own type of index in a fifth of the time that int32 takes."""
+"""Block ids, (n,).  numpy indexes by its own type of index in a fifth of the time that it takes for int32."""
 
 NO_BLOCKS: BlockIds = np.empty(0, dtype=np.intp)
 
@@ -21,8 +21,8 @@ class LruQueue:
         entries   | stale | 7 | stale | 2 | 5 | ......... free ......... |      place_of[7] = head + 1
                     ^ head                      ^ end
 
-    An entry counts if its block's place is there.  Who leaves from the middle only loses the place; the entry is
-    passed over when it comes up, and goes when the free part is used up, which is once per ``num_blocks`` arrivals.
+    An entry counts if its block's place is there.  A block that leaves from the middle only loses its place.  Its entry
+    is skipped when it comes up, and removed when the free part is used up, which is once per ``num_blocks`` arrivals.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -35,7 +35,7 @@ class LruQueue:
         return self._length
 
     def append(self, blocks: BlockIds) -> None:
-        """These come last, in their order."""
+        """These blocks join at the end, in their order."""
         count = len(blocks)
         if self._end + count > len(self._entries):
             self._close_up()
@@ -46,25 +46,25 @@ class LruQueue:
         self._length += count
 
     def remove(self, blocks: BlockIds) -> None:
-        """These leave, wherever they are."""
+        """These blocks leave, wherever they are."""
         self._place_of[blocks] = -1
         self._length -= len(blocks)
 
     def pop(self, count: int) -> BlockIds:
-        """The first ``count`` leave."""
+        """The first ``count`` blocks leave."""
         assert count <= self._length, f"{count} blocks wanted, {self._length} in the queue"
         blocks = self._first(count)
         self.remove(blocks)
         return blocks
 
     def order(self) -> BlockIds:
-        """All, first first."""
+        """All blocks, in order."""
         entries, places = self._entries[self._head : self._end], self._numbers[self._head : self._end]
         order: BlockIds = entries[self._place_of[entries] == places]
         return order
 
     def _first(self, count: int) -> BlockIds:
-        """The first ``count``, on which the head moves past them."""
+        """The first ``count``; the head moves past them."""
         window = count
         while True:
             end = min(self._head + window, self._end)

@@ -2,8 +2,8 @@
 
 Logical blocks that a sequence publishes together are one *run*.  It is found by what it follows and by the token ids of
 its first block; how far it agrees with a prompt is then one comparison of token ids.  A prompt is looked up in as many
-steps as it has runs, not blocks, and nothing is taken for equal that is not: names are the token ids themselves, so
-that there are no collisions, and Python's own hash of them is keyed anew in each process::
+steps as it has runs, not blocks.  Names are the token ids themselves, so there are no collisions; Python's own hash of
+them has another key in each process::
 
     salt ---> run 7: blocks 12, 5, 9, 30   [t0 .. t63]               the identity of block i of a run: serial + i
                            |
@@ -12,21 +12,21 @@ that there are no collisions, and Python's own hash of them is keyed anew in eac
                            +---> tail: block 2  [t32 .. t37]         partly filled: to be copied
 
 In a full group, a row that holds a block of a run holds those before it, and gives it back before them.  So a run is
-evicted from its end, and only its length changes.  Serials are never used again: what follows an evicted block is never
-found again.
+evicted from its end, and only its length changes.  Serials are never used again, so that blocks behind an evicted one
+are never found again.
 
 A model of several groups of layers has a block of each in every place of a run.  Groups with a window give theirs back
-from the front, so that in their columns any block may be missing, which changes the length of no run.  A sequence that
-computes such a block again puts it there.  ``KvWindows.longest_hit`` says what suffices for a hit::
+from the front.  So any block may be missing in their columns, which does not change the length of the run; a sequence
+that computes such a block again puts it there.  ``KvWindows.longest_hit`` says what suffices for a hit::
 
     run 7, a full group       12   5   9  30
            one with a window   .   .   6  21       a hit of four blocks if the window needs the last two only
 
-Where all groups have windows, nothing shortens a run: it is the way to the runs behind it, and goes when it has neither
-blocks nor followers.
+Where all groups have windows, a run is never shortened, because it leads to the runs behind it.  It is dropped when it
+has neither blocks nor followers.
 
-The *tail* of a sequence that says that others will continue it, its last, partly filled block, is found in the same way
-by all of its token ids.  It is never shared: a sequence that goes on from it copies it, in every group.
+The *tail* of a sequence is its last, partly filled block, kept if others will continue the sequence.  It is found in
+the same way, by all of its token ids.  It is never shared: a sequence that goes on from it copies it, in every group.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PrefixCache:
         return np.concatenate(found), place
 
     def next_name(self, place: Place, token_bytes: bytes, num_tokens: int) -> BlockName:
-        """Of the block at ``place`` that would hold a sequence's tokens from ``num_tokens`` on."""
+        """Name of the block at ``place`` that would hold a sequence's tokens from ``num_tokens`` on."""
         start = num_tokens * TOKEN_BYTES
         return identity(place), token_bytes[start : start + self._block_bytes]
 
@@ -112,7 +112,7 @@ class PrefixCache:
         return [*np.flatnonzero(self._serial_of).tolist(), *self._tail_names]
 
     def groups(self) -> dict[int, int]:
-        """The group that each block in a run is of."""
+        """The group of each block in a run."""
         blocks = np.flatnonzero(self._serial_of)
         return dict(zip(blocks.tolist(), (self._place_of[blocks] % self._num_groups).tolist(), strict=True))
 
@@ -121,8 +121,8 @@ class PrefixCache:
         left behind is ``NO_BLOCK``.  ``token_bytes`` are theirs.
 
         Returns the blocks that are cached now and were not before, and the place behind the last.  Content that is
-        cached already keeps its first block.  Nothing is added behind a block that has been evicted; what stands behind
-        one already is found again when it comes with its own blocks before it.
+        cached already keeps its first block.  Nothing is added behind a block that has been evicted.  Runs that follow
+        one are found again when a sequence brings the blocks before them.
         """
         parts, num_known, place = self._walk(place, token_bytes, len(blocks))
         added = self._fill(parts, blocks) if self._has_windows else NO_BLOCKS
@@ -157,7 +157,7 @@ class PrefixCache:
         return True
 
     def evict(self, blocks: BlockIds) -> None:
-        """These blocks, at least one, are about to be overwritten: nothing leads to them any more."""
+        """These blocks, at least one, will be overwritten: they are not found any more."""
         serials = self._serial_of[blocks]
         self._serial_of[blocks] = 0
         changes = (np.flatnonzero(serials[1:] != serials[:-1]) + 1).tolist()
@@ -199,8 +199,8 @@ class PrefixCache:
         assert not self._serial_of[list(self._tail_names)].any(), "a block is cached, and a tail"
 
     def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], int, Place]:
-        """What is known behind ``place`` of ``token_bytes``: of each run its first block and how many, how many in all,
-        and the place behind the last."""
+        """The known blocks of ``token_bytes`` behind ``place``: of each run its first block and how many; how many in
+        all; the place behind the last."""
         size = self._block_bytes
         end = min(len(token_bytes) // size, max_blocks) * size
         parts: list[tuple[Run, int, int]] = []
@@ -225,7 +225,7 @@ class PrefixCache:
         return found, 0, 0 if found is None else found.num_equal(0, token_bytes, start, end)
 
     def _fill(self, parts: list[tuple[Run, int, int]], blocks: BlockIds) -> BlockIds:
-        """Put those of ``blocks`` into the runs that are missing there; which these are."""
+        """Put those of ``blocks`` into the runs that are missing there; returns these."""
         added, start = [NO_BLOCKS], 0
         for run, first, count in parts:
             known, ours = run.blocks[first : first + count], blocks[start : start + count]
@@ -240,7 +240,7 @@ class PrefixCache:
 
     def _enter(self, run: Run, blocks: BlockIds, places: BlockIds) -> BlockIds:
         """These blocks, at ``places`` of the run's array, are cached from now on."""
-        if any(self._serial_of[blocks].tolist()):  # in runs that cannot be found any more
+        if any(self._serial_of[blocks].tolist()):  # they are in runs that are not found any more
             self.evict(blocks[self._serial_of[blocks] > 0])
         self._serial_of[blocks] = run.serial
         self._place_of[blocks] = places
@@ -248,7 +248,7 @@ class PrefixCache:
         return blocks
 
     def _evict_from(self, serial: int, blocks: BlockIds) -> None:
-        """These of one run are gone: in a full group with all behind them."""
+        """These blocks of one run are gone; in a full group all behind them go too."""
         run = self._runs.get(serial)
         if run is None:  # an earlier block of it has been evicted
             return
@@ -268,7 +268,7 @@ class PrefixCache:
             run.shorten(length)
 
     def _drop(self, run: Run) -> None:
-        """The run leads to nothing any more, and perhaps not the one before it either."""
+        """The run leads nowhere any more; perhaps the one before it does not either."""
         run.length = 0
         del self._run_named[run.name], self._runs[run.serial]
         parent = run.parent
@@ -278,7 +278,7 @@ class PrefixCache:
                 self._drop(parent)
 
     def _evict_tail(self, block: int) -> None:
-        """A tail's block of one group is gone, and with it the tail; its other blocks lead nowhere."""
+        """A tail's block of one group is gone, and with it the tail: its other blocks are not found any more."""
         name = self._tail_names.pop(block)
         blocks = self._tail_named.get(name)
         if blocks is not None and block in blocks.tolist():
@@ -325,7 +325,7 @@ class Run:
 #: How far a sequence has come in the cache: behind a logical block of a run, or still at its salt.
 Place: TypeAlias = tuple[Run, int] | str
 
-#: Behind a block that is not in the cache.
+#: A place behind a block that is not in the cache.
 LOST: Place = (Run((0, b""), 0, np.empty((0, 1), dtype=np.intp), b""), 0)
 
 
@@ -335,5 +335,5 @@ def is_lost(place: Place) -> bool:
 
 
 def identity(place: Place) -> Identity:
-    """Of the last block before ``place``, or the salt."""
+    """Identity of the last block before ``place``, or the salt."""
     return place if isinstance(place, str) else place[0].serial + place[1]

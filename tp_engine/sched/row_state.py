@@ -14,8 +14,8 @@ blocks, each of which is one block of the pool per group.  A group with a window
 holds those from its ``first_block`` on, and the entries before that are stale.  In a full group that is always 0.
 
 Always num_computed <= num_scheduled <= capacity.  A row in PREFILL has num_scheduled < num_tokens.  One in DECODE has
-scheduled all it knows but perhaps its newest token: num_scheduled - num_tokens + 1 of its tokens are still to come from
-steps in flight.  One in ENDING has num_scheduled + 1 = max_tokens: nothing is left to schedule.
+num_scheduled >= num_tokens - 1: steps in flight still owe it num_scheduled - num_tokens + 1 tokens.  One in ENDING has
+num_scheduled + 1 = max_tokens: nothing is left to schedule.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class RowState:
         self._end_run()
 
     def advance_decodes(self, chosen: RowSet) -> None:
-        """One more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end by that."""
+        """One more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end with it."""
         self.num_scheduled[chosen.place] += _ONE
         if self.run is not None and chosen.epoch == self.run.rows.epoch:
             self.run.advance()
@@ -215,8 +215,8 @@ class RowState:
     def ends_of_full(self, rows: IntArray) -> Counts:
         """The position of the next token of each of ``rows``, which have filled their last block.
 
-        It is their capacity, and notes change nothing about that: they are of fewer tokens than a block has, so that
-        such a row's last block was entered.
+        It is their capacity.  Notes do not change it: they are of fewer steps than a block has tokens, so the last
+        block of such a row has been entered.
         """
         ends: Counts = self._capacity[rows]
         return ends
@@ -224,7 +224,7 @@ class RowState:
     def left_behind(self, rows: npt.NDArray[np.integer], first: Counts) -> BlockIds:
         """Each of ``rows`` (n,), distinct, gives back its blocks before ``first`` (n, G); these, with repetitions.
 
-        Notes need not be entered for that: a window leaves no block behind that was taken within them.
+        Notes need not be entered for that: no window leaves a block behind that is only noted.
         """
         old = self.first_block[rows]
         counts = first - old
@@ -302,8 +302,8 @@ class RowState:
         return self._windows.held(self.tables(row), self.first_block[row]).astype(np.intp)
 
     def num_live_tokens(self, num_used_blocks: int, block_size: int) -> int:
-        """Tokens with K/V in used blocks, in each group; those of shared blocks once: only a row's own tail is ever
-        unfilled."""
+        """Tokens with K/V in used blocks, in each group, those of shared blocks once: shared blocks are always full, so
+        only a row's own last block can be unfilled."""
         if not self._windows.has_windows:
             num_unfilled = int((self.capacity - self.num_computed).sum()) * self.first_block.shape[1]
         else:  # with plans ahead, blocks that a group gave back may not be computed yet
@@ -312,7 +312,7 @@ class RowState:
         return num_used_blocks * block_size - num_unfilled
 
     def check_integrity(self, block_size: int) -> None:
-        """Assert that the arrays, the sequences and the caches of this class tell the same."""
+        """Assert that the arrays, the sequences and the caches of this class agree."""
         occupied = self.running()
         vacant = [row for row, sequence in enumerate(self.sequences) if sequence is None]
         assert sorted(self._vacant) == vacant and len(occupied) == self.num_running

@@ -107,7 +107,7 @@ class Scheduler:
             sequence.phase = SequencePhase.COMPILING
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
-        """A request's grammar is compiled: its sequences may run.  Nothing happens for one that has been aborted."""
+        """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
         group = self._groups.get(request_id)
         for sequence in group.sequences if group is not None else ():
             if sequence.phase is SequencePhase.COMPILING:
@@ -131,9 +131,9 @@ class Scheduler:
         return deltas
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None if there is nothing to run, or nothing before the steps in flight have been applied.
+        """The next step; None if there is nothing to run, or nothing until a result of the steps in flight is there.
 
-        Rows left meanwhile are released by the next plan.
+        The next plan releases the rows that were left meanwhile.
         """
         plan = self._steady.schedule(self._step_id + 1)
         if plan is None:
@@ -158,7 +158,7 @@ class Scheduler:
         return plan
 
     def skip_step(self) -> int:
-        """The id of a plan without rows, which has no result; no step may be in flight."""
+        """The id of a plan without rows, which has no result.  No step may be in flight."""
         assert not self._departures, "a plan without rows would be taken for the result of one that has some"
         self._step_id += 1
         return self._step_id

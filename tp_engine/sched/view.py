@@ -99,7 +99,7 @@ class SchedulerView:
 
 
 def view_scheduler(batch: Batch, limits: ViewLimits) -> SchedulerView:
-    """Look at a batch without changing it."""
+    """The view of a batch, which is not changed."""
     holders = _holders(batch.rows, batch.blocks.pool.num_blocks)
     states = np.minimum(holders, 2).astype(np.uint8)
     states += states > 0
@@ -114,7 +114,7 @@ def view_scheduler(batch: Batch, limits: ViewLimits) -> SchedulerView:
 
 
 def _holders(rows: RowState, num_blocks: int) -> npt.NDArray[np.int64]:
-    """How many rows hold each block: the pool's own reference counts, found without a loop over the pool."""
+    """How many rows hold each block, as the pool counts too; found without a loop over the pool."""
     width = int(rows.num_blocks.max(initial=0))
     numbers = np.arange(width)[:, None]
     is_held = (numbers >= rows.first_block[:, None]) & (numbers < rows.num_blocks[:, None, None])
