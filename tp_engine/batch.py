@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tp_engine.cli.jobs import BATCH_TABLES, batch_job
+from tp_engine.cli.launched import BATCH_TABLES, batch_job
 from tp_engine.options.launch import run_launched
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tp_engine.cli.jobs import SERVE_TABLES, serve_job
+from tp_engine.cli.launched import SERVE_TABLES, serve_job
 from tp_engine.options.launch import run_launched
 
 

@@ -18,10 +18,10 @@ from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.input_processor import InputProcessor, load_tokenizer
 from tp_engine.api.llm import LLM
 from tp_engine.api.output_streams import Outputs, Processed
+from tp_engine.cli.launched import run_launched_batch
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
 from tp_engine.options.launch import run_launched
-from tp_engine.server.batch import run_launched_batch
 
 
 class FakeLLM:

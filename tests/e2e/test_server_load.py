@@ -17,8 +17,8 @@ from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.output_streams import MAX_FOLDED_TOKENS, MAX_WAITING
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.middleware import PER_TURN, Turnstile
 from tp_engine.server.state import ServerState
-from tp_engine.server.turnstile import PER_TURN, Turnstile
 
 DEADLINE_S = 60.0
 NUM_STREAMS = 300
@@ -89,7 +89,7 @@ def run(scenario: Scenario, engine: FakeEngine, **options: Any) -> None:
         state.attach(llm)
         try:
             await scenario(app, state)
-            assert llm.num_unfinished == 0 and state.admission.num_prompts == 0
+            assert llm.num_unfinished == 0 and state.limit.num_prompts == 0
         finally:
             await state.close()
 
@@ -130,7 +130,7 @@ def test_the_queue_is_bounded_whatever_its_callers_do() -> None:
         body = stream_body("x", max_tokens=100_000, ignore_eos=True)
         inside = [Client(app, "POST", "/v1/completions", body) for _ in range(69)]
         tasks = [asyncio.create_task(client.run()) for client in inside]
-        while state.admission.num_prompts < 69:
+        while state.limit.num_prompts < 69:
             await asyncio.sleep(0.001)
         for extra in (stream_body("y"), {"prompt": "y"}, {"prompt": ["y", "y"]}):
             refused = await Client(app, "POST", "/v1/completions", extra).run()

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 import tp_engine
-from tp_engine.cli import bench
-from tp_engine.cli.diagnosis import host, packages
-from tp_engine.cli.diagnosis.finding import Status
+from tp_engine.cli import bench, findings, machine
+from tp_engine.cli.findings import Status
 from tp_engine.cli.main import COMMANDS, main
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
@@ -130,7 +129,7 @@ def test_the_doctor_s_exit_code_tells_of_missing_things(
             raise metadata.PackageNotFoundError(name)
         return "1.9" if name == "numpy" else real(name)
 
-    monkeypatch.setattr(packages.metadata, "version", version)
+    monkeypatch.setattr(findings.metadata, "version", version)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "xxhash is not installed" in printed and "pip install 'numpy>=2.0' 'xxhash>=3.5'" in printed
@@ -147,7 +146,7 @@ def test_small_shared_memory_is_missing(monkeypatch: pytest.MonkeyPatch, free_by
     """Oracle: a file system of that size."""
     stat = SimpleNamespace(f_blocks=free_bytes, f_bavail=free_bytes, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda folder: stat)
-    finding = host.shared_memory(Path("/dev/shm"))
+    finding = machine.shared_memory(Path("/dev/shm"))
     assert finding.status is status and (finding.remedy is None) == (status is Status.OK)
 
 
@@ -155,29 +154,29 @@ def test_small_shared_memory_is_missing(monkeypatch: pytest.MonkeyPatch, free_by
 def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch, limit: int, status: Status) -> None:
     """Oracle: the limit."""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, 65_536))
-    finding = host.open_files()
+    finding = machine.open_files()
     assert finding.status is status and (status is Status.OK or finding.remedy == "ulimit -n 65536")
 
 
 def test_another_malloc_is_suggested_on_cpus_alone() -> None:
     """Oracle: the libraries that are loaded, and where models run."""
-    assert host.allocator("", on_cpu=True).status is Status.NOTE
-    assert host.allocator("", on_cpu=False).status is Status.OK
-    assert host.allocator("/usr/lib/libtcmalloc_minimal.so.4", on_cpu=True).detail == "tcmalloc is loaded"
+    assert machine.allocator("", on_cpu=True).status is Status.NOTE
+    assert machine.allocator("", on_cpu=False).status is Status.OK
+    assert machine.allocator("/usr/lib/libtcmalloc_minimal.so.4", on_cpu=True).detail == "tcmalloc is loaded"
 
 
 def test_huge_pages_are_suggested_where_nobody_gets_them(tmp_path: Path) -> None:
     """Oracle: the kernel's own notation, and a kernel without them."""
     setting = tmp_path / "enabled"
-    assert host.huge_pages(setting).detail.startswith("missing")
+    assert machine.huge_pages(setting).detail.startswith("missing")
     for line, status in (("always [madvise] never", Status.OK), ("always madvise [never]", Status.NOTE)):
         setting.write_text(line + "\n")
-        assert host.huge_pages(setting).status is status
-    assert host.huge_pages(setting).remedy == f"echo madvise > {setting}"
+        assert machine.huge_pages(setting).status is status
+    assert machine.huge_pages(setting).remedy == f"echo madvise > {setting}"
 
 
 def test_a_folder_that_can_not_be_written_to_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: what the system says of the nearest folder that exists."""
-    assert host.writable("x", tmp_path / "a" / "b", "remedy").status is Status.OK
+    assert machine.writable("x", tmp_path / "a" / "b", "remedy").status is Status.OK
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert host.writable("x", tmp_path / "a", "remedy").status is Status.NOTE
+    assert machine.writable("x", tmp_path / "a", "remedy").status is Status.NOTE

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from tp_engine.cli import chat as chat_command
-from tp_engine.cli import complete as complete_command
+from tp_engine.cli import chat
 from tp_engine.cli.chat import ChatConfig, Conversation, converse
-from tp_engine.cli.client_config import ClientConfig
 from tp_engine.cli.main import main
-from tp_engine.cli.server_client import ServerClient, ServerError
+from tp_engine.cli.session import ClientConfig, ServerClient, ServerError
 
 KEY = "secret"
 MODEL = "demo"
@@ -167,9 +165,9 @@ def test_lines_from_a_file(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: an answer per line, until the end of the input."""
-    for module, name in ((chat_command, "chat"), (complete_command, "complete")):
+    for name in ("chat", "complete"):
         lines = iter(["one", "two"])
-        monkeypatch.setattr(module, "ask_person", lambda prompt, lines=lines: _next_line(lines))
+        monkeypatch.setattr(chat, "ask_person", lambda prompt, lines=lines: _next_line(lines))
         assert main([name, "--url", stub.url, "--api-key", KEY]) == 0
         assert capsys.readouterr().out == "one\ntwo\n"
 

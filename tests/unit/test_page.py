@@ -14,7 +14,7 @@ from tests.asgi import App, run_served
 from tests.fake_engine import FakeEngine, echo
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.page_files import ASSETS, INDEX
+from tp_engine.server.web_page import ASSETS, INDEX
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tp_engine"

@@ -109,7 +109,7 @@ def test_status_endpoints() -> None:
         assert (await app.get("/v1/models/alias")).json() == cards[1]
         assert (await app.get("/load")).json()["server_load"] == 0
         running = app.start("POST", "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 900, "ignore_eos": True})
-        await until(lambda: app.state.admission.num_prompts == 2, "both prompts")
+        await until(lambda: app.state.limit.num_prompts == 2, "both prompts")
         assert (await app.get("/load")).json()["server_load"] == 2
         running.leave()
         await running.ended()

@@ -115,10 +115,10 @@ def test_a_full_house_is_429_and_says_when_to_come_back() -> None:
     """Oracle: as many prompts as run or wait are inside; the next is refused, and served later."""
 
     async def scenario(app: App) -> None:
-        app.state.admission.max_num_prompts = 2
+        app.state.limit.max_num_prompts = 2
         body = {"prompt": [5], "max_tokens": 1000, "ignore_eos": True}
         inside = [app.start("POST", "/v1/completions", body) for _ in range(2)]
-        await until(lambda: app.state.admission.num_prompts == 2, "both")
+        await until(lambda: app.state.limit.num_prompts == 2, "both")
         reply = await app.post("/v1/completions", {"prompt": "a"})
         assert reply.status == 429 and int(reply.headers["retry-after"]) >= 1
         assert error_of(reply)["type"] == "rate_limit_error"

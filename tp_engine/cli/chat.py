@@ -1,4 +1,4 @@
-"""``tp-engine chat``: a conversation at the terminal.
+"""``tp-engine chat``, a conversation at the terminal, and ``tp-engine complete``, texts continued by the model.
 
 Ctrl-C stops an answer and keeps what has come of it; at the prompt it clears the line.  Ctrl-D or /exit leaves.
 """
@@ -8,13 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tp_engine.cli.client_config import ClientConfig, parse_client
-from tp_engine.cli.server_client import ServerClient, ServerError
-from tp_engine.cli.session import Ask, ask_person, connected, finish_note, note, show
+from tp_engine.cli.session import (
+    Ask,
+    ClientConfig,
+    ServerClient,
+    ServerError,
+    ask_person,
+    connected,
+    finish_note,
+    note,
+    parse_client,
+    show,
+)
 from tp_engine.config import option
 from tp_engine.options.flags import did_you_mean
 
-PROMPT = "> "
+CHAT_PROMPT = "> "
+TEXT_PROMPT = "text> "
 COMMANDS = {"/reset": "forget the conversation", "/exit": "leave (or Ctrl-D)", "/help": "these commands"}
 
 
@@ -26,7 +36,7 @@ class ChatConfig(ClientConfig):
 
 
 class Conversation:
-    """The messages so far, and the next answer."""
+    """The messages so far; ``say`` adds a pair."""
 
     def __init__(self, client: ServerClient, model: str, config: ChatConfig, show: Callable[[str], None]) -> None:
         self._client = client
@@ -53,7 +63,7 @@ class Conversation:
         try:
             for chunk in self._client.stream("/v1/chat/completions", self._body | {"messages": self.messages}):
                 for choice in chunk["choices"]:
-                    self._take(choice["delta"], answer)
+                    self._show_delta(choice["delta"], answer)
                     ending = finish_note(choice) or ending
         except KeyboardInterrupt:
             ending = "(stopped)"
@@ -65,7 +75,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(answer)})
         return ending
 
-    def _take(self, delta: dict[str, str | None], answer: list[str]) -> None:
+    def _show_delta(self, delta: dict[str, str | None], answer: list[str]) -> None:
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self._show(reasoning)
         if content := delta.get("content"):
@@ -73,7 +83,7 @@ class Conversation:
             self._show(content)
 
 
-def main(argv: Sequence[str]) -> int:
+def chat_command(argv: Sequence[str]) -> int:
     """Talk until the end of the input."""
     options = parse_client("tp-engine chat", "Talk to a model.", "chat", ChatConfig, argv)
     with connected(options, "chat", ChatConfig) as (client, model):
@@ -91,7 +101,7 @@ def converse(conversation: Conversation, ask: Ask, tell: Callable[[str], None]) 
     """One line after the other, until ``ask`` raises ``EOFError`` or /exit comes."""
     while True:
         try:
-            line = ask(PROMPT).strip()
+            line = ask(CHAT_PROMPT).strip()
         except KeyboardInterrupt:
             tell("")
             continue
@@ -122,3 +132,53 @@ def _answer(conversation: Conversation, line: str, tell: Callable[[str], None]) 
         return
     if ending is not None:
         tell(ending)
+
+
+def complete_command(argv: Sequence[str]) -> int:
+    """Continue one text, or line after line."""
+    options = parse_client("tp-engine complete", "Continue a text.", "complete", ClientConfig, argv)
+    with connected(options, "complete", ClientConfig) as (client, model):
+        config = options.build("complete", ClientConfig)
+        if config.quick is not None:
+            complete(client, model, config, config.quick, show)
+            return 0
+        note(f"{model} at {client.url}; Ctrl-D leaves")
+        complete_lines(client, model, config, ask_person)
+    return 0
+
+
+def complete(
+    client: ServerClient, model: str, config: ClientConfig, text: str, show_piece: Callable[[str], None]
+) -> str | None:
+    """Stream what follows ``text``; returns a note on its end.  Ctrl-C ends it."""
+    ending = None
+    try:
+        for chunk in client.stream("/v1/completions", {"model": model, "prompt": text, **config.sampling}):
+            for choice in chunk["choices"]:
+                show_piece(choice["text"])
+                ending = finish_note(choice) or ending
+    except KeyboardInterrupt:
+        ending = "(stopped)"
+    finally:
+        show_piece("\n")
+    return ending
+
+
+def complete_lines(client: ServerClient, model: str, config: ClientConfig, ask: Ask) -> None:
+    """One line after the other, until the end of the input."""
+    while True:
+        try:
+            line = ask(TEXT_PROMPT)
+        except KeyboardInterrupt:
+            note("")
+            continue
+        except EOFError:
+            return
+        if not line:
+            continue
+        try:
+            ending = complete(client, model, config, line, show)
+        except ServerError as error:
+            ending = f"error: {error}"
+        if ending is not None:
+            note(ending)

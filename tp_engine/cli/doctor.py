@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import tp_engine
-from tp_engine.cli.diagnosis.finding import Finding, Status, as_text
-from tp_engine.cli.diagnosis.packages import check_packages
+from tp_engine.cli.findings import Finding, Status, as_text, check_packages
 from tp_engine.config import DEMO_MODEL, EngineConfig, check_type, option
 from tp_engine.options import parse_options
 
@@ -18,7 +17,7 @@ SOMETHING_MISSING = 1
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """For which model to look."""
+    """The model to choose for."""
 
     model: str = option(str(DEMO_MODEL), "model to choose for (default: the demo model of this project)")
     tensor_parallel_size: int = option(1, "number of ranks to choose for", flags=("-tp", "--tp-size"))
@@ -49,13 +48,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
-    """All findings, packages first: without them nothing else can be looked at."""
+    """All findings, packages first: the other checks need them."""
     packages = list(check_packages())
     yield from packages
     if any(one.status is Status.MISSING for one in packages):
         return
-    from tp_engine.cli.diagnosis.devices import check_choice, check_devices, check_kernels, has_gpu
-    from tp_engine.cli.diagnosis.host import check_host
+    from tp_engine.cli.machine import check_choice, check_devices, check_host, check_kernels, has_gpu
 
     yield from check_devices()
     yield from check_host(on_cpu=not has_gpu())

@@ -30,10 +30,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("tp_engine.cli.jobs:serve_command", "serve a model over HTTP, as OpenAI's API"),
-    "run-batch": Command("tp_engine.cli.jobs:batch_command", "run a file of OpenAI batch requests"),
-    "chat": Command("tp_engine.cli.chat:main", "talk to a model in the terminal"),
-    "complete": Command("tp_engine.cli.complete:main", "continue a text"),
+    "serve": Command("tp_engine.cli.launched:serve_command", "serve a model over HTTP, as OpenAI's API"),
+    "run-batch": Command("tp_engine.cli.launched:batch_command", "run a file of OpenAI batch requests"),
+    "chat": Command("tp_engine.cli.chat:chat_command", "talk to a model in the terminal"),
+    "complete": Command("tp_engine.cli.chat:complete_command", "continue a text"),
     "bench": Command("tp_engine.cli.bench:main", "measure: serve, offline, latency, throughput"),
     "recommend": Command("tp_engine.cli.recommend:main", "what fits on a device, and which options to use"),
     "doctor": Command("tp_engine.cli.doctor:main", "what this machine has, and what would be chosen on it"),

@@ -1,24 +1,79 @@
-"""What ``chat`` and ``complete`` have in common: a server, lines from a person, text as it comes."""
+"""One person at a terminal and one server: the options of ``chat`` and ``complete``, the connection, lines and text.
+
+The client needs the standard library alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import http.client
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-from tp_engine.cli.client_config import ClientConfig
+from tp_engine import env
 from tp_engine.cli.own_server import own_server
-from tp_engine.cli.server_client import ServerClient
-from tp_engine.config import EngineConfig
-from tp_engine.options import Options
+from tp_engine.config import EngineConfig, check_type, option
+from tp_engine.errors import ConfigError
+from tp_engine.options import Options, parse_options
 
 Ask = Callable[[str], str]  # a prompt -> the line; EOFError at the end, KeyboardInterrupt for Ctrl-C
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Which server to ask, and for what kind of answer."""
+
+    url: str | None = option(
+        None, "a running server, such as http://localhost:8000 (default: start one for this session)"
+    )
+    api_key: str | None = option(None, "the server's key (default: TP_ENGINE_API_KEY)", secret=True)
+    quick: str | None = option(None, "answer this text alone and leave", flags=("-q",))
+    max_tokens: int | None = option(None, "most tokens of an answer (default: the server's)")
+    temperature: float | None = option(None, "0 always takes the likeliest token (default: the server's)")
+    top_p: float | None = option(None, "share of the likeliest tokens to choose from (default: the server's)")
+    timeout_s: float = option(600.0, "longest silence of the server while it answers")
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            check_type(spec.name, getattr(self, spec.name), str(spec.type))
+        if self.url is not None and (
+            urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc
+        ):
+            raise ConfigError(f"url is {self.url!r}; it must be like http://localhost:8000")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+    @property
+    def key(self) -> str | None:
+        """The key to send, if any."""
+        return self.api_key or env.default_api_key()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a request's body that were given."""
+        names = ("max_tokens", "temperature", "top_p")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def parse_client(prog: str, text: str, name: str, kind: type[ClientConfig], argv: Sequence[str]) -> Options:
+    """The options of a client command; with ``--url`` only ``--model`` is allowed of the engine's."""
+    tables: Mapping[str, type[Any]] = {"engine": EngineConfig, name: kind}
+    options = parse_options(prog, text, tables, argv)
+    foreign = sorted(options.given["engine"].keys() - {"model"})
+    if options.given[name].get("url") is not None and foreign:
+        flag = foreign[0].replace("_", "-")
+        raise ConfigError(f"--{flag} is for a model that {prog} starts; leave it out, or leave --url out")
+    return options
+
+
 @contextlib.contextmanager
 def connected(options: Options, name: str, kind: type[ClientConfig]) -> Iterator[tuple[ServerClient, str]]:
-    """A client and the model's name: of ``--url``, or of a server that lives as long as this session."""
+    """A client and the model's name, from the server at ``--url``, or from one started for this session."""
     config, engine = options.build(name, kind), options.given["engine"]
     with contextlib.ExitStack() as stack:
         if config.url is not None:
@@ -48,10 +103,80 @@ def show(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """What is not a part of any answer."""
+    """A line that belongs to no answer."""
     print(text, file=sys.stderr, flush=True)
 
 
 def finish_note(choice: dict[str, Any]) -> str | None:
-    """What a person should know of an answer's end, if anything."""
+    """A note on an answer that was cut off."""
     return "(cut off: --max-tokens or the model's length is reached)" if choice["finish_reason"] == "length" else None
+
+
+class ServerError(RuntimeError):
+    """The server refused a request, failed, or can not be reached; the text is the server's where it gave one."""
+
+
+class ServerClient:
+    """Requests to the server at ``url`` (with or without ``/v1``), each on a connection of its own."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+
+    def model(self, wanted: str | None = None) -> str:
+        """``wanted`` if the server has it, else its first model."""
+        with self._exchange("GET", "/v1/models") as answer:
+            names = [str(card["id"]) for card in json.loads(answer.read())["data"]]
+        if wanted is not None and wanted not in names:
+            raise ServerError(f"{self.url} has no model {wanted!r}; it has {', '.join(names)}")
+        return wanted or names[0]
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed answer; leaving early closes the connection, which ends the answer."""
+        with self._exchange("POST", path, json.dumps({**body, "stream": True}).encode()) as answer:
+            for line in answer:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                chunk: dict[str, Any] = json.loads(data)
+                if "error" in chunk:
+                    raise ServerError(_words(chunk, "the answer broke off"))
+                yield chunk
+        raise ServerError(f"{self.url} closed the connection before the answer was complete")
+
+    @contextlib.contextmanager
+    def _exchange(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        where = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+        connection = kind(where.hostname or "", where.port, timeout=self._timeout_s)
+        try:
+            connection.request(method, where.path + path, body, self._headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise ServerError(_refusal(answer))
+            yield answer
+        except TimeoutError as error:
+            raise ServerError(f"{self.url} was silent for {self._timeout_s:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url} can not be reached: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _refusal(answer: http.client.HTTPResponse) -> str:
+    text = answer.read(65536)
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    return _words(content, f"HTTP {answer.status}: {text[:200].decode(errors='replace')}")
+
+
+def _words(content: Any, otherwise: str) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else otherwise

@@ -1,21 +1,29 @@
-"""The HTTP application: routes, what every request passes before them, and the one shape of every error."""
+"""The HTTP application: its routes, the middleware before them, and one shape for every error."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
+from collections.abc import Awaitable, Callable
 
-from tp_engine.server.error_handlers import add_error_handlers
-from tp_engine.server.guards import ApiKeyGuard
-from tp_engine.server.head_requests import HeadRequests
-from tp_engine.server.metrics.http import HttpMetrics
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.server import middleware
+from tp_engine.server.bodies import ClientGoneError, error_reply
+from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
-from tp_engine.server.request_context import RequestContext
-from tp_engine.server.request_ids import RequestIds
-from tp_engine.server.root_path import RootPath
-from tp_engine.server.routes import register_routes
+from tp_engine.server.operator_routes import add_operator_routes
 from tp_engine.server.state import ServerState
-from tp_engine.server.turnstile import Turnstile
+from tp_engine.server.web_page import ASSETS, add_web_page
+
+# All other paths need a key where the server has keys.
+OPEN_PATHS = ("/live", "/health", "/ping", "/ready", "/version", "/metrics", "/")
+_PAGE_PATHS = tuple(f"/page/{name}" for name in ASSETS)
+_CLIENT_GONE = 499
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -29,13 +37,27 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url="/redoc" if described else None,
         redirect_slashes=False,
     )
-    register_routes(app, state)
+    add_openai_routes(app, state)
+    add_operator_routes(app, state)
+    add_web_page(app, state)
     install_openapi(app)
-    add_error_handlers(app)
+    _add_error_handlers(app)
+    _add_middleware(app, state)
+    return app
+
+
+def _add_middleware(app: FastAPI, state: ServerState) -> None:
+    """The innermost first: a request passes the last one first."""
+    config = state.config
     if config.root_path:
-        app.add_middleware(RootPath, root_path=config.root_path)
+        app.add_middleware(middleware.RootPath, root_path=config.root_path)
     if config.api_keys:
-        app.add_middleware(ApiKeyGuard, api_keys=config.api_keys, root_path=config.root_path)
+        app.add_middleware(
+            middleware.ApiKeyGuard,
+            api_keys=config.api_keys,
+            open_paths=OPEN_PATHS + _PAGE_PATHS,
+            root_path=config.root_path,
+        )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -45,9 +67,43 @@ def create_app(state: ServerState) -> FastAPI:
             allow_credentials=config.allow_credentials,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    app.add_middleware(RequestContext)
-    app.add_middleware(RequestIds)
-    app.add_middleware(HeadRequests)
-    app.add_middleware(Turnstile)
-    app.add_middleware(HttpMetrics, figures=state.metrics.http)
-    return app
+    app.add_middleware(middleware.RequestContext)
+    app.add_middleware(middleware.RequestIds)
+    app.add_middleware(middleware.HeadRequests)
+    app.add_middleware(middleware.Turnstile)
+    app.add_middleware(middleware.HttpMetrics, figures=state.metrics.http)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer exceptions with ``{"error": {...}}``."""
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        ClientGoneError: _gone,
+        ClientDisconnect: _gone,
+        RequestError: _refused,
+        HttpError: _refused,
+        EngineDeadError: _refused,
+        Exception: _refused,
+        HTTPException: _unknown_route,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    return error_reply(error)
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:200]}"
+    texts = {404: f"there is no {where}", 405: f"{where} is not allowed here"}
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)
+    reply = error_reply(HttpError(error.status_code, texts.get(error.status_code, str(error.detail)), code=code))
+    reply.headers.update(error.headers or {})
+    return reply

@@ -18,7 +18,7 @@ from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
 from tp_engine.sched.allocation_monitor import AllocationMonitor
 from tp_engine.sched.view import SchedulerStats, ViewLimits
-from tp_engine.server.metrics.requests import RequestFigures
+from tp_engine.server.metrics.figures import RequestFigures
 
 logger = get_logger(__name__)
 

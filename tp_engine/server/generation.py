@@ -1,4 +1,4 @@
-"""The way of one generation request: body -> checked engine requests -> a whole answer or a stream."""
+"""From the body of a generation request to checked engine requests, and to a whole answer or a stream."""
 
 from __future__ import annotations
 
@@ -9,65 +9,66 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tp_engine.api.async_llm import AsyncLLM
+from tp_engine.api.beam_search import BeamSearch, gather_or_cancel, request_output
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
-from tp_engine.api.openai.requests import PreparedAnswer, num_prompts, prepare
+from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.requests import PreparedAnswer, num_prompts, prepare, prepare_searches
+from tp_engine.api.openai.responses_api.protocol import ResponsesBody
+from tp_engine.api.openai.responses_api.requests import PreparedResponse, prepare_response
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
-from tp_engine.server.beam_search import beam_search_answer
-from tp_engine.server.guards import read_body
-from tp_engine.server.merge import merge
-from tp_engine.server.replies import EventStream, json_reply, until_disconnect
-from tp_engine.server.request_ids import name_request
+from tp_engine.server.bodies import EventStream, json_reply, read_body, until_disconnect
+from tp_engine.server.middleware import name_request
 from tp_engine.server.state import ServerState
-from tp_engine.server.streaming import ChunkWriter
+from tp_engine.server.streaming import Batches, ChunkWriter, merge, response_events
+
+Body = ChatBody | CompletionBody | ResponsesBody
 
 
-async def answer(state: ServerState, request: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
+async def answer(state: ServerState, request: Request, kind: type[Body]) -> Response:
     """Serve one request; raises ``RequestError`` and ``HttpError`` before anything has been sent."""
     state.check_room()
-    body = parse_body(kind, await read_body(request, state.config))
+    body: Body = await read_body(kind, request, state.config)
     model = state.model_name(body.model)
     body.request_id = name_request(request.scope["state"], body.request_id)
     with contextlib.ExitStack() as held:
         processor = state.llm.input_processor
-        held.enter_context(state.admission.hold(num_prompts(body)))
-        if body.use_beam_search:
-            return json_reply(await until_disconnect(request.receive, beam_search_answer(state, body, model)))
-        prepared = await asyncio.get_running_loop().run_in_executor(
-            state.tokenizing, prepare, body, processor, model, state.sampling_defaults
-        )
-        if body.stream:
-            batches = merge([engine_batches(state, engine_request) for engine_request in prepared.requests])
-            return EventStream(ChunkWriter(body, prepared).events(batches), held.pop_all())
-        updates = merge([engine_updates(state, engine_request) for engine_request in prepared.requests])
-        return json_reply(await until_disconnect(request.receive, whole_answer(prepared, updates)))
+        held.enter_context(state.limit.hold(1 if isinstance(body, ResponsesBody) else num_prompts(body)))
+        if not isinstance(body, ResponsesBody) and body.use_beam_search:
+            return json_reply(await until_disconnect(request.receive, _beam_search_answer(state, body, model)))
+        loop, defaults = asyncio.get_running_loop(), state.sampling_defaults
+        prepared: PreparedAnswer | PreparedResponse
+        if isinstance(body, ResponsesBody):
+            prepared = await loop.run_in_executor(state.tokenizing, prepare_response, body, processor, model, defaults)
+        else:
+            prepared = await loop.run_in_executor(state.tokenizing, prepare, body, processor, model, defaults)
+        batches = merge([_update_batches(state, engine_request) for engine_request in prepared.requests])
+        if not body.stream:
+            return json_reply(await until_disconnect(request.receive, _whole_answer(prepared, batches)))
+        if isinstance(prepared, PreparedResponse):
+            return EventStream(response_events(prepared, batches), held.pop_all())
+        return EventStream(ChunkWriter(body, prepared).events(batches), held.pop_all())
 
 
-async def whole_answer(
-    prepared: PreparedAnswer, updates: AsyncGenerator[tuple[int, SequenceUpdate], None]
-) -> JsonObject:
-    """The answer without a stream; ``updates`` are pairs of prompt number and update, closed at the end."""
+async def _whole_answer(prepared: PreparedAnswer | PreparedResponse, batches: Batches) -> JsonObject:
+    """The answer without a stream; closes ``batches``, pairs of prompt number and updates."""
     outputs: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(updates):
-        async for number, update in updates:
-            if update.request_output is not None:
-                outputs[number] = update.request_output
-    return prepared.shape.answer([outputs[number] for number in range(len(prepared.requests))], prepared.echoes)
-
-
-async def engine_updates(state: ServerState, request: EngineRequest) -> AsyncGenerator[SequenceUpdate, None]:
-    """The engine's updates of one prompt, timed; a sequence that failed raises."""
-    async with contextlib.aclosing(engine_batches(state, request)) as batches:
-        async for updates in batches:
+    async with contextlib.aclosing(batches):
+        async for number, updates in batches:
             for update in updates:
-                yield update
+                if update.request_output is not None:
+                    outputs[number] = update.request_output
+    return prepared.answer([outputs[number] for number in range(len(prepared.requests))])
 
 
-async def engine_batches(state: ServerState, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
-    """As ``engine_updates``, with all together that came while the client did not read."""
+async def _update_batches(state: ServerState, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
+    """The engine's updates of one prompt, in batches: all that came while the client did not read.
+
+    Times the prompt; raises ``HttpError`` for a sequence that failed.
+    """
     with state.running.noted(request.request_id), state.observation(request) as seen:
         async with contextlib.aclosing(state.llm.stream_batches(request)) as stream:
             async for updates in stream:
@@ -77,3 +78,26 @@ async def engine_batches(state: ServerState, request: EngineRequest) -> AsyncGen
                         yield updates[:position]
                         raise HttpError(500, update.error, code="generation_failed")
                 yield updates
+
+
+async def _beam_search_answer(state: ServerState, body: ChatBody | CompletionBody, model: str) -> JsonObject:
+    """Search all prompts of a body and put the best sequences of each into one answer.
+
+    Cancelling it ends the searches.  Raises ``RequestError``.
+    """
+    llm = state.llm
+    prepared = await asyncio.get_running_loop().run_in_executor(
+        state.tokenizing, prepare_searches, body, llm.input_processor, llm.model_info, model
+    )
+    outputs = await gather_or_cancel([_search(state, llm, search, body.n or 1) for search in prepared.searches])
+    return prepared.shape.answer(outputs, prepared.echoes)
+
+
+async def _search(state: ServerState, llm: AsyncLLM, search: BeamSearch, n: int) -> RequestOutput:
+    """One search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
+    with state.observation(search.request, num_sequences=n) as seen:
+        await llm.run_search(search)
+        output = request_output(search, llm.decoder, n=n)
+        for sequence in output.outputs:
+            seen.tick(sequence.index, len(sequence.token_ids), sequence.finish_reason)
+    return output

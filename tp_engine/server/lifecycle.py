@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +33,6 @@ from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
 from tp_engine.server.listener import close_listener, open_listener, write_port_file
-from tp_engine.server.rank0_presence import announce_rank0, rank0_lives
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
 
@@ -49,7 +50,9 @@ _STOPPED = "stopped"
 def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit code of this rank's process."""
     if _is_follower():
-        return follow(lambda: serve_rank(config), server_config.shutdown_timeout_s)
+        from tp_engine.engine.start import serve_rank  # torch
+
+        return _follow(lambda: serve_rank(config), server_config.shutdown_timeout_s)
     with _recorded(), StopSignals() as signals:
         with _Leftovers() as leftovers, contextlib.ExitStack() as stack:
             stack.enter_context(_rank0())
@@ -65,36 +68,29 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
-    """As ``start.start_engine``.
+    """As ``start.start_engine``, which is imported here and not above: it imports torch, which takes seconds.
 
-    Torch, which takes seconds to import, comes with it: by now the frontend process has begun to import what it needs.
+    The frontend process imports its own modules meanwhile.
     """
     from tp_engine.engine import start
 
     return start.start_engine(config, ends_process=ends_process, pulse=pulse)
 
 
-def serve_rank(config: EngineConfig) -> None:
-    """As ``start.serve_rank``, which is imported, and torch with it, when it is needed."""
-    from tp_engine.engine import start
-
-    start.serve_rank(config)
-
-
 def run_interruptible(job: Callable[[Callable[[], bool]], int]) -> int:
-    """Run a job of all ranks that looks between two steps whether it was told to stop; it returns the exit code.
+    """Run a job of all ranks and return its exit code; ``job`` asks its argument between steps if it should stop.
 
     On ranks other than 0 ``job`` serves rank 0 and ends the process.
     """
     if _is_follower():
-        return follow(lambda: job(lambda: False), _INTERRUPT_S)
+        return _follow(lambda: job(lambda: False), _INTERRUPT_S)
     with _recorded(), StopSignals() as signals, _rank0():
         signals.on_stop(lambda: end_process_after(_INTERRUPT_S, 1), lambda: end_process_after(0.0, 1))
         return job(lambda: signals.received)
 
 
-def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
-    """Ranks other than 0: torchrun signals all ranks at once, and only rank 0 decides when it is over."""
+def _follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
+    """Serve rank 0 on another rank: torchrun signals all ranks at once, and rank 0 alone decides when the job ends."""
     die_with_launcher()
     with StopSignals() as signals:
         signals.on_stop(lambda: _outlive_rank0_briefly(shutdown_timeout_s), lambda: None)
@@ -110,9 +106,9 @@ def follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int:
 
 
 class _Leftovers:
-    """Files that outlive this process unless they are removed: at the end of ``with``, or by ``leave``.
+    """Removes files that would outlive this process, at the end of ``with`` or by ``leave``.
 
-    A stop that is cut short repeats the removals: each must be safe to call twice, from any thread.
+    A stop that is cut short repeats the removals, so each must be safe to call twice, from any thread.
     """
 
     def __init__(self) -> None:
@@ -129,7 +125,7 @@ class _Leftovers:
         self._removals.append(removal)
 
     def leave(self, last_words: str = _STOPPED) -> None:
-        """The last act of a process that ends without unwinding: no child and no name is left."""
+        """The last act of a process that ends without unwinding: kill its children, remove its files."""
         kill_started()
         self._remove()
         logger.info("%s", last_words)
@@ -143,7 +139,7 @@ def _start(
     config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack, leftovers: _Leftovers
 ) -> tuple[Engine, FrontendProcess, str]:
     """Bind, start the frontend, load; ``stack`` and ``leftovers`` end what was started."""
-    defaults = load_generation_defaults(  # the frontend does too, later: what is wrong with them is said now
+    defaults = load_generation_defaults(  # the frontend loads them too, later; errors are reported now
         config.model,
         config.revision,
         source=server_config.generation_config,
@@ -184,7 +180,7 @@ def _run(
     timeout_s: float,
     leftovers: _Leftovers,
 ) -> None:
-    """Serve the frontend until a signal; its death, or the engine's, is raised.  ``timeout_s`` is for a drain."""
+    """Serve the frontend until a signal; raises if it dies, or the engine.  ``timeout_s`` is for a drain."""
     frontend.check()
     service = EngineService(engine, address)
 
@@ -207,7 +203,7 @@ def _run(
         service.close()
     if not signals.received:
         frontend.check()
-        raise ChildProcessError("the HTTP process stopped the engine although nobody asked for it")
+        raise ChildProcessError("the HTTP process stopped the engine without a stop signal")
 
 
 def _is_follower() -> bool:
@@ -217,7 +213,7 @@ def _is_follower() -> bool:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[None]:
-    """What fails within appears in torchrun's summary of the job, with its traceback."""
+    """Put exceptions into torchrun's summary of the job, with their traceback."""
     try:
         yield
     except Exception as error:
@@ -229,22 +225,51 @@ def _recorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rank0() -> Iterator[None]:
-    """Under torchrun: let the other ranks see that rank 0 lives, and end with the agent that started it."""
+    """Under torchrun: show the other ranks that rank 0 lives, and end with the agent that started it."""
     if env.launched_rank() is None:
         yield
         return
     die_with_launcher()
-    with announce_rank0():
+    with _announce_rank0():
         yield
 
 
 def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
-    """Runs on the signal thread's behalf: end this process soon after rank 0, or when its time is over."""
+    """End this process soon after rank 0, or when its time is over; called on the signal thread, it does not wait."""
 
     def watch() -> None:
         deadline_s = time.monotonic() + shutdown_timeout_s + _LEAVE_S
-        while rank0_lives() and time.monotonic() < deadline_s:
+        while _rank0_lives() and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         end_process_after(_LEAVE_S, 1)
 
     threading.Thread(target=watch, name="rank-0-watch", daemon=True).start()
+
+
+def _announce_rank0() -> socket.socket:
+    """Show the other ranks of this torchrun job that rank 0 lives, for as long as the returned socket is open.
+
+    It is an abstract Unix socket, named after the torchrun agent, the parent of all ranks of a host.  It exists before
+    any process group.  The kernel drops it however rank 0 ends; as it is no file, none can be left behind.
+    """
+    presence = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    presence.bind(_presence_name())
+    presence.listen()
+    return presence
+
+
+def _rank0_lives() -> bool:
+    """Whether rank 0 of this torchrun job lives; False before ``_announce_rank0`` and after rank 0's end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(_presence_name())
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _presence_name() -> str:
+    return f"\0tp_engine-rank0-of-{os.getppid()}"

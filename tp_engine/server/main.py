@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
-from tp_engine.server import event_loop
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings
@@ -32,8 +32,8 @@ from tp_engine.server.state import ServerState
 
 logger = get_logger(__name__)
 
-# Handles of the one listening socket.  In a turn of the loop, libuv accepts one connection per handle, asyncio as many
-# as ``backlog`` says: a burst must neither fill a turn nor keep a health check waiting in the kernel's queue.
+# Handles of the one listening socket.  In a turn of the loop, libuv accepts one connection per handle, asyncio up to
+# ``backlog``.  A burst must neither fill a turn nor keep a health check waiting in the kernel's queue.
 _NUM_ACCEPTORS = 16
 _ACCEPTS_PER_HANDLE = 2
 _KEEP_ALIVE_S = 65
@@ -46,7 +46,7 @@ class FrontendServer(uvicorn.Server):
     """uvicorn without its signal handlers: ``Frontend`` decides when the server ends."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; the kernel's queue of new connections is longer than what the loop accepts in one turn."""
+        """Listen with a longer queue of new connections than the loop accepts in one turn."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
@@ -58,7 +58,7 @@ class FrontendServer(uvicorn.Server):
 
 
 class Frontend:
-    """Serves while the engine loads (503), while it runs, and until the last answer once it was told to stop."""
+    """Serves while the engine loads (503), while it runs, and after a stop signal until the last answer."""
 
     def __init__(self, settings: FrontendSettings, config: ServerConfig, listener: socket.socket) -> None:
         self._settings = settings
@@ -82,8 +82,8 @@ class Frontend:
         watching = loop.create_task(self._state.watch.run())
         await asyncio.wait({serving, attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         engine_ended = attending.done()
-        self._state.admission.start_draining()
-        await self._state.admission.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
+        self._state.limit.start_draining()
+        await self._state.limit.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
         server.should_exit = True
         await serving
         for task in (attending, stopping, watching):
@@ -93,7 +93,7 @@ class Frontend:
         return 0 if self._stop_asked.is_set() else 1
 
     async def _attend_engine(self) -> None:
-        """Connect, say that the server is ready, and return when the engine has ended."""
+        """Connect, announce that the server is ready, and return when the engine has ended."""
         settings = self._settings
         try:
             tokenizer = await asyncio.to_thread(_load_early, settings.tokenizer)  # while the engine loads the weights
@@ -110,13 +110,13 @@ class Frontend:
             overrides=self._config.sampling_overrides,
         )
         gc.collect()
-        gc.freeze()  # the libraries' objects: full collections, which stop everything, need not look at them
+        gc.freeze()  # full collections, which stop everything, then skip the libraries' objects
         self._state.attach(llm)
         self._announce()
         await self._await_end(llm)
 
     async def _await_end(self, llm: AsyncLLM) -> None:
-        """Return when the engine has ended, or has been silent for so long that it counts as ended."""
+        """Return when the engine has ended, or was silent for so long that it counts as ended."""
         pulse, settings = self._state.pulse, self._settings.pulse
         while not await llm.wait_ended(timeout_s=_PULSE_S):
             if pulse is not None and settings is not None and pulse.silence_s() > settings.hard_limit_s:
@@ -139,17 +139,17 @@ class Frontend:
 
 
 def _load_early(source: str | None) -> Any | None:
-    """The tokenizer of a local folder; None for others, which rank 0 may be downloading, and where there is none."""
+    """The tokenizer of a local folder; None without one, and for a hub model, which rank 0 may be downloading."""
     return load_tokenizer(source) if source is not None and Path(source).expanduser().is_dir() else None
 
 
 def _do_without_torch() -> None:
-    """Tokenizers of transformers, grammars and HTTP need no torch, but transformers imports it where it is installed.
+    """Hide torch from transformers, which imports it where it is installed; the tokenizers do not need it.
 
-    That would take more time than all else that this process does at its start, and a few hundred MB.
+    The import would take more time than the rest of this process's start, and a few hundred MB.
     """
     env.silence_advice()
-    sys.modules["torch"] = None  # type: ignore[assignment]  # to Python: a module that is not there
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python then finds no such module
 
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
@@ -178,7 +178,7 @@ async def _serve(settings: FrontendSettings) -> int:
 
 
 def main() -> int:
-    """Read the settings and serve; the process ends with the one that started it."""
+    """Read the settings and serve; this process ends with the one that started it."""
     _do_without_torch()
     text = sys.stdin.buffer.read()
     if not text:  # rank 0 was stopped before it wrote them
@@ -186,7 +186,18 @@ def main() -> int:
     settings = msgspec.json.decode(text, type=FrontendSettings)
     die_with_parent(settings.parent_pid, grace_s=_LAST_ANSWERS_S)
     configure_logging("http", settings.log_format, others=("uvicorn", "asyncio", "opentelemetry"))
-    return event_loop.run(_serve(settings))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(settings))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed (extra ``fast``), else asyncio's."""
+    try:
+        uvloop: Any = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.outputs import RequestMetrics, RequestOutput
 from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.server.metrics.requests import AnswerClock, RequestFigures
-from tp_engine.server.request_context import trace_carrier
+from tp_engine.server.metrics.figures import AnswerClock, RequestFigures
+from tp_engine.server.middleware import trace_carrier
 from tp_engine.server.tracing import RequestTracer
 
 logger = get_logger(__name__)

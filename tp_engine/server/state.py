@@ -1,10 +1,11 @@
-"""What all routes of one server share."""
+"""What all routes of one server share: its configuration, engine, limit on prompts, and running requests."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,27 +15,27 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.request import EngineRequest
-from tp_engine.server.admission import RETRY_AFTER_S, Admission
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.engine_watch import EngineWatch
 from tp_engine.server.metrics import ServerMetrics
 from tp_engine.server.observation import Observation
-from tp_engine.server.running import RunningRequests
 from tp_engine.server.tracing import RequestTracer
+
+_RETRY_AFTER_S = 1
 
 
 class ServerState:
-    """One server's configuration, counters and engine.  Used by the event loop's thread alone.
+    """One server's configuration, counters and engine, for the event loop's thread alone.
 
-    ``tokenizing`` is a single thread: tokenizing a long prompt must not hold up the event loop, and a tokenizer serves
-    one caller at a time.  ``sampling_defaults`` are the model's own.
+    ``tokenizing`` is one thread: tokenizing a long prompt must not hold up the event loop, and a tokenizer serves one
+    caller at a time.  ``sampling_defaults`` are the model's own.
     """
 
     def __init__(self, config: ServerConfig, model_names: tuple[str, ...]) -> None:
         self.config = config
         self.model_names = model_names
         self.created = int(time.time())
-        self.admission = Admission()
+        self.limit = PromptLimit()
         self.running = RunningRequests()
         self.metrics = ServerMetrics(model_names[0])
         self.watch = EngineWatch(lambda: self.llm, self.metrics.requests, logs=not config.disable_log_stats)
@@ -48,7 +49,7 @@ class ServerState:
 
     def attach(self, llm: AsyncLLM) -> None:
         """The engine is ready."""
-        self.admission.max_num_prompts = llm.model_info.max_num_seqs + self.config.max_num_queued_reqs
+        self.limit.max_num_prompts = llm.model_info.max_num_seqs + self.config.max_num_queued_reqs
         self.metrics.attach(llm.model_info)
         llm.input_processor.chat = ChatFormat(llm.tokenizer, self.config)
         self._llm = llm
@@ -58,11 +59,11 @@ class ServerState:
         """The engine; ``HttpError`` 503 while it loads and after it has ended."""
         llm = self.healthy_llm()
         if not llm.is_ready:
-            raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+            raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=_RETRY_AFTER_S)
         return llm
 
     def observation(self, request: EngineRequest, *, num_sequences: int | None = None) -> Observation:
-        """Watches one prompt; it has as many sequences as it asks for, unless said."""
+        """Watches one prompt; ``num_sequences`` is what the prompt asks for, unless given."""
         return Observation(
             self.metrics.requests,
             request,
@@ -72,9 +73,9 @@ class ServerState:
         )
 
     def healthy_llm(self) -> AsyncLLM:
-        """The engine, which may be ending in good order; ``HttpError`` 503 while it loads, if it failed or hangs."""
+        """The engine, which may be draining; ``HttpError`` 503 while it loads, and if it failed or hangs."""
         if self._llm is None:
-            raise HttpError(503, "the model is still loading", code="not_ready", retry_after_s=RETRY_AFTER_S)
+            raise HttpError(503, "the model is still loading", code="not_ready", retry_after_s=_RETRY_AFTER_S)
         if self._llm.errored:
             raise HttpError(503, "the engine has stopped", code="engine_dead")
         self._check_pulse()
@@ -82,13 +83,13 @@ class ServerState:
 
     def check_ready(self) -> None:
         """``HttpError`` 503 unless a request that comes now would be served."""
-        self.admission.check_open()
+        self.limit.check_open()
         _ = self.llm
 
     def check_room(self) -> None:
-        """``HttpError`` where not even one prompt could be taken: its body need not be read, and held in memory."""
+        """``HttpError`` if the limit has no room for one prompt: then the request's body need not be read."""
         _ = self.llm
-        self.admission.check_room()
+        self.limit.check_room()
 
     def _check_pulse(self) -> None:
         trouble = None if self.pulse is None else self.pulse.trouble()
@@ -112,3 +113,91 @@ class ServerState:
             await self._llm.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+class PromptLimit:
+    """Holds at most ``max_num_prompts`` prompts, each from acceptance to the last byte of its answer.
+
+    One more is answered with 429; once the server drains, with 503.  The maximum is set when the engine is known.
+    """
+
+    def __init__(self) -> None:
+        self.max_num_prompts = 0
+        self._num_prompts = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts held now."""
+        return self._num_prompts
+
+    def check_open(self) -> None:
+        """``HttpError`` 503 once new requests are refused for good."""
+        if self._draining:
+            raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=_RETRY_AFTER_S)
+
+    def start_draining(self) -> None:
+        """Refuse new requests from now on; those held may finish."""
+        self._draining = True
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no prompt is held; False if one still is after ``timeout_s``."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._idle.is_set()
+
+    def check_room(self, num_prompts: int = 1) -> None:
+        """``HttpError`` unless there is room for ``num_prompts`` more."""
+        self.check_open()
+        if self._num_prompts + num_prompts > self.max_num_prompts:
+            raise HttpError(
+                429,
+                f"{self._num_prompts} prompts are running or queued and {num_prompts} more do not fit in "
+                f"{self.max_num_prompts}; try again later",
+                code="queue_full",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    @contextlib.contextmanager
+    def hold(self, num_prompts: int) -> Iterator[None]:
+        """Hold ``num_prompts`` within; raises ``HttpError`` where there is no room."""
+        self.check_room(num_prompts)
+        self._num_prompts += num_prompts
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_prompts -= num_prompts
+            if self._num_prompts == 0:
+                self._idle.set()
+
+
+class RunningRequests:
+    """Ids of running engine requests: ``cmpl-ID-NUMBER-RANDOM`` for prompt NUMBER of the answer ``cmpl-ID``."""
+
+    def __init__(self) -> None:
+        self._engine_ids: set[str] = set()
+
+    @contextlib.contextmanager
+    def noted(self, engine_id: str) -> Iterator[None]:
+        """Within, ``all`` and ``of`` find the request."""
+        self._engine_ids.add(engine_id)
+        try:
+            yield
+        finally:
+            self._engine_ids.discard(engine_id)
+
+    def all(self) -> list[str]:
+        """Every engine id that runs."""
+        return sorted(self._engine_ids)
+
+    def of(self, name: str) -> list[str]:
+        """The engine ids of an answer, by its ``id`` (``cmpl-ID``, ``resp_ID``) or the client's request id (``ID``)."""
+        name, found = name.removeprefix("resp_"), []
+        for engine_id in self._engine_ids:
+            answer_id = engine_id.rsplit("-", 2)[0]
+            if name in (answer_id, answer_id.partition("-")[2]):
+                found.append(engine_id)
+        return sorted(found)

@@ -1,26 +1,41 @@
-"""From updates of sequences to server-sent chunks."""
+"""From the updates of sequences to server-sent events: chunks of chats and completions, typed events of responses."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from tp_engine.api.openai.answer_shape import JsonObject
+import msgspec
+
+from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject
 from tp_engine.api.openai.chat.parser import ChatParser
+from tp_engine.api.openai.errors import describe_error
 from tp_engine.api.openai.protocol import GenerationBody
 from tp_engine.api.openai.requests import PreparedAnswer
-from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent
+from tp_engine.api.openai.responses_api.events import ResponseWriter
+from tp_engine.api.openai.responses_api.requests import PreparedResponse
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.log import get_logger
 from tp_engine.outputs import CompletionOutput
-from tp_engine.server.chunk_template import ChunkTemplate
-from tp_engine.server.replies import DONE_EVENT, event
+from tp_engine.server.bodies import DONE_EVENT, event
 
-Updates = AsyncGenerator[tuple[int, SequenceUpdate], None]
+logger = get_logger(__name__)
+
+Item = TypeVar("Item")
 Batches = AsyncGenerator[tuple[int, list[SequenceUpdate]], None]
+
+_MAX_WAITING = 64
+# JSON does not escape these letters; no model's name or id contains them.
+_MARK = "the-text-of-the-chunk-97d1f8a0c5"
+_encode_text = msgspec.json.Encoder().encode
 
 
 class ChunkWriter:
-    """Turns the updates of one answer into its chunks; keeps what chunks need to know of earlier ones.
+    """Turns the updates of one answer into its chunks, and keeps what later chunks need to know of earlier ones.
 
     ``usage`` counts what has been written so far.
     """
@@ -34,7 +49,7 @@ class ChunkWriter:
         self._parsers: dict[tuple[int, int], ChatParser] = {}
         self.usage = self._shape.new_usage()
         self.usage.prompt_tokens = sum(len(request.prompt_token_ids) for request in prepared.requests)
-        # Where a chunk may hold no more than text: whatever gives chunks more must be named here.
+        # Whether chunks hold text alone.  Every option that adds to chunks must be named here.
         self._is_plain = not (
             body.continuous_usage or body.return_token_ids or self._shape.num_top_logprobs is not None
         )
@@ -42,10 +57,7 @@ class ChunkWriter:
         self._found_templates: dict[tuple[int, int, type[ChatEvent], int], ChunkTemplate] = {}
 
     async def events(self, batches: Batches) -> AsyncGenerator[bytes, None]:
-        """All events of the stream, those of one batch together; ``batches`` are pairs of prompt number and updates.
-
-        ``batches`` is closed at the end.
-        """
+        """All events of the stream, those of one batch together; closes ``batches`` of (prompt number, updates)."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
                 data = b"".join([self._events(number, update) for update in updates])
@@ -56,7 +68,7 @@ class ChunkWriter:
         yield DONE_EVENT
 
     def _events(self, number: int, update: SequenceUpdate) -> bytes:
-        """The events of one update; nothing for one whose text is held back."""
+        """The events of one update; nothing while its text is held back."""
         if self._is_plain and update.finish_reason is None and (number, update.index) in self._text_offsets:
             self._count(number, update)
             return self._plain_events(number, update)
@@ -65,7 +77,7 @@ class ChunkWriter:
         return b"".join(map(event, envelopes))
 
     def _plain_events(self, number: int, update: SequenceUpdate) -> bytes:
-        """As ``choices``, encoded, for an update that is neither the first nor the last of its sequence."""
+        """As ``choices``, but encoded; for an update that is neither the first nor the last of its sequence."""
         place = (number, update.index)
         parser = self._parsers.get(place)
         if parser is not None:
@@ -96,7 +108,7 @@ class ChunkWriter:
         return choices
 
     def _parse(self, parser: ChatParser, part: CompletionOutput) -> list[ChatEvent]:
-        """What is settled now of a text in which reasoning or calls are looked for; its end gets its reason."""
+        """What the parser is sure of now: reasoning, content, calls; at the end it sets the finish reason."""
         num_before = parser.num_reasoning_tokens
         events = parser.feed(part.text, part.token_ids)
         if part.finish_reason is not None:
@@ -107,7 +119,7 @@ class ChunkWriter:
         return events
 
     def _found_event(self, number: int, index: int, found: ChatEvent) -> bytes:
-        """The event of something found in a text; from a template, but for the beginning of a call."""
+        """The event of something found in a text, made from a template unless a call begins."""
         if isinstance(found, CallStarted):
             choices = self._shape.event_choices(number, _part(index), [found])
             return event(self._shape.envelope(choices, None, chunk=True))
@@ -131,7 +143,7 @@ class ChunkWriter:
 
 
 def _part(index: int, update: SequenceUpdate | None = None) -> CompletionOutput:
-    """What is new of a sequence; nothing without an update."""
+    """The new part of a sequence; empty without an update."""
     if update is None:
         return CompletionOutput(index=index, text="", token_ids=[])
     return CompletionOutput(
@@ -142,3 +154,95 @@ def _part(index: int, update: SequenceUpdate | None = None) -> CompletionOutput:
         stop_reason=update.stop_reason,
         logprobs=update.logprobs,
     )
+
+
+class ChunkTemplate:
+    """Makes the chunks of one sequence that hold text alone: encoded once around a mark, then joined from bytes.
+
+    Such chunks have no end, log-probabilities, ids or usage.  The text is content; in parsed chats it is what ``found``
+    is: content, reasoning, or the arguments of one call.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(
+        self,
+        shape: AnswerShape,
+        number: int,
+        index: int,
+        found: ContentText | ReasoningText | CallArguments | None = None,
+    ) -> None:
+        part = CompletionOutput(index=index, text=_MARK, token_ids=[])
+        if found is None:
+            choice = shape.chunk_choice(number, part)
+        else:
+            (choice,) = shape.event_choices(number, part, [replace(found, text=_MARK)])
+        whole = event(shape.envelope([choice], None, chunk=True))
+        self._parts = whole.split(_encode_text(_MARK))
+
+    def event(self, text: str) -> bytes:
+        """The server-sent event of a chunk with ``text``."""
+        return _encode_text(text).join(self._parts)
+
+
+async def response_events(prepared: PreparedResponse, batches: Batches) -> AsyncGenerator[bytes, None]:
+    """All events of a streamed response, those of one batch together; closes ``batches``.
+
+    An error after the first event ends the stream with ``response.failed``.
+    """
+    chunks, writer = ChunkWriter(prepared.chat_body, prepared.chat), ResponseWriter(prepared.shape)
+    begun = False
+    try:
+        async with contextlib.aclosing(batches):
+            async for number, updates in batches:
+                events = [] if begun else writer.begin()
+                begun = True
+                for update in updates:
+                    for choice in chunks.choices(number, update):
+                        events += writer.take(choice)
+                if events:
+                    yield _data(events)
+        yield _data(writer.finish(chunks.usage.as_json()))
+    except Exception as error:
+        if not begun:
+            raise
+        logger.error("response %s failed: %s", prepared.shape.response_id, error)
+        yield _data(writer.fail(describe_error(error)[1]["error"]["message"]))
+
+
+def _data(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join([b"event: %s\ndata: %s\n\n" % (one["type"].encode(), msgspec.json.encode(one)) for one in events])
+
+
+async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Several streams as one: (number of the stream, its next item) as they come.  Closing it closes all streams.
+
+    The first failure ends it.  A slow consumer holds up the streams once ``_MAX_WAITING`` items wait for it.
+    """
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | None] = asyncio.Queue(_MAX_WAITING)
+    tasks = [asyncio.create_task(_feed(queue, number, stream)) for number, stream in enumerate(streams)]
+    watcher = asyncio.create_task(_end_when_done(queue, tasks))
+    try:
+        while (pair := await queue.get()) is not None:
+            yield pair
+        await asyncio.gather(*tasks)
+    finally:
+        for task in (*tasks, watcher):
+            task.cancel()
+        await asyncio.gather(*tasks, watcher, return_exceptions=True)
+
+
+async def _feed(queue: asyncio.Queue[tuple[int, Item] | None], number: int, stream: AsyncGenerator[Item, None]) -> None:
+    async with contextlib.aclosing(stream) as items:
+        async for item in items:
+            await queue.put((number, item))
+
+
+async def _end_when_done(queue: asyncio.Queue[tuple[int, Item] | None], tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    await queue.put(None)

@@ -21,10 +21,10 @@ from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, co
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.run import run_job
+from tp_engine.cli.launched import exit_code
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.request import FinishReason
-from tp_engine.server.batch import exit_code
 
 
 def test_every_line_gets_its_result(

@@ -17,7 +17,7 @@ from tests.fake_engine import FakeEngine
 from tests.unit.batch.jobs import NUM_LINES, check_all_there, completion, results_of, run
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.summary import BatchStatus
-from tp_engine.server.batch import exit_code
+from tp_engine.cli.launched import exit_code
 
 
 def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> multiprocessing.Process:

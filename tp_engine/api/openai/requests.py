@@ -12,7 +12,7 @@ from typing import Any
 
 from tp_engine.api.beam_search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.api.openai.answer_shape import AnswerShape
+from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject
 from tp_engine.api.openai.chat.body import chat_parsing, chat_prompt, parsed_params
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import (
@@ -25,6 +25,7 @@ from tp_engine.api.openai.sampling import (
 )
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError
+from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
@@ -45,6 +46,10 @@ class PreparedAnswer:
     shape: AnswerShape
     requests: list[EngineRequest]
     echoes: list[str] | None = None
+
+    def answer(self, outputs: Sequence[RequestOutput]) -> JsonObject:
+        """The whole answer; ``outputs`` has one element per prompt."""
+        return self.shape.answer(outputs, self.echoes)
 
 
 def default_model_name(model: str) -> str:

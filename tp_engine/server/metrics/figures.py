@@ -1,23 +1,158 @@
-"""Counters and histograms of one thread: an observation is a bisection and two additions, without a lock."""
+"""What the server counts of requests, their tokens and HTTP exchanges.  Used by the event loop's thread alone.
+
+An observation is a bisection and two additions, without a lock.
+"""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import Metric
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    SummaryMetricFamily,
-)
 
-from tp_engine.server.metrics.families import PREFIX, Family
+from tp_engine.outputs import RequestMetrics
+from tp_engine.request import FinishReason
+from tp_engine.sampling_params import SamplingParams
+from tp_engine.server.metrics import families as f
+from tp_engine.server.metrics.families import histograms, number, numbers, summaries
+
+_HISTOGRAMS = (
+    f.FIRST_TOKEN, f.NEXT_TOKEN, f.PER_TOKEN, f.E2E, f.QUEUE, f.PREFILL, f.DECODE, f.INFERENCE, f.REQUEST_PROMPT,
+    f.REQUEST_GENERATION, f.PARAMS_N, f.PARAMS_MAX_TOKENS,
+)  # fmt: skip
+_DEFAULT_MAX_MODEL_LEN = 1 << 20  # until the engine has told its own
+
+
+class RequestFigures:
+    """Totals of requests and tokens since the start."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.ends: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
+        self._histograms = {family: Histogram(family.bounds(_DEFAULT_MAX_MODEL_LEN)) for family in _HISTOGRAMS}
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Size the histograms of tokens; call it before the first request."""
+        for family in _HISTOGRAMS:
+            if family.buckets is None:
+                self._histograms[family] = Histogram(family.bounds(max_model_len))
+
+    def histogram(self, family: f.MetricFamily) -> Histogram:
+        """Where to observe values of ``family``."""
+        return self._histograms[family]
+
+    def observe_request(self, num_prompt_tokens: int, params: SamplingParams, times: RequestMetrics | None) -> None:
+        """All ``n`` sequences of a request have finished; ``times`` are None where they are unknown."""
+        self.histogram(f.REQUEST_PROMPT).observe(num_prompt_tokens)
+        self.histogram(f.PARAMS_N).observe(params.n)
+        if params.max_tokens is not None:
+            self.histogram(f.PARAMS_MAX_TOKENS).observe(params.max_tokens)
+        if times is None:
+            return
+        self.histogram(f.QUEUE).observe(times.queue_s)
+        self.histogram(f.PREFILL).observe(times.ttft_s - times.queue_s)
+        self.histogram(f.DECODE).observe(times.e2e_s - times.ttft_s)
+        self.histogram(f.INFERENCE).observe(times.e2e_s - times.queue_s)
+
+    def metrics(self, model_name: str) -> Iterator[Metric]:
+        """For the exposition."""
+        yield number(f.PROMPT_TOKENS, model_name, self.num_prompt_tokens)
+        yield number(f.GENERATION_TOKENS, model_name, self.num_generation_tokens)
+        yield numbers(f.SUCCESS, model_name, [((reason,), count) for reason, count in self.ends.items()])
+        for family, one in self._histograms.items():
+            yield histograms(family, model_name, [((), one.bounds, one.counts, one.total)])
+
+
+class AnswerClock:
+    """Times one prompt's sequences."""
+
+    __slots__ = ("_figures", "_first_s", "_last_s", "_next_token", "_start_s", "_tokens")
+
+    def __init__(self, figures: RequestFigures, num_prompt_tokens: int) -> None:
+        figures.num_prompt_tokens += num_prompt_tokens
+        self._figures = figures
+        self._next_token = figures.histogram(f.NEXT_TOKEN)
+        self._start_s = time.monotonic()
+        self._first_s: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
+        self._tokens: Counter[int] = Counter()
+
+    def tick(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
+        """Sequence ``index`` got ``num_tokens`` more, and ended if there is a ``finish_reason``."""
+        now_s = time.monotonic()
+        if num_tokens:
+            self._figures.num_generation_tokens += num_tokens
+            self._tokens[index] += num_tokens
+            last_s = self._last_s.get(index)
+            if last_s is not None:
+                self._next_token.observe((now_s - last_s) / num_tokens, num_tokens)
+            else:
+                self._begin(index, now_s)
+            self._last_s[index] = now_s
+        if finish_reason is not None:
+            self._end(index, finish_reason, now_s)
+
+    def leave(self, num_sequences: int, reason: FinishReason) -> None:
+        """``num_sequences`` of the sequences end here for ``reason``, without a last token."""
+        self._figures.ends[reason.value] += num_sequences
+
+    def _begin(self, index: int, now_s: float) -> None:
+        if not self._first_s:
+            self._figures.histogram(f.FIRST_TOKEN).observe(now_s - self._start_s)
+        self._first_s[index] = now_s
+
+    def _end(self, index: int, reason: str, now_s: float) -> None:
+        figures, num_tokens = self._figures, self._tokens[index]
+        figures.ends[reason] += 1
+        figures.histogram(f.E2E).observe(now_s - self._start_s)
+        figures.histogram(f.REQUEST_GENERATION).observe(num_tokens)
+        if num_tokens > 1:
+            decode_s = self._last_s[index] - self._first_s[index]
+            figures.histogram(f.PER_TOKEN).observe(decode_s / (num_tokens - 1))
+
+
+class HttpFigures:
+    """Totals of HTTP exchanges since the start, by route."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._seconds: dict[tuple[str, str], Histogram] = defaultdict(lambda: Histogram(f.HTTP_SECONDS.buckets or ()))
+        self._fine_seconds = Histogram(f.HTTP_FINE_SECONDS.buckets or ())
+        self._request_bytes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._response_bytes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def observe(
+        self, handler: str, method: str, status: int, *, seconds: float, request_bytes: int, response_bytes: int
+    ) -> None:
+        """An exchange has ended; ``handler`` is the route's path."""
+        self._requests[handler, method, f"{status // 100}xx"] += 1
+        self._seconds[handler, method].observe(seconds)
+        self._fine_seconds.observe(seconds)
+        for sizes, size in ((self._request_bytes, request_bytes), (self._response_bytes, response_bytes)):
+            sizes[handler][0] += 1
+            sizes[handler][1] += size
+
+    def metrics(self, model_name: str) -> Iterator[Metric]:
+        """For the exposition."""
+        yield numbers(f.HTTP_REQUESTS, model_name, self._requests.items())
+        by_route = [(labels, one.bounds, one.counts, one.total) for labels, one in self._seconds.items()]
+        yield histograms(f.HTTP_SECONDS, model_name, by_route)
+        fine = self._fine_seconds
+        yield histograms(f.HTTP_FINE_SECONDS, model_name, [((), fine.bounds, fine.counts, fine.total)])
+        for family, sizes in (
+            (f.HTTP_REQUEST_BYTES, self._request_bytes),
+            (f.HTTP_RESPONSE_BYTES, self._response_bytes),
+        ):
+            yield summaries(
+                family, model_name, [((handler,), count, total) for handler, (count, total) in sizes.items()]
+            )
 
 
 class Histogram:
-    """Values by bucket; ``bounds`` are the buckets' upper ends, included; a last bucket has none."""
+    """Counts of values by bucket; ``bounds`` are the buckets' upper ends, inclusive; the last bucket has none."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -27,60 +162,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """``count`` times the same value."""
+        """The same value, ``count`` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
-
-
-def empty(family: Family) -> Metric:
-    """The family without samples; ``add_metric`` takes label values, ``model_name`` before the others."""
-    name, labels = PREFIX + family.name, ("model_name", *family.labels)
-    match family.kind:
-        case "counter":
-            return CounterMetricFamily(name, family.text, labels=labels)
-        case "gauge":
-            return GaugeMetricFamily(name, family.text, labels=labels)
-        case "summary":
-            return SummaryMetricFamily(name, family.text, labels=labels)
-        case _:
-            return HistogramMetricFamily(name, family.text, labels=labels)
-
-
-def numbers(family: Family, model_name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    """A counter or a gauge with its samples, pairs of label values and number."""
-    metric = empty(family)
-    assert isinstance(metric, (CounterMetricFamily, GaugeMetricFamily))
-    for labels, value in values:
-        metric.add_metric((model_name, *labels), value)
-    return metric
-
-
-def number(family: Family, model_name: str, value: float) -> Metric:
-    """A counter or a gauge of one number."""
-    return numbers(family, model_name, [((), value)])
-
-
-def summaries(family: Family, model_name: str, values: Iterable[tuple[tuple[str, ...], int, float]]) -> Metric:
-    """A summary with its samples: label values, count, sum."""
-    metric = empty(family)
-    assert isinstance(metric, SummaryMetricFamily)
-    for labels, count, total in values:
-        metric.add_metric((model_name, *labels), count, total)
-    return metric
-
-
-def histograms(
-    family: Family,
-    model_name: str,
-    values: Iterable[tuple[tuple[str, ...], Sequence[float], Sequence[int], float]],
-) -> Metric:
-    """A histogram with its samples: label values, bounds, counts by bucket, sum."""
-    metric = empty(family)
-    assert isinstance(metric, HistogramMetricFamily)
-    for labels, bounds, counts, total in values:
-        running, buckets = 0, []
-        for bound, count in zip((*map(float, bounds), float("inf")), counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), running))
-        metric.add_metric((model_name, *labels), buckets, total)
-    return metric

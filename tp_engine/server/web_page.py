@@ -1,20 +1,105 @@
-"""The JSON of ``GET /engine``: what the engine does now, and what it did in the last minutes."""
+"""The web page: its files as they lie in ``page/``, and ``GET /engine``, the live view of the engine that it shows."""
 
 from __future__ import annotations
 
+import html
 import time
+from functools import cache
+from importlib import resources
 from typing import Any
 
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
+from tp_engine.errors import RequestError
 from tp_engine.sched.view import PoolGrid, RunningSequence
-from tp_engine.server.engine_watch import INTERVAL_S, EngineWatch
+from tp_engine.server.bodies import json_reply
+from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch
+from tp_engine.server.openapi import ANSWERS
+from tp_engine.server.state import ServerState
 
 JsonObject = dict[str, Any]
 
+_FOLDER = resources.files("tp_engine.server") / "page"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page asks this server alone, runs nothing inline, and must not be framed by other pages.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'self'; object-src 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_HEAD = "<head>\n"
 
-def engine_page(info: ModelInfo, name: str, report: EngineReport, watch: EngineWatch, num_samples: int) -> JsonObject:
-    """``report`` has a view; the history's last ``num_samples`` are given.  docs/serving.md describes each field."""
+INDEX = "index.html"
+ASSETS = tuple(sorted(file.name for file in _FOLDER.iterdir() if file.name != INDEX))
+
+_DEFAULT_SAMPLES = 300
+_SAMPLES = {
+    "name": "samples",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 0, "maximum": MAX_SAMPLES, "default": _DEFAULT_SAMPLES},
+}
+
+
+def add_web_page(app: FastAPI, state: ServerState) -> None:
+    """``/`` and its files under ``/page/``, which need no key; and ``/engine``, which does."""
+
+    @app.get("/engine", responses=ANSWERS, openapi_extra={"parameters": [_SAMPLES]})
+    async def engine(request: Request) -> Response:
+        """The KV pool, running requests with their block tables, every rank, and the last ``samples`` seconds."""
+        num_samples = _num_samples(request.query_params.get("samples"))
+        info = state.llm.model_info
+        try:
+            report = await state.watch.view()
+        except TimeoutError as error:
+            raise HttpError(503, f"the engine does not answer: {error}", code="engine_hangs") from error
+        return json_reply(_engine_json(info, state.model_names[0], report, state.watch, num_samples))
+
+    @app.get("/", responses={200: {"content": {"text/html": {}}}})
+    async def index() -> Response:
+        """The web page."""
+        return _page_reply(INDEX, state.config.root_path)
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            raise HttpError(404, f"the page has no file {name[:80]!r}", code="not_found")
+        return _page_reply(name)
+
+
+def _page_reply(name: str, root_path: str = "") -> Response:
+    """The file ``name``, one of ``ASSETS`` or ``INDEX``; the links of the index begin with ``root_path``."""
+    text = _text(name)
+    if name == INDEX and root_path:
+        text = text.replace(_HEAD, f'{_HEAD}    <base href="{html.escape(root_path)}/" />\n', 1)
+    return Response(text, headers=_HEADERS | {"Content-Type": _TYPES[name[name.rindex(".") :]]})
+
+
+@cache
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _num_samples(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_SAMPLES
+    if text.isdecimal() and len(text) < 6 and int(text) <= MAX_SAMPLES:
+        return int(text)
+    raise RequestError(f"samples is {text[:50]!r}; it must be from 0 to {MAX_SAMPLES}", param="samples")
+
+
+def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: EngineWatch, num_samples: int) -> JsonObject:
+    """Needs a ``report`` with a view; has the history's last ``num_samples``.  docs/serving.md describes each field."""
     stats, view, now_s = report.stats, report.view, time.monotonic()
     assert view is not None
     return {

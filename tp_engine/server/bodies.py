@@ -1,4 +1,4 @@
-"""Answers: JSON, errors, and event streams that notice a client's leaving in every phase."""
+"""The body of a request, read within its limits, and of an answer: JSON, an error, or a stream of events."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError, describe_error
+from tp_engine.api.openai.protocol import parse_body
+from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
+from tp_engine.server.config import ServerConfig
 
 logger = get_logger(__name__)
 
+Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 DONE_EVENT = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
@@ -29,18 +35,51 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 
 
+async def read_body(kind: type[Body], request: Request, config: ServerConfig) -> Body:
+    """The whole body, parsed; ``RequestError`` for a bad one.
+
+    ``HttpError`` 413 as soon as the body is known to be too large, 408 if it does not come in time.  A content type
+    other than JSON is refused: web pages of other sites can send such bodies without the browser asking first.
+    """
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise RequestError(f"the body is of type {content_type[:80]!r}; send Content-Type: application/json")
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            data = await _read(request, config.max_body_bytes)
+    except TimeoutError:
+        text = f"the body did not arrive within {config.body_timeout_s:g} s"
+        raise HttpError(408, text, code="request_timeout") from None
+    return parse_body(kind, data)
+
+
+async def _read(request: Request, max_body_bytes: int) -> bytes:
+    too_large = HttpError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > max_body_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_body_bytes:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
 def json_reply(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def error_reply(error: BaseException) -> Response:
-    """The OpenAI-shaped answer for anything raised while serving; unforeseen errors are logged with their traceback."""
+    """The OpenAI-shaped answer to any exception; unforeseen ones are logged with their traceback."""
     status, body = describe_error(error)
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    if status in (408, 413):  # the rest of the body would be taken for the next request
+    if status in (408, 413):  # else the rest of the body would be read as the next request
         headers["Connection"] = "close"
     if isinstance(error, HttpError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -53,9 +92,9 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run ``work`` and cancel it, waiting for its end, when the client leaves; raises ``ClientGoneError`` then.
+    """Run ``work``; when the client leaves, cancel it, wait for its end, and raise ``ClientGoneError``.
 
-    To be used once the whole body has been read: from there on, ``receive`` only ever tells of the disconnect.
+    Call it after the whole body has been read: from then on ``receive`` returns only at the disconnect.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -78,8 +117,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events from a generator.
 
-    The status line waits for the first event, so whatever is refused before it is a proper error answer; a later
-    failure is an error event, and the stream's end.  Leaving closes the generator before the connection's task ends.
+    The status line waits for the first event, so an error before it becomes an error answer.  A later error becomes an
+    error event, which ends the stream.  A client's leaving closes the generator before the connection's task ends.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack) -> None:

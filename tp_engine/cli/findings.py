@@ -1,18 +1,18 @@
-"""Python and the packages."""
+"""What ``tp-engine doctor`` finds, as text, and its first findings: Python and the packages."""
 
 from __future__ import annotations
 
+import enum
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
-
-from tp_engine.cli.diagnosis.finding import Finding, Status
 
 MIN_PYTHON = (3, 11)
 PROJECT = "tp-engine"
-# What each brings; none is needed.
+# Package -> what it brings.
 OPTIONAL = {
     "triton": "kernels on GPUs",
     "flash-attn": "attention on GPUs, where attention_backend names it",
@@ -21,14 +21,43 @@ OPTIONAL = {
     "httptools": "a faster HTTP parser (extra: fast)",
     "opentelemetry-sdk": "traces (extra: otel)",
 }
-# For a package that is used without being installed, from its source.
+# For a checkout that is used without being installed.
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xxhash", "msgspec", "pyzmq", "fastapi",
           "uvicorn", "pydantic", "prometheus-client", "jinja2", "tqdm", "llguidance")  # fmt: skip
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:>=([0-9.]+))?")
 
 
+class Status(enum.StrEnum):
+    """``NOTE``: could be better, or may matter; ``MISSING``: without it the engine does not run."""
+
+    OK = "ok"
+    NOTE = "note"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One result; ``remedy`` says what to do, if anything."""
+
+    topic: str
+    status: Status
+    detail: str
+    remedy: str | None = None
+
+
+def as_text(findings: Iterable[Finding]) -> str:
+    """One line per finding, its remedy below."""
+    lines = []
+    for one in findings:
+        mark = {Status.OK: " ok ", Status.NOTE: "note", Status.MISSING: "MISS"}[one.status]
+        lines.append(f"[{mark}] {one.topic:<24}{one.detail}")
+        if one.remedy is not None:
+            lines.append(f"{'':<31}-> {one.remedy}")
+    return "\n".join(lines)
+
+
 def check_packages() -> Iterator[Finding]:
-    """Versions, and what is missing or too old."""
+    """Versions, and which packages are missing or too old."""
     version = platform.python_version()
     good = sys.version_info[:2] >= MIN_PYTHON
     yield Finding(

@@ -1,8 +1,9 @@
-"""The host: shared memory, limits, memory allocation, folders, the kernel."""
+"""What ``tp-engine doctor`` finds of this machine: GPUs, host, kernels, and what the engine would choose here."""
 
 from __future__ import annotations
 
 import ctypes.util
+import itertools
 import os
 import platform
 import resource
@@ -10,10 +11,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from tp_engine import env
-from tp_engine.cli.diagnosis.finding import Finding, Status
+from tp_engine.attention.registry import obstacles
+from tp_engine.cli.findings import Finding, Status
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER
+from tp_engine.kernels.native.library import native_library
 from tp_engine.units import GIB, MIB, format_gib
+from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.host_memory import host_memory
 
 LEAST_SHM = 16 * MIB
@@ -21,10 +29,101 @@ LEAST_FILES = 4096
 _MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "sve", "bf16")
+_MAX_LISTED = 8
+
+
+def has_gpu() -> bool:
+    """Whether the engine would run on GPUs."""
+    return torch.cuda.device_count() > 0
+
+
+def check_devices() -> Iterator[Finding]:
+    """The GPUs and their links."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        built = f"torch {torch.__version__} for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for CPUs"
+        yield Finding(topic="GPUs", status=Status.OK, detail=f"none ({built}); models run on the processor")
+        return
+    for index in range(min(count, _MAX_LISTED)):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        detail = f"{properties.name}, {format_gib(properties.total_memory)}, {capability}"
+        yield Finding(topic=f"GPU {index}", status=Status.OK, detail=detail)
+    yield Finding(topic="CUDA", status=Status.OK, detail=f"{torch.version.cuda}, NCCL {_nccl_version()}")
+    if count > 1:
+        yield _peer_access(count)
+
+
+def _nccl_version() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except (RuntimeError, AttributeError, TypeError):
+        return "is not there"
+
+
+def _peer_access(count: int) -> Finding:
+    apart = [
+        f"{one}-{other}"
+        for one, other in itertools.combinations(range(count), 2)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    if not apart:
+        return Finding(topic="peer access", status=Status.OK, detail="every GPU reads every other's memory")
+    shown = ", ".join(apart[:_MAX_LISTED])
+    detail = f"none between {shown}: their sums go through the host, and symmetric memory is not used"
+    return Finding(topic="peer access", status=Status.NOTE, detail=detail)
+
+
+def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
+    """The compiled kernels of CPUs, built now unless they exist."""
+    if not on_cpu:
+        return
+    if native_library() is not None:
+        yield Finding(
+            topic="native kernels", status=Status.OK, detail="compiled, and equal to PyTorch's on small inputs"
+        )
+        return
+    yield Finding(
+        topic="native kernels",
+        status=Status.NOTE,
+        detail="there are none (the log line above says why); PyTorch computes, several times slower",
+        remedy="install gcc, and let TP_ENGINE_CACHE_DIR be a folder that can be written to",
+    )
+
+
+def check_choice(config: EngineConfig) -> Iterator[Finding]:
+    """What ``auto`` chooses for one model on this machine, and why."""
+    try:
+        effective = resolve(config)
+    except ConfigError as error:
+        yield Finding(topic="model", status=Status.MISSING, detail=str(error))
+        return
+    yield Finding(topic="model", status=Status.OK, detail=f"{effective.model.architecture} at {effective.model_path}")
+    yield from _backends(effective)
+    chosen = effective.config
+    plain = {
+        "device": chosen.device,
+        "dtype": chosen.dtype,
+        "kv_cache_dtype": chosen.kv_cache_dtype,
+        "attention_backend": chosen.attention_backend,
+        "gpu_memory_utilization": effective.gpu_memory_utilization,
+        "max_model_len": effective.max_model_len,
+        "block_size": chosen.block_size,
+    }
+    yield Finding(
+        topic="would be chosen", status=Status.OK, detail=", ".join(f"{name} {value}" for name, value in plain.items())
+    )
+
+
+def _backends(effective: EffectiveConfig) -> Iterator[Finding]:
+    chosen = effective.config.attention_backend.split(":")
+    for name, obstacle in obstacles(effective.attention_needs).items():
+        usable = "usable" if name in chosen else "usable where attention_backend names it"
+        yield Finding(topic=f"attention {name}", status=Status.OK, detail=obstacle or usable)
 
 
 def check_host(*, on_cpu: bool) -> Iterator[Finding]:
-    """Everything but the devices; ``on_cpu``: the model would run on this host's processor."""
+    """Memory, limits, folders, the kernel; ``on_cpu``: the model would run on this host's processor."""
     yield _processor()
     memory = host_memory()
     yield Finding(
@@ -72,7 +171,7 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def open_files() -> Finding:
-    """Every stream is a socket."""
+    """Every stream needs a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return Finding(topic="open files", status=Status.OK, detail=f"limit {soft} (hard {hard})")
@@ -100,7 +199,7 @@ def process_handles() -> Finding:
 
 
 def writable(topic: str, folder: Path, remedy: str) -> Finding:
-    """Whether files can be made in a folder, or in the nearest folder above that exists."""
+    """Whether files can be made in a folder, or in its nearest parent that exists."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -110,7 +209,7 @@ def writable(topic: str, folder: Path, remedy: str) -> Finding:
 
 
 def allocator(libraries: str, *, on_cpu: bool) -> Finding:
-    """Which malloc this process has; glibc's may give memory back and take it again in every step of a CPU model."""
+    """Which malloc this process has; glibc's may return memory and fetch it again in every step of a CPU model."""
     loaded = [name for name in _MALLOCS if name in libraries]
     if loaded or not on_cpu:
         detail = f"{loaded[0]} is loaded" if loaded else "glibc (it hardly matters where a GPU computes)"
@@ -121,7 +220,7 @@ def allocator(libraries: str, *, on_cpu: bool) -> Finding:
 
 
 def huge_pages(setting: Path) -> Finding:
-    """Whether those who ask get pages of 2 MiB; ``setting`` holds a line such as "always [madvise] never"."""
+    """Whether a process that asks gets pages of 2 MiB; ``setting`` holds a line such as "always [madvise] never"."""
     try:
         words = setting.read_text(encoding="utf-8").split()
     except OSError:

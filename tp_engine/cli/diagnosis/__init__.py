@@ -1,1 +1,0 @@
-"""What ``tp-engine doctor`` looks at."""

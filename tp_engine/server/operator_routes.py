@@ -1,0 +1,142 @@
+"""The routes for operators: health, load, metrics, and what acts on the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from tp_engine import __version__
+from tp_engine.api.openai.errors import HttpError
+from tp_engine.engine.messages import Action
+from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.server.bodies import json_reply, read_body
+from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.state import ServerState
+
+_QUICK_S = 10.0
+_PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
+
+
+class AbortBody(BaseModel):
+    """``POST /abort``: the requests, by the ids of their answers or by their own; or all."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    request_ids: list[str] | None = None
+    abort_all: bool | None = None
+
+
+def add_operator_routes(app: FastAPI, state: ServerState) -> None:
+    """``/live``, ``/health``, ``/ping``, ``/ready``, ``/version``, ``/load``, ``/metrics``; ``/abort`` and its like."""
+    _add_status(app, state)
+    _add_metrics(app, state)
+    _add_control(app, state)
+
+
+def _add_status(app: FastAPI, state: ServerState) -> None:
+    @app.get("/live", responses=ANSWERS)
+    async def live() -> Response:
+        """200 as soon as HTTP is up, whatever the engine does."""
+        return json_reply({"status": "live"})
+
+    @app.get("/health", responses=ANSWERS)
+    @app.get("/ping", responses=ANSWERS)
+    @app.post("/ping", responses=ANSWERS)
+    async def health() -> Response:
+        """200 once the model is loaded, until the engine fails or hangs; 503 before and after."""
+        state.healthy_llm()
+        return json_reply({"status": "ok"})
+
+    @app.get("/ready", responses=ANSWERS)
+    async def ready() -> Response:
+        """200 if a request that comes now would be served."""
+        state.check_ready()
+        return json_reply({"status": "ready"})
+
+    @app.get("/version", responses=ANSWERS)
+    async def version() -> Response:
+        """The server's version."""
+        return json_reply({"version": __version__})
+
+    @app.get("/load", responses=ANSWERS)
+    async def load() -> Response:
+        """Prompts that are queued or running, and how many there may be."""
+        return json_reply({"server_load": state.limit.num_prompts, "max_load": state.limit.max_num_prompts})
+
+
+def _add_metrics(app: FastAPI, state: ServerState) -> None:
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Counters, gauges and histograms; those of the engine are missing while it does not answer."""
+        try:
+            report = await state.watch.report()
+        except (HttpError, EngineDeadError, TimeoutError):
+            report = None
+        text = state.metrics.exposition(report, state.watch.monitor.summary().peak_usage)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_control(app: FastAPI, state: ServerState) -> None:
+    @app.post("/abort", **takes(AbortBody))
+    async def abort(request: Request) -> Response:
+        """End requests; what they have generated is answered with the finish reason ``abort``."""
+        body = await read_body(AbortBody, request, state.config)
+        if (body.request_ids is None) == (not body.abort_all):
+            raise RequestError("give either request_ids or abort_all true", param="request_ids")
+        named = (engine_id for name in body.request_ids or () for engine_id in state.running.of(name))
+        engine_ids = state.running.all() if body.abort_all else list(named)
+        for engine_id in engine_ids:
+            await state.llm.abort(engine_id)
+        return json_reply({"num_aborted": len(engine_ids)})
+
+    @app.post("/reset_prefix_cache", responses=ANSWERS)
+    async def reset_prefix_cache() -> Response:
+        """Forget all cached prefixes; 400 while requests run."""
+        return json_reply(await state.llm.act(Action.RESET_PREFIX_CACHE, timeout_s=_QUICK_S))
+
+    @app.post("/start_profile", responses=ANSWERS)
+    async def start_profile() -> Response:
+        """Record the steps of all ranks from now on, into the folder of ``--profile``."""
+        return json_reply(await state.llm.act(Action.START_PROFILE))
+
+    @app.post("/stop_profile", responses=ANSWERS)
+    async def stop_profile() -> Response:
+        """End the record; the answer comes when every rank has written its trace."""
+        return json_reply(await state.llm.act(Action.STOP_PROFILE))
+
+    @app.get("/server_info", responses=ANSWERS)
+    async def server_info() -> Response:
+        """The effective configuration, each rank's memory, and versions; secrets are hidden."""
+        engine = await state.llm.act(Action.DESCRIBE, timeout_s=_QUICK_S)
+        report = await state.llm.report(timeout_s=_QUICK_S)
+        memory = [{"rank": rank.rank, **rank.memory} for rank in report.ranks]
+        return json_reply(
+            {"engine": engine, "server": public_fields(state.config), "memory_bytes": memory, "versions": _versions()}
+        )
+
+
+def public_fields(config: Any) -> dict[str, Any]:
+    """A configuration by field; a secret shows only whether it is set."""
+    fields = {}
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        fields[spec.name] = ("hidden" if value else None) if spec.metadata.get("secret") else value
+    return fields
+
+
+def _versions() -> dict[str, str | None]:
+    """Of this project, Python, and the libraries on which results depend; None for one that is not installed."""
+    return {"tp_engine": __version__, "python": platform.python_version(), **{part: _version(part) for part in _PARTS}}
+
+
+def _version(part: str) -> str | None:
+    try:
+        return metadata.version(part)
+    except metadata.PackageNotFoundError:
+        return None
