@@ -55,9 +55,6 @@ class SimulatedCommunicator:
         gathered = self.all_gather(tensor)
         return gathered if self.info.is_first else None
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self._meeting.exchange(self.info.rank, tensor)[0])
-
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T]) -> list[T]:
     """Call ``body`` once per rank, at the same time; returns the results in rank order.

@@ -104,8 +104,3 @@ def cache_dir() -> Path:
 def let_ranks_share_devices() -> None:
     """Torch's symmetric memory refuses two ranks on one GPU unless the environment says that it is meant."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-
-
-def child_environment(**changes: str) -> dict[str, str]:
-    """A copy of this environment for a process that we start."""
-    return {**os.environ, **changes}

@@ -61,10 +61,8 @@ class Control(enum.IntFlag):
 
     NONE = 0
     STOP = 1
-    DRAIN = 2
-    START_PROFILE = 4
-    RESET_CACHE = 8
-    STOP_PROFILE = 16
+    START_PROFILE = 2
+    STOP_PROFILE = 4
 
 
 PROFILE_ORDERS = Control.START_PROFILE | Control.STOP_PROFILE

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.frontend import wait_until
 from tp_engine import LLM, SamplingParams
-from tp_engine.ipc.job_board import MEMORY_LINES
+from tp_engine.ipc.rank_slot import MEMORY_LINES
 from tp_engine.sched.view import ViewLimits
 
 NOT_SPENT = ("total", "requested", "kv_cache_available", "kv_cache")

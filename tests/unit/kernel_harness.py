@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from unittest.mock import patch
 
 import pytest
 
-from tp_engine import env
 from tp_engine.kernels import ops
 from tp_engine.kernels.triton_support import has_triton
 
@@ -46,7 +46,7 @@ def interpreted(module: str, *arguments: str, timeout_s: float = 170.0) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.unit.kernel_interpreter", module, *arguments],
         cwd=ROOT,
-        env=env.child_environment(TRITON_INTERPRET="1"),
+        env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=timeout_s,

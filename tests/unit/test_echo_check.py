@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.errors import PlanError
-from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.step_recorder import StepRecorder
+from tp_engine.ipc.job_board import EchoCheck, JobBoard
+from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.plan import StepPlan
 
 SUMS = [0, *(int(value) for value in np.random.default_rng(0).integers(1, 1 << 62, 300))]
@@ -113,7 +112,8 @@ def test_a_step_costs_microseconds() -> None:
 
     for rank in range(1, 8):
         receive(board, rank, *range(1, 101))
-    board.echoes[1:] = board.echoes[0]
+    for slot in board.slots[1:]:
+        slot.echoes[:] = board.slots[0].echoes
     for rank in range(8):
         receive(board, rank, *range(1, 101))
     costs = []

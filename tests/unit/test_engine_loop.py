@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.scheduler_harness import EOS, FakeWorker
 from tp_engine.engine.engine import Engine
-from tp_engine.ipc.step_recorder import StepRecorder
+from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.plan import StepPlan
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams

@@ -15,8 +15,8 @@ import pytest
 from tp_engine.config import EngineConfig
 from tp_engine.engine.incident import FlightRecorder, process_state, read_board
 from tp_engine.flight_recorder.record import FlightRecord, load_record
-from tp_engine.ipc.job_board import NUM_RECORDS, PHASE_WORD, JobBoard, State, process_start
-from tp_engine.ipc.step_recorder import StepRecorder
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import NUM_RECORDS, PHASE_WORD, State, StepRecorder, process_start
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 

@@ -9,7 +9,8 @@ import pytest
 
 from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import find_incident, where
-from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import PHASE_WORD, State
 from tp_engine.progress import RankPhase, RankProgress
 
 SECOND = 1_000_000_000

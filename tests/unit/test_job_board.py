@@ -10,14 +10,14 @@ import time
 import pytest
 
 from tp_engine.errors import RankError
-from tp_engine.ipc.job_board import (
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import (
     MEMORY_LINES,
     NUM_RECORDS,
     OTHER,
     PHASE_WORD,
     RECORD_FIELDS,
     STARTUP_PHASES,
-    JobBoard,
     State,
     echo_word,
     process_start,
@@ -28,7 +28,8 @@ from tp_engine.progress import RankPhase, RankProgress
 RANK_1 = """
 import sys
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, State
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import PHASE_WORD, State
 slot = JobBoard.open(sys.argv[1]).slots[1]
 slot.register()
 progress = RankProgress()
@@ -53,7 +54,7 @@ def test_what_a_process_writes_another_reads() -> None:
     assert 0 < slot.heartbeat_ns <= slot.failed_ns <= time.monotonic_ns() and slot.cpu_ns > 0
     assert (slot.phase, slot.count) == (RankPhase.COLLECTIVE, 2)
     assert (slot.step_received, slot.step_started, slot.step_done) == (7, 7, 0) and slot.busy_since_ns > 0
-    assert split_echo(int(board.echoes[1, 7])) == (7, 0x34567890)
+    assert split_echo(board.slots[1].echoes[7]) == (7, 0x34567890)
     assert slot.records[7].tolist() == list(range(9)) and not slot.records[:7].any() and not slot.records[8:].any()
     assert slot.failure_text.endswith("xthe end \u20ac") and len(slot.failure_text.encode()) == 8192
     assert slot.exit_code is None and slot.blamed_rank is None
@@ -67,7 +68,7 @@ def test_the_slots_of_a_board_do_not_touch() -> None:
     for index in range(len(middle.words)):
         middle.words[index] = -1
     assert not any(board.slots[0].words) and not any(board.slots[2].words)
-    assert (middle.records == -1).all() and (board.echoes[1] == -1).all() and (board.inputs[1] == -1).all()
+    assert (middle.records == -1).all() and set(middle.echoes) == set(middle.inputs) == {-1}
     assert middle.records.shape == (NUM_RECORDS, len(RECORD_FIELDS))
 
 

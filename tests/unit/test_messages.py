@@ -82,7 +82,6 @@ TO_ENGINE: list[ToEngine] = [
     messages.AddRequest(request=EngineRequest(request_id="", prompt_token_ids=[], params=SamplingParams())),
     messages.AbortRequests(request_ids=["a", "b"]),
     messages.GetStats(),
-    messages.Drain(timeout_s=2.5),
     messages.Stop(),
 ]
 
@@ -113,7 +112,6 @@ TO_FRONTEND: list[ToFrontend] = [
     messages.Rejected(request_id="a", message="too long", param="prompt", code="context_length_exceeded"),
     messages.Rejected(request_id="a", message="no"),
     messages.Stats(stats=FakeEngine().stats()),
-    messages.Draining(),
     messages.Stopped(),
     messages.EngineDead(reason="rank 1: gone"),
 ]
@@ -152,7 +150,7 @@ def test_arrays_of_other_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x00", msgspec.msgpack.encode(["Unknown"]), msgspec.msgpack.encode(["Drain", "soon"])]
+    "data", [b"", b"\x00", msgspec.msgpack.encode(["Unknown"]), msgspec.msgpack.encode(["Act", "soon"])]
 )
 def test_garbage_is_a_value_error(data: bytes) -> None:
     """Oracle: msgspec's validation."""

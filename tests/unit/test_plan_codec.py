@@ -130,7 +130,7 @@ def small_plan() -> StepPlan:
     return StepPlan(
         step_id=42,
         rows_epoch=7,
-        control=Control.DRAIN,
+        control=Control.START_PROFILE,
         released=int32(2),
         admitted=(admission,),
         block_rows=int32(0),

@@ -171,24 +171,22 @@ def test_a_failing_step_is_told_and_raised() -> None:
     assert isinstance(service.error, RuntimeError) and "told to fail" in str(service.error)
 
 
-def test_drain_refuses_finishes_and_stops() -> None:
-    """Oracle: what ran ends by length, what came later is refused with the code for 503, the loop ends by itself."""
+def test_a_request_that_comes_with_the_stop_is_refused() -> None:
+    """Oracle: what runs is aborted; the request that arrives in the same step as the stop gets the code for 503."""
 
     async def scenario() -> None:
         client, recorder = await connected(service.address)
         client.add_request(request("runs", max_tokens=40))
-        await recorder.until(lambda: len(recorder.tokens("runs")) > 1)
-        service.service.request_drain(DEADLINE_S)
-        while not client.draining:
-            await asyncio.sleep(0.005)
+        await recorder.until(lambda: recorder.tokens("runs"))
+        client.stop()
         client.add_request(request("late"))
         assert await client.wait_ended(timeout_s=DEADLINE_S)
         assert client.stopped
-        assert recorder.finish_reasons() == {"runs": "length"}
+        assert recorder.finish_reasons() == {"runs": "abort"}
         assert recorder.rejected["late"].code == CODE_UNAVAILABLE
         await client.close()
 
-    with fake_service(FakeEngine(arith, step_delay_s=0.005)) as service:
+    with fake_service(FakeEngine(arith, step_delay_s=0.5)) as service:
         asyncio.run(scenario())
         service.join()
     assert service.error is None
@@ -205,7 +203,7 @@ def test_serving_out_refuses_nothing_and_ends_with_the_frontend() -> None:
         client.add_request(request("second", max_tokens=3))
         await recorder.until(lambda: "second" in recorder.finish_reasons())
         assert recorder.finish_reasons() == {"first": "length", "second": "length"}
-        assert not client.draining
+        assert client.error is None
         await client.close()
 
     with fake_service(FakeEngine(arith, step_delay_s=0.005)) as service:
@@ -214,7 +212,7 @@ def test_serving_out_refuses_nothing_and_ends_with_the_frontend() -> None:
     assert service.error is None
 
 
-def test_drain_deadline_aborts_what_still_runs() -> None:
+def test_the_deadline_of_serving_out_aborts_what_still_runs() -> None:
     """Oracle: a request of 10,000 tokens, 10 ms each, ends with abort after a deadline of 0.1 s, far from its end."""
 
     async def scenario() -> None:
@@ -222,7 +220,7 @@ def test_drain_deadline_aborts_what_still_runs() -> None:
         client.add_request(request("slow", max_tokens=10_000))
         await recorder.until(lambda: recorder.tokens("slow"))
         started_s = time.monotonic()
-        client.drain(0.1)
+        service.service.serve_out(0.1)
         assert await client.wait_ended(timeout_s=DEADLINE_S)
         assert time.monotonic() - started_s >= 0.1
         assert len(recorder.tokens("slow")) < 2_000

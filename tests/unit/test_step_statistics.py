@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S, Distribution, StepStatistics
-from tp_engine.ipc.job_board import COLLECTIVE_WORD, MEMORY_LINES, NUM_RECORDS, PHASE_WORD, JobBoard, RankSlot
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, MEMORY_LINES, NUM_RECORDS, PHASE_WORD, RankSlot
 from tp_engine.progress import RankPhase, RankProgress
 
 US = 1000  # nanoseconds

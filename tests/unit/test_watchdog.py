@@ -19,7 +19,8 @@ from tp_engine.engine.hang_watch import HangLimits
 from tp_engine.engine.peers import Peers, ProcessHandle
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import RankError
-from tp_engine.ipc.job_board import JobBoard, State
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import State
 
 SECOND = 1_000_000_000
 LIMITS = HangLimits(soft_s=30.0, hard_s=120.0, startup_s=600.0, cpu_proves_life=True)
@@ -27,7 +28,8 @@ DEADLINE_S = 20.0
 
 RANK = """
 import sys, time
-from tp_engine.ipc.job_board import JobBoard, State
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import State
 slot = JobBoard.open(sys.argv[1]).slots[int(sys.argv[2])]
 slot.register()
 slot.state = State.READY

@@ -164,11 +164,6 @@ class AsyncLLM:
         """Have the engine do something, for operators; ``RequestError`` if it refuses."""
         return await self._ready_client.act(action, timeout_s=timeout_s)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, finish the running ones within ``timeout_s``, and stop the engine."""
-        self._ready_client.drain(timeout_s)
-        await self._ready_client.wait_ended()
-
     async def wait_ended(self, *, timeout_s: float | None = None) -> bool:
         """Wait until the engine has ended, for whatever reason (``errored`` tells); False after ``timeout_s``."""
         return await self._ready_client.wait_ended(timeout_s=timeout_s)
@@ -236,12 +231,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether the engine accepts a new request."""
-        return self._client is not None and self._client.error is None and not self._client.draining
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the engine refuses new requests because it is about to stop."""
-        return self._client is not None and self._client.draining
+        return self._client is not None and self._client.error is None
 
     @property
     def _ready_client(self) -> EngineClient:

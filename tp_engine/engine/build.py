@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups

@@ -51,7 +51,6 @@ class EngineClient:
     def __init__(self, address: str, events: EngineEvents) -> None:
         self.error: EngineDeadError | None = None
         self.stopped = False
-        self.draining = False
         self._events = events
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -108,10 +107,6 @@ class EngineClient:
         if acted.refusal is not None:
             raise RequestError(acted.refusal)
         return acted.result
-
-    def drain(self, timeout_s: float) -> None:
-        """Ask the engine to refuse new requests, finish the running ones, and stop."""
-        self._send(messages.Drain(timeout_s=timeout_s))
 
     def stop(self) -> None:
         """Ask the engine to abort everything and stop."""
@@ -191,8 +186,6 @@ class EngineClient:
             case messages.Ready(model_info=model_info):
                 if not self._ready.done():
                     self._ready.set_result(model_info)
-            case messages.Draining():
-                self.draining = True
             case messages.Stopped():
                 self._end("the engine has stopped", stopped=True)
             case messages.EngineDead(reason=reason):

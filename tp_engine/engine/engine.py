@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tp_engine.engine.echo_check import EchoCheck
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport, StepStatistics
 from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
-from tp_engine.ipc.step_recorder import StepRecorder
+from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.progress import RankPhase
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from tp_engine.engine.incident import where
-from tp_engine.ipc.job_board import PHASE_WORD, JobBoard, RankSlot, State, process_vitals
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import PHASE_WORD, RankSlot, State, process_vitals
 from tp_engine.progress import RankPhase
 
 _PRESENT: Final = (State.STARTING, State.READY, State.STOPPING)

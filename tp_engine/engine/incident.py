@@ -17,7 +17,8 @@ import tp_engine
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RankError
 from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
-from tp_engine.ipc.job_board import NUM_RECORDS, RECORD_FIELDS, JobBoard, RankSlot, State, split_echo
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot, State, split_echo
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase
 
@@ -145,7 +146,7 @@ def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: in
             "system": platform.platform(),
         },
         config=dataclasses.asdict(config),
-        ranks=[_rank(slot, board.inputs[slot.rank].tolist()) for slot in board.slots],
+        ranks=[_rank(slot, slot.inputs.tolist()) for slot in board.slots],
     )
 
 

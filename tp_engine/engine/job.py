@@ -24,8 +24,9 @@ from tp_engine.engine.incident import FlightRecorder, Incident
 from tp_engine.engine.processes import ChildRanks
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError
-from tp_engine.ipc.job_board import COLLECTIVE_WORD, PHASE_WORD, JobBoard, State
+from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, PHASE_WORD, State
 from tp_engine.progress import RankProgress
 
 _DYING_S = 2.0

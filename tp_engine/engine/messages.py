@@ -2,8 +2,8 @@
 
 ::
 
-    frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, GetReport, Act, Drain, Stop
-    rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, Acted, Draining, Stopped, EngineDead
+    frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, GetReport, Act, Stop
+    rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, Acted, Stopped, EngineDead
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 
-# What an EngineRequest is refused with while the engine drains; a server answers it with HTTP 503.
+# The code of a request that is refused because the engine stops; a server answers it with HTTP 503.
 CODE_UNAVAILABLE = "service_unavailable"
 
 
@@ -92,12 +92,6 @@ class Act(_Message, frozen=True, kw_only=True):
     action: Action
 
 
-class Drain(_Message, frozen=True, kw_only=True):
-    """Refuse new requests, finish the running ones within ``timeout_s``, then stop."""
-
-    timeout_s: float
-
-
 class Stop(_Message, frozen=True, kw_only=True):
     """Abort everything and stop."""
 
@@ -142,10 +136,6 @@ class Acted(_Message, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
-class Draining(_Message, frozen=True, kw_only=True):
-    """New requests are refused from now on."""
-
-
 class Stopped(_Message, frozen=True, kw_only=True):
     """The last message of an engine that was told to stop."""
 
@@ -156,8 +146,8 @@ class EngineDead(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | GetReport | Act | Drain | Stop
-ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | Acted | Draining | Stopped | EngineDead
+ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | GetReport | Act | Stop
+ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | Acted | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
 _ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}

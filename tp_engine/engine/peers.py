@@ -13,7 +13,8 @@ import signal
 import time
 from collections.abc import Iterable
 
-from tp_engine.ipc.job_board import JobBoard, State, process_start, process_vitals
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import State, process_start, process_vitals
 
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LOOK_S = 0.5

@@ -18,7 +18,7 @@ from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent, ignore_interrupts
 from tp_engine.faults import configured_faults, fault_injector
 from tp_engine.ipc.plan_channel import PlanSubscriber
-from tp_engine.ipc.step_recorder import StepRecorder
+from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.plan import FIRST_STEP_ID, PROFILE_ORDERS, Control
 from tp_engine.progress import RankPhase, RankProgress

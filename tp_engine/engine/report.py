@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.ipc.job_board import NUM_RECORDS, RECORD_FIELDS, JobBoard, RankSlot
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot
 from tp_engine.sched.view import SchedulerStats, SchedulerView
 
 #: Upper bounds of the distributions' buckets; a last bucket without a bound follows.

@@ -1,15 +1,13 @@
-"""Rank 0's loop behind the frontend process: take messages, run a step, send what it added.
+"""Rank 0's loop behind the frontend process: take messages, run a step, send its output.
 
 ::
 
-    serving --Drain, request_drain--> draining --nothing runs, or the deadline--> stopped
-       |                                 |
-       +--serve_out--> the same, but nothing is refused, and the end is the frontend's going
-       |                                 |
-       +--------Stop, request_stop-------+------> stopped (running requests are aborted)
-       |                                 |
-       +--engine fails--> EngineDead is sent, the error is raised
-       +--frontend gone-> its requests are aborted, RuntimeError
+    serving --serve_out--> serving out --the frontend has gone, or the deadline--> stopped
+       |                        |
+       +---Stop, request_stop---+---> stopped (running requests are aborted)
+       |                        |
+       +------engine fails------+---> EngineDead is sent, the error is raised
+       +-----frontend gone----------> its requests are aborted, RuntimeError
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ class EngineLike(Protocol):
 class EngineService:
     """Serves one frontend at ``address`` (from ``new_address``) until it is told to stop.
 
-    ``request_drain``, ``serve_out`` and ``request_stop`` may be called from any thread and from a signal handler.  The
-    frontend must connect within ``connect_timeout_s``.  The engine stays the caller's to close.
+    ``serve_out`` and ``request_stop`` may be called from any thread and from a signal handler.  The frontend must
+    connect within ``connect_timeout_s``.  The caller closes the engine.
     """
 
     def __init__(self, engine: EngineLike, address: str, *, connect_timeout_s: float = 120.0) -> None:
@@ -65,24 +63,18 @@ class EngineService:
         self._socket = ServiceSocket(address)
         self._connect_timeout_s = connect_timeout_s
         self._connected = False
-        self._drain_timeout_s: float | None = None
-        self._refusing = False
+        self._serve_out_s: float | None = None
         self._stop_requested = False
-        self._drain_deadline_s: float | None = None
+        self._deadline_s: float | None = None
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
-
-    def request_drain(self, timeout_s: float) -> None:
-        """Refuse new requests, finish the running ones within ``timeout_s``, then stop."""
-        self._refusing = True
-        self.serve_out(timeout_s)
 
     def serve_out(self, timeout_s: float) -> None:
         """Stop when the frontend has gone, or after ``timeout_s``.
 
-        For a frontend that was told to take nothing new: only it knows what it has taken, and a beam search goes on
-        with requests that are new here.
+        The frontend has been told to accept no new requests.  The engine still accepts them, because only the frontend
+        knows which belong to work that it has accepted: a beam search goes on with requests that are new here.
         """
-        self._drain_timeout_s = timeout_s
+        self._serve_out_s = timeout_s
         self._socket.wake()
 
     def request_stop(self) -> None:
@@ -93,8 +85,8 @@ class EngineService:
     def run(self) -> None:
         """Serve until told to stop.
 
-        Raises what the engine raised, after telling the frontend; RuntimeError if the frontend did not come, or went
-        away without having asked for a stop.
+        Raises what the engine raised, after telling the frontend; ``RuntimeError`` if the frontend did not
+        connect, or went away without asking for a stop.
         """
         connect_deadline_s = time.monotonic() + self._connect_timeout_s
         while not self._is_over():
@@ -115,22 +107,19 @@ class EngineService:
 
     @property
     def _leaving(self) -> bool:
-        return self._stop_requested or self._drain_timeout_s is not None
+        return self._stop_requested or self._serve_out_s is not None
 
     def _is_over(self) -> bool:
         if self._stop_requested:
             return True
-        if self._drain_deadline_s is None:
-            return False
-        is_done = self._refusing and not self._engine.has_unfinished
-        return is_done or time.monotonic() >= self._drain_deadline_s
+        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
     def _turn(self) -> None:
-        """One round: all messages that are here, then one step."""
+        """One round: handle all messages that have arrived, then run one step."""
         try:
             for data in self._socket.receive(0.0 if self._engine.has_unfinished else _IDLE_SLICE_S):
                 self._handle(data)
-            self._begin_drain()
+            self._begin_serving_out()
             if self._engine.has_unfinished:
                 self._publish(self._engine.step())
             else:
@@ -139,13 +128,11 @@ class EngineService:
             self._socket.send(messages.EngineDead(reason=f"{type(error).__name__}: {error}"))
             raise
 
-    def _begin_drain(self) -> None:
-        if self._drain_timeout_s is not None and self._drain_deadline_s is None:
-            self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
+    def _begin_serving_out(self) -> None:
+        if self._serve_out_s is not None and self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._serve_out_s
             if num_running := len(self._unfinished):
-                logger.info("draining: %d requests may finish within %g s", num_running, self._drain_timeout_s)
-            if self._refusing:
-                self._socket.send(messages.Draining())
+                logger.info("draining: %d requests may finish within %g s", num_running, self._serve_out_s)
 
     def _handle(self, data: bytes) -> None:
         try:
@@ -168,14 +155,12 @@ class EngineService:
                 self._connected = True
                 self._socket.hide()
                 self._socket.send(messages.Ready(model_info=self._engine.model_info))
-            case messages.Drain(timeout_s=timeout_s):
-                self._refusing, self._drain_timeout_s = True, timeout_s
             case messages.Stop():
                 self._stop_requested = True
 
     def _add(self, request: EngineRequest) -> None:
         try:
-            if self._refusing or self._stop_requested:
+            if self._stop_requested:
                 raise RequestError("the engine is shutting down; send the request elsewhere", code=CODE_UNAVAILABLE)
             self._engine.add_request(request)
         except RequestError as error:
@@ -184,7 +169,7 @@ class EngineService:
             self._unfinished[request.request_id] = request.params.n
 
     def _act(self, action: Action) -> None:
-        """Do it before anything else; what steps in flight added is sent first."""
+        """Do ``action`` before anything else; the output of steps in flight is sent first."""
         result: dict[str, Any] = {}
         refusal = None
         try:
@@ -208,7 +193,7 @@ class EngineService:
         )
 
     def _reject_malformed(self, data: bytes, error: msgspec.ValidationError) -> None:
-        """A request with a value of the wrong type is the user's fault, anything else that is malformed is ours."""
+        """A request with a value of the wrong type is the user's fault; any other malformed message is ours."""
         match msgspec.msgpack.decode(data):
             case ["AddRequest", {"request_id": str(request_id)}]:
                 self._reject(request_id, RequestError(f"the request is malformed: {error}"))

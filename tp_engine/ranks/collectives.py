@@ -36,9 +36,6 @@ class Communicator(Protocol):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Like ``all_gather``, on rank 0 only; None elsewhere."""
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, in place; returns ``tensor``."""
-
 
 class SingleRank:
     """A world of one: every collective is the identity."""
@@ -55,9 +52,6 @@ class SingleRank:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return tensor
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
@@ -102,13 +96,6 @@ class ProcessGroupCommunicator:
         self._collected(started_ns)
         return torch.cat(parts, dim=-1) if parts is not None else None
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._progress.collective()
-        started_ns = monotonic_ns()
-        dist.broadcast(tensor, group=self._group, group_src=0)
-        self._collected(started_ns)
-        return tensor
-
 
 def _nothing(_started_ns: int) -> None:
     """A device's collectives are only launched here: how long they take, the host does not know."""
@@ -135,6 +122,3 @@ class StagedCommunicator:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         gathered = self._host.gather(tensor.cpu())
         return None if gathered is None else gathered.to(tensor.device)
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self._host.broadcast(tensor.cpu()))

@@ -249,9 +249,6 @@ class SharedMemoryCommunicator:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._library.gather(tensor)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._library.broadcast(tensor)
-
 
 class _Broken:
     """After a collective that did not end, the ranks are no longer in step."""

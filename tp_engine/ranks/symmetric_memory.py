@@ -174,9 +174,6 @@ class SymmetricCommunicator:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._library.gather(tensor)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._library.broadcast(tensor)
-
 
 def _fits(tensor: torch.Tensor) -> bool:
     """Whether the kernels take it; the same on all ranks, which call with tensors of one kind."""

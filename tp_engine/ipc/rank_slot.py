@@ -1,0 +1,354 @@
+"""One rank's slot of the job's board: where the rank is, which steps it has run, and why it failed.
+
+::
+
+    a slot, in words of 8 bytes                                                            written by
+      0 pid                      8 state                                                    the rank itself
+      1 process start, ticks     9 count << 8 | phase (see ``progress``)                     the rank itself
+      2 heartbeat, ns           10 step started          12 step received                   the rank itself
+      3 process CPU time, ns    11 step done             13 busy since, ns (0: idle)        the rank itself
+      4 failed at, ns            5 rank blamed + 1        6 bytes of failure text           the rank itself
+     15 time in collectives, ns (host tensors; 0 if a device does them)                     the rank itself
+     14 exit code + 1000                                                                    its parent, rank 0
+     16..31 echo of step s at s mod 16: step id << 32 | low half of the plan's checksum     the rank itself
+     32..47 the same with the digest of the step's inputs (only with ``check_inputs``)      the rank itself
+     48..   the memory ledger, bytes: ``MEMORY_LINES``, then the sum of all other lines      the rank itself
+      then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
+      then  failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512            the rank itself
+
+The ledger is all 0 until it is known; a phase that a rank does not have is 0.
+
+There is no lock.  Each word has one writing process and is an aligned 8-byte store and load (``memoryview`` and numpy
+copy an item of that size at once), which x86-64 and ARM never tear.  Nothing here orders two words, and no reader
+depends on an order: an echo carries its step id in the same word; a record that is being written shows people a mixture
+for a moment; the failure text counts once its length is set, and is read again when the process has ended, which the
+kernel orders.  A reader that would end the job because of a word looks twice, some time apart, because a store becomes
+visible only after a while.
+
+Times are CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.plan import StepPlan
+from tp_engine.progress import RankPhase, split_phase
+
+NUM_RECORDS: Final = 512
+RECORD_FIELDS = (
+    "step_id", "plan_bytes", "decode_rows", "prefill_tokens",
+    "received_ns", "started_ns", "launched_ns", "done_ns", "plan_checksum",
+)  # fmt: skip
+MEMORY_LINES = (
+    "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "kv_cache_available",
+    "kv_cache",
+)  # fmt: skip
+STARTUP_PHASES = (
+    "opening the device", "first snapshot", "sharing memory", "sharing memory between GPUs", "loading weights",
+    "packing weights", "warming up", "measuring CUDA graphs", "profiling memory", "allocating the KV cache",
+    "recording decode steps",
+)  # fmt: skip
+OTHER: Final = "other"  # the sum of the memory lines, or of the phases, without a word of their own
+NUM_ECHOES: Final = 16
+PHASE_WORD: Final = 9
+COLLECTIVE_WORD: Final = 15
+
+_TEXT_BYTES = 8192
+_ECHO = 16
+_INPUTS = _ECHO + NUM_ECHOES
+_MEMORY = _INPUTS + NUM_ECHOES
+_STARTUP = _MEMORY + len(MEMORY_LINES) + 1
+_TEXT = _STARTUP + len(STARTUP_PHASES) + 1
+_RECORDS = _TEXT + _TEXT_BYTES // 8
+SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
+_EXIT_BIAS = 1000
+_HALF = 0xFFFFFFFF
+
+_RECORD = struct.Struct("8qQ")
+_WIDTH: Final = len(RECORD_FIELDS)
+_STARTED, _LAUNCHED, _DONE = (RECORD_FIELDS.index(name) for name in ("started_ns", "launched_ns", "done_ns"))
+
+assert _RECORD.size == 8 * _WIDTH
+
+
+class State(IntEnum):
+    """The state of a rank's process; ``FAILED`` and ``LEFT`` are final.
+
+    ::
+
+        ABSENT -> STARTING -> READY -> STOPPING -> LEFT
+                      \\_________\\_________\\______> FAILED
+    """
+
+    ABSENT = 0
+    STARTING = 1
+    READY = 2
+    STOPPING = 3
+    LEFT = 4
+    FAILED = 5
+
+
+class RankSlot:
+    """One rank's slot.  The rank itself writes, all processes read; ``words`` is the slot as 8-byte integers.
+
+    ``echoes`` and ``inputs``: 16 words each, see ``echo_word``.
+    """
+
+    def __init__(self, rank: int, words: memoryview[int], table: npt.NDArray[np.int64]) -> None:
+        self.rank = rank
+        self.words = words
+        self.echoes = words[_ECHO : _ECHO + NUM_ECHOES]
+        self.inputs = words[_INPUTS : _INPUTS + NUM_ECHOES]
+        self.records = table[_RECORDS:].reshape(NUM_RECORDS, len(RECORD_FIELDS))
+        self._text = table[_TEXT:_RECORDS].view(np.uint8)
+
+    # Written by the rank.
+
+    def register(self) -> None:
+        """Show this process's id and start time, by which others watch it and may kill it."""
+        self.beat()
+        self.words[1] = process_start(os.getpid())
+        self.state = State.STARTING
+        self.words[0] = os.getpid()
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        self.words[2] = time.monotonic_ns()
+        self.words[3] = time.process_time_ns()
+
+    def note_received(self, step_id: int, checksum: int) -> None:
+        """Echo the plan of ``step_id``, of which ``checksum`` has up to 64 bits."""
+        self.words[_ECHO + step_id % NUM_ECHOES] = echo_word(step_id, checksum)
+        self.words[12] = step_id
+
+    def note_inputs(self, step_id: int, digest: int) -> None:
+        """Echo the digest of the step's inputs."""
+        self.words[_INPUTS + step_id % NUM_ECHOES] = echo_word(step_id, digest)
+
+    def note_memory(self, lines: Mapping[str, int]) -> None:
+        """Show this rank's memory ledger: the bytes of each of ``MEMORY_LINES``, and the sum of all others."""
+        words = [lines[name] for name in MEMORY_LINES]
+        words.append(sum(size for name, size in lines.items() if name not in MEMORY_LINES))
+        for index, word in enumerate(words):
+            self.words[_MEMORY + index] = word
+
+    def note_startup(self, seconds: Mapping[str, float]) -> None:
+        """Show how long this rank's start took: seconds of its ``STARTUP_PHASES``, and the sum of all others."""
+        words = [max(1, round(seconds[name] * 1e6)) if name in seconds else 0 for name in STARTUP_PHASES]
+        others = [taken_s for name, taken_s in seconds.items() if name not in STARTUP_PHASES]
+        words.append(max(1, round(sum(others) * 1e6)) if others else 0)
+        for index, word in enumerate(words):
+            self.words[_STARTUP + index] = word
+
+    def begin_step(self, step_id: int) -> None:
+        """The step begins on this rank."""
+        self.words[13] = time.monotonic_ns()
+        self.words[10] = step_id
+
+    def end_step(self, step_id: int) -> None:
+        """The step has ended on this rank, which is idle if it has begun no other."""
+        self.words[11] = step_id
+        if self.words[10] == step_id:
+            self.words[13] = 0
+
+    def fail(self, text: str, *, blamed_rank: int | None = None) -> None:
+        """Record this rank's failure and the end of ``text``; later calls do nothing.
+
+        ``blamed_rank``: another rank whose failure caused this one.
+        """
+        if self.state == State.FAILED:
+            return
+        raw = np.frombuffer(text.encode(errors="replace")[-_TEXT_BYTES:], np.uint8)
+        self._text[: len(raw)] = raw
+        self.words[6] = len(raw)
+        self.words[5] = 0 if blamed_rank is None else blamed_rank + 1
+        self.words[4] = time.monotonic_ns()
+        self.state = State.FAILED
+
+    def note_exit(self, code: int) -> None:
+        """Called by the parent: how the process ended, negative for a signal."""
+        self.words[14] = code + _EXIT_BIAS
+
+    # Read by all processes.
+
+    @property
+    def pid(self) -> int:
+        """The process; 0 before it has registered."""
+        return self.words[0]
+
+    @property
+    def started_ticks(self) -> int:
+        """When the process started, which tells it from a later process with the same pid."""
+        return self.words[1]
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """The last sign of life."""
+        return self.words[2]
+
+    @property
+    def cpu_ns(self) -> int:
+        """CPU time of the process at its last sign of life."""
+        return self.words[3]
+
+    @property
+    def state(self) -> State:
+        """The state of the process."""
+        return State(self.words[8])
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.words[8] = state
+
+    @property
+    def phase(self) -> RankPhase:
+        """The phase that the rank reached last."""
+        return split_phase(self.words[PHASE_WORD])[0]
+
+    @property
+    def count(self) -> int:
+        """How many collectives of this step it has entered; in a start-up phase, 1 once its part is done."""
+        return split_phase(self.words[PHASE_WORD])[1]
+
+    @property
+    def step_started(self) -> int:
+        """The last step that it began; 0 before the first."""
+        return self.words[10]
+
+    @property
+    def step_done(self) -> int:
+        """The last step that it ended."""
+        return self.words[11]
+
+    @property
+    def step_received(self) -> int:
+        """The last step whose plan it has received."""
+        return self.words[12]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of each of ``MEMORY_LINES``, then of ``OTHER`` if there are any; empty before they are known."""
+        *words, other = self.words[_MEMORY:_STARTUP].tolist()
+        lines = dict(zip(MEMORY_LINES, words, strict=True)) if any(words) or other else {}
+        return lines | {OTHER: other} if other else lines
+
+    @property
+    def startup_s(self) -> dict[str, float]:
+        """Seconds of the phases of its start, in order, ``OTHER`` last; empty before it is ready."""
+        words = self.words[_STARTUP:_TEXT].tolist()
+        names = (*STARTUP_PHASES, OTHER)
+        return {name: taken_us * 1e-6 for name, taken_us in zip(names, words, strict=True) if taken_us}
+
+    @property
+    def collective_ns(self) -> int:
+        """Time in collectives of host tensors, including the wait for the other ranks."""
+        return self.words[COLLECTIVE_WORD]
+
+    @property
+    def busy_since_ns(self) -> int:
+        """When its current step began; 0 while it waits for a plan."""
+        return self.words[13]
+
+    @property
+    def failed_ns(self) -> int:
+        """When it failed; 0 if it has not."""
+        return self.words[4]
+
+    @property
+    def blamed_rank(self) -> int | None:
+        """Another rank that caused its failure, if any."""
+        return self.words[5] - 1 if self.words[5] > 0 else None
+
+    @property
+    def failure_text(self) -> str:
+        """Why it failed, usually a traceback."""
+        return self._text[: min(self.words[6], _TEXT_BYTES)].tobytes().decode(errors="replace")
+
+    @property
+    def exit_code(self) -> int | None:
+        """How its process ended (negative: by a signal), if its parent has recorded that."""
+        return self.words[14] - _EXIT_BIAS if self.words[14] else None
+
+
+class StepRecorder:
+    """Records a rank's steps on its slot, in about two microseconds per step.
+
+    ::
+
+        received           begin                 launched          done
+        ----|----------------|---- model, sampling ---|-- results ---|---->
+    """
+
+    def __init__(self, slot: RankSlot) -> None:
+        self._slot = slot
+        self._words = slot.words[-NUM_RECORDS * _WIDTH :]  # the records are the slot's end
+        self._bytes = self._words.cast("B")
+
+    def received(self, plan: StepPlan, num_bytes: int, checksum: int) -> None:
+        """The plan has arrived (on rank 0: is sent), ``num_bytes`` long as encoded, with its 64-bit checksum."""
+        num_prefilled = int(plan.prefill_tokens.sum()) if len(plan.prefill_tokens) else 0
+        counts = (plan.step_id, num_bytes, len(plan.decode_rows), num_prefilled)
+        offset = plan.step_id % NUM_RECORDS * _RECORD.size
+        _RECORD.pack_into(self._bytes, offset, *counts, time.monotonic_ns(), 0, 0, 0, checksum)
+        self._slot.note_received(plan.step_id, checksum)
+
+    def begin(self, step_id: int) -> None:
+        """The step begins."""
+        self._words[step_id % NUM_RECORDS * _WIDTH + _STARTED] = time.monotonic_ns()
+        self._slot.begin_step(step_id)
+
+    def launched(self, step_id: int) -> None:
+        """The model and the sampler have been called; on a CPU they have also run."""
+        self._words[step_id % NUM_RECORDS * _WIDTH + _LAUNCHED] = time.monotonic_ns()
+
+    def done(self, step_id: int) -> None:
+        """The step's results are on the host; ranks other than 0 get no results and have nothing left to do."""
+        self._words[step_id % NUM_RECORDS * _WIDTH + _DONE] = time.monotonic_ns()
+        self._slot.end_step(step_id)
+
+
+def echo_word(step_id: int, checksum: int) -> int:
+    """``step id << 32 | low half of the checksum`` as a signed word."""
+    word = (step_id & _HALF) << 32 | (checksum & _HALF)
+    return word - (1 << 64) if word >> 63 else word
+
+
+def split_echo(word: int) -> tuple[int, int]:
+    """Low halves of the step id and of the checksum in an ``echo_word``."""
+    return word >> 32 & _HALF, word & _HALF
+
+
+def process_start(pid: int) -> int:
+    """When ``pid`` started, in clock ticks since boot; ``ProcessLookupError`` if there is no such process."""
+    return int(_stat(pid)[19])
+
+
+def process_vitals(pid: int) -> tuple[str, int]:
+    """The kernel's letter for its state (``T``: stopped, ``Z``: ended), and the CPU time it has used, in clock ticks.
+
+    ``("X", 0)`` if there is no such process.
+    """
+    try:
+        fields = _stat(pid)
+    except ProcessLookupError:
+        return "X", 0
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on, which is the state."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(pid) from None
+    return stat.rpartition(")")[2].split()
