@@ -99,8 +99,8 @@ class Job:
         try:
             code = self.process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            left = self._abort_with_stacks()
-            raise AssertionError(f"the job runs on:\n{left}\n{self.tail()}") from None
+            stacks = self._abort_with_stacks()
+            raise AssertionError(f"the job runs on:\n{stacks}\n{self.tail()}") from None
         left = self.leftovers(deadline_s - time.monotonic())
         assert not left, f"left behind: {left}\n{self.tail()}"
         self.reader.join(5.0)

@@ -70,7 +70,7 @@ def metaspace_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-class SlowByteTokenizer(PreTrainedTokenizer):
+class SlowByteTokenizer(PreTrainedTokenizer):  # type: ignore[misc]  # transformers is not followed: its class is Any
     """A tokenizer in Python, one token per byte of UTF-8, as ByT5 has."""
 
     def __init__(self, **options: Any) -> None:
@@ -81,7 +81,8 @@ class SlowByteTokenizer(PreTrainedTokenizer):
         return 256
 
     def get_vocab(self) -> dict[str, int]:
-        return {chr(byte): byte for byte in range(256)} | self.added_tokens_encoder
+        added: dict[str, int] = self.added_tokens_encoder
+        return {chr(byte): byte for byte in range(256)} | added
 
     def _tokenize(self, text: str, **options: Any) -> list[str]:
         return [chr(byte) for byte in text.encode()]

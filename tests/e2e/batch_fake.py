@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 from tests.e2e.frontend import INFO, new_engine
 from tests.fake_engine import FakeEngine
@@ -53,8 +54,8 @@ def _tokenizer() -> Any:
 
 def job(options: Options) -> int:
     delay_s = float(os.environ.get("TEST_STEP_DELAY_S", "0"))
-    batch_run.LLM = lambda **_: FakeLLM(delay_s)  # type: ignore[misc, assignment, return-value]
-    return run_launched_batch(options.build("engine", EngineConfig), options.build("batch", BatchConfig))
+    with patch.object(batch_run, "LLM", lambda **_: FakeLLM(delay_s)):
+        return run_launched_batch(options.build("engine", EngineConfig), options.build("batch", BatchConfig))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from typing import Any
+from unittest.mock import patch
 
 from tests.e2e.frontend import new_engine
 from tp_engine.config import EngineConfig
@@ -26,8 +27,8 @@ def start_fake_engine(_config: EngineConfig, *, ends_process: bool, pulse: Pulse
 
 
 def job(options: Options) -> int:
-    lifecycle.start_engine = start_fake_engine
-    return lifecycle.serve(options.build("engine", EngineConfig), options.build("server", ServerConfig))
+    with patch.object(lifecycle, "start_engine", start_fake_engine):
+        return lifecycle.serve(options.build("engine", EngineConfig), options.build("server", ServerConfig))
 
 
 if __name__ == "__main__":

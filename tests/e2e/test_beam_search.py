@@ -237,14 +237,16 @@ def test_what_is_refused(llm: LLM, prompts: list[list[int]], params: dict[str, A
 
 def test_text_of_the_demo_model() -> None:
     """Oracles: arithmetic, and the tokenizer: the text is that of all tokens, the EOS shown only if asked for."""
-    params = {"beam_width": 3, "max_tokens": 8}
+    params: dict[str, Any] = {"beam_width": 3, "max_tokens": 8}
     with LLM(device="cpu", num_gpu_blocks_override=64, max_model_len=128) as demo:
         prompt = {"prompt_token_ids": demo.input_processor.chat_token_ids([{"role": "user", "content": "12+34="}])}
         hidden, shown = (
             demo.beam_search(prompt, BeamSearchParams(include_stop_str_in_output=flag, **params))[0].sequences
             for flag in (False, True)
         )
-        decode = demo.input_processor.tokenizer.decode
+        tokenizer = demo.input_processor.tokenizer
+        assert tokenizer is not None
+        decode = tokenizer.decode
     assert hidden[0].finish_reason == "stop" and hidden[0].text.endswith("46")
     for without, with_eos in zip(hidden, shown, strict=True):
         ends = without.finish_reason == "stop"

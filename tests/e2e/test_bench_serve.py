@@ -58,7 +58,7 @@ def test_chat_with_prompts_of_a_file(tmp_path: Path) -> None:
     """Oracle: as many tokens as the file asks for; the key reaches the server; at most one request at a time."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "hello", "output_tokens": 5}\n{"prompt": "a longer one", "output_tokens": 8}\n')
-    with running_server(new_engine(), ServerConfig(port=0, api_key="secret")) as server:
+    with running_server(new_engine(), ServerConfig(port=0, api_key=("secret",))) as server:
         code, printed, report = measured(
             server, "--endpoint", "/v1/chat/completions", "--dataset-path", str(path), "--num-prompts", "4",
             "--max-concurrency", "1", "--api-key", "secret",
@@ -71,7 +71,7 @@ def test_chat_with_prompts_of_a_file(tmp_path: Path) -> None:
 
 def test_failed_requests_are_counted_and_told() -> None:
     """Oracle: every request is refused without the key: exit code 1 and the server's words."""
-    with running_server(new_engine(), ServerConfig(port=0, api_key="secret")) as server:
+    with running_server(new_engine(), ServerConfig(port=0, api_key=("secret",))) as server:
         code, printed, report = measured(server, "--model", "demo", "--num-prompts", "3")
     assert code == 1
     assert report["results"][0]["failed"] == 3 and "HTTP 401" in printed

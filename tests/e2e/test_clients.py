@@ -128,9 +128,8 @@ def test_reasoning_and_calls_in_responses(client: openai.OpenAI) -> None:
     request: dict[str, Any] = {"model": "demo", "input": THINKS_AND_CALLS, "tools": [WEATHER]}
     whole = checked(client.responses.create(**request))
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
-    thought: Any
-    call: Any
-    thought, _, call, other = whole.output
+    items: list[Any] = [*whole.output]
+    thought, _, call, other = items
     assert thought.content[0].text == "Which city?" and whole.output_text.strip() == "I look."
     assert (call.name, call.arguments) == ("weather", '{"city": "Oslo 😀"}') and call.call_id != other.call_id
     assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
@@ -140,7 +139,7 @@ def test_reasoning_and_calls_in_responses(client: openai.OpenAI) -> None:
     assert "".join(pieces) == '{"city": "Oslo 😀"}' * 2
     assert [shown(item) for item in final.output] == [shown(item) for item in whole.output]
     results = [{"type": "function_call_output", "call_id": one.call_id, "output": "rain"} for one in (call, other)]
-    items: list[Any] = [{"role": "user", "content": "Weather?"}, *whole.output, *results]
+    items = [{"role": "user", "content": "Weather?"}, *whole.output, *results]
     items.append({"role": "user", "content": "SAY:It rains."})
     answer = client.responses.create(model="demo", input=items, tools=[WEATHER])
     assert answer.output_text == "It rains."

@@ -80,7 +80,7 @@ def test_one_bad_prompt_raises_before_anything_runs(
     """The error names the value and the rule, and no request is left behind."""
     before = llm.engine.stats()
     with pytest.raises(RequestError) as error:
-        llm.generate([PROMPTS[0], prompt], SamplingParams(**params), use_tqdm=False)  # type: ignore[list-item, arg-type]
+        llm.generate([PROMPTS[0], prompt], SamplingParams(**params), use_tqdm=False)  # type: ignore[arg-type]
     for word in words:
         assert word in str(error.value)
     assert not llm.engine.has_unfinished

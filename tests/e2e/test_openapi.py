@@ -34,6 +34,7 @@ class Client:
         """A case of schemathesis as a request."""
         request = requests.Request(**case.as_transport_kwargs(base_url="http://test")).prepare()
         body = request.body or b""
+        assert isinstance(body, str | bytes)
         exchange = self._start(request, body.encode() if isinstance(body, str) else body)
         return self._runner.run(exchange)
 
@@ -56,7 +57,8 @@ def client() -> Iterator[Client]:
 
 def operations(app: App) -> list[Any]:
     schema = schemathesis.openapi.from_dict(app.app.openapi())
-    return [result.ok() for result in schema.get_all_operations()]
+    found: list[Any] = [*schema.get_all_operations()]
+    return [result.ok() for result in found]
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])

@@ -107,8 +107,8 @@ def test_chat_stream_equals_whole(client: openai.OpenAI) -> None:
         "n": 2,
     }
     whole = client.chat.completions.create(**request)
-    texts, tokens, reasons = ["", ""], [[], []], [None, None]
-    first = {}
+    texts, tokens, reasons = ["", ""], list[list[Any]](([], [])), [None, None]
+    first: dict[Any, Any] = {}
     for chunk in client.chat.completions.create(**request, stream=True):
         assert chunk.object == "chat.completion.chunk" and chunk.model == "alias"
         for choice in chunk.choices:
@@ -275,8 +275,9 @@ def test_a_plain_socket_sees_whole_events(server: RunningServer) -> None:
 
 def test_api_key_guards_every_route_but_the_status() -> None:
     """Oracle: 401 without the key or with another, 200 with it; probes need none."""
-    with running_server(config=ServerConfig(port=0, api_key="sesame")) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"sesame"}):
+    with running_server(config=ServerConfig(port=0, api_key=("sesame",))) as server:
+        refused: list[Any] = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": b"sesame"}]
+        for headers in refused:
             for method, path in (
                 ("GET", "/v1/models"),
                 ("POST", "/v1/completions"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from tp_engine.server.state import ServerState
 
 DEADLINE_S = 60.0
 NUM_STREAMS = 300
-Message = dict[str, Any]
+Message = MutableMapping[str, Any]
 
 
 class Client:
@@ -31,7 +31,7 @@ class Client:
     def __init__(self, app: FastAPI, method: str, path: str, body: object = None) -> None:
         self._app = app
         self._body = b"" if body is None else json.dumps(body).encode()
-        self._scope = {
+        self._scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "server": ("test", 80),
             "headers": [(b"content-length", str(len(self._body)).encode())], "client": ("127.0.0.1", 1),

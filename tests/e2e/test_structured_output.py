@@ -112,10 +112,12 @@ class Oracle:
 def library_grammar(params: StructuredOutputsParams) -> str:
     """Written with the library's own functions."""
     if params.json is not None:
-        return str(llguidance.LLMatcher.grammar_from_json_schema(params.json, {"whitespace_flexible": False}))
+        schema = params.json if isinstance(params.json, str) else dict(params.json)
+        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False}))
     if params.regex is not None:
         return str(llguidance.LLMatcher.grammar_from_regex(params.regex))
-    return str(llguidance.grammar_from("choice" if params.choice else "grammar", params.choice or params.grammar))
+    text: Any = params.choice or params.grammar
+    return str(llguidance.grammar_from("choice" if params.choice else "grammar", text))
 
 
 def test_tokens_are_those_of_masked_full_logits(llm: LLM, two_ranks: LLM, folder: Path) -> None:

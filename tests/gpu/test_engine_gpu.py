@@ -124,5 +124,5 @@ def test_preempted_requests_get_their_tokens(folder: Path) -> None:
 def test_ranks_on_one_gpu_give_the_tokens_of_one_rank(folder: Path, size: int, all_reduce: str) -> None:
     """Oracle: one rank, in fp32; the ranks' tensors meet on the host, or in memory that they share on the GPU."""
     one = generated(folder, GREEDY, dtype="float32")
-    options = {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
+    options: dict[str, Any] = {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
     assert generated(folder, GREEDY, dtype="float32", **options) == one

@@ -19,8 +19,7 @@ from tp_engine.ranks.reduce_plan import why_not
 from tp_engine.ranks.store import launched_store
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator, probe_machine
 
-LAUNCHED = env.launched_rank()
-assert LAUNCHED is not None, "run this through scripts/test_multi_gpu"
+LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")
 WORLD_SIZE = LAUNCHED.world_size
 LARGEST_BYTES = 48 << 20
 

@@ -28,8 +28,7 @@ from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
 from tp_engine.worker import worker
 
-LAUNCHED = env.launched_rank()
-assert LAUNCHED is not None, "run this through scripts/test_multi_gpu"
+LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")
 PROMPTS = [[5, 9, 13, 7], list(range(20, 60)), [100, 3, 50], [7] * 17]
 
 

@@ -20,6 +20,7 @@ from tp_engine.kernels.native.exchange import NativeExchange
 from tp_engine.kernels.native.library import native_library
 from tp_engine.progress import RankProgress
 from tp_engine.ranks import groups, shared_memory
+from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
@@ -74,14 +75,14 @@ def share(
     return made
 
 
-def exact(shared: SharedMemoryCommunicator, library: groups.Communicator) -> str:
+def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
     """Compare every size and type with the rank-ordered sum of what gloo gathers; a digest of all results."""
     digest = hashlib.sha256()
     generator = torch.Generator().manual_seed(shared.info.rank)
     for dtype in DTYPES:
         for size in SIZES:
             mine = torch.randn(size, generator=generator).to(dtype)
-            expected = rank_ordered_sum(list(library.all_gather(mine).split(size)))
+            expected = rank_ordered_sum(list(torch.split(library.all_gather(mine), size)))
             for _ in range(3):
                 found = mine.clone()
                 assert shared.all_reduce(found) is found
@@ -120,4 +121,5 @@ def forsaken(shared: SharedMemoryCommunicator) -> str:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
+    rank, world_size, port = map(int, sys.argv[1:4])
+    main(rank, world_size, port, sys.argv[4])

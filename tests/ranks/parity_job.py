@@ -19,7 +19,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.start import serve_rank
 from tp_engine.outputs import RequestOutput
 
-BEAMS = {"beam_width": 3, "max_tokens": 6}
+BEAMS: dict[str, Any] = {"beam_width": 3, "max_tokens": 6}
 
 
 def run_case(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:

@@ -59,17 +59,17 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 def test_equal_inputs_are_found_equal(folder: Path) -> None:
     """Oracle: the tokens of a run without the comparison; chunked prefill, several requests."""
     prompts = [list(range(5, 25)), [9, 9, 9], [7]]
-    with LLM(str(folder), **{**OPTIONS, "tensor_parallel_size": 1}) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), **{**OPTIONS, "tensor_parallel_size": 1}) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     checked = {**OPTIONS, "check_inputs": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
-    with LLM(str(folder), **checked) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), **checked) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     assert found == expected
 
 
 def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
     """Oracle: rank 0's own table is tampered with, as a wrong plan would; with the comparison the step ends the job."""
-    with LLM(str(folder), **OPTIONS, check_inputs=True) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), **OPTIONS, check_inputs=True) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         llm.engine._worker._runner._batch._token_ids.fill_(3)  # type: ignore[union-attr]
         llm.engine._worker._runner._batch.apply = lambda plan: None  # type: ignore[method-assign, union-attr]
@@ -80,7 +80,7 @@ def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
 
 def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> None:
     """Oracle: rank 0 sends a step five too high; rank 1 refuses it, and its error is rank 0's."""
-    with LLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), **OPTIONS) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         expected = llm.engine._scheduler.next_step_id
         llm.engine._publish(StepPlan(step_id=expected + 5))

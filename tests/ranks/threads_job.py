@@ -35,8 +35,8 @@ def saying_threads(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def main(model: str) -> None:
     """One short request."""
     os.sched_getaffinity = lambda _pid: set(range(NUM_CORES))
-    worker.load_weights = saying_threads("loading", worker.load_weights)
-    worker.Worker.execute = saying_threads("serving", worker.Worker.execute)  # type: ignore[method-assign]
+    for owner, name, act in ((worker, "load_weights", "loading"), (worker.Worker, "execute", "serving")):
+        setattr(owner, name, saying_threads(act, getattr(owner, name)))
     options: dict[str, Any] = {"model": model, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
     launched = env.launched_rank()
     if launched is not None and launched.rank > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -20,6 +20,7 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.plan import IntArray
 from tp_engine.ranks.groups import RankGroups
+from tp_engine.sampling.choice import KernelSampler
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.state import SamplingState
@@ -30,7 +31,7 @@ from tp_engine.worker.graph_recorder import RepeatingRecorder
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)
 RECORDED = GraphPlan(sizes=(1, 2, 4), make_recorder=RepeatingRecorder)
-SAMPLING = (
+SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.8, "top_k": 5, "seed": 4},
@@ -42,7 +43,12 @@ KINDS = {StepKind(ranked=True, penalised=True): False, StepKind(ranked=True): Tr
 
 def generate(folder: Path) -> list[list[int]]:
     """Chunked prefills beside decodes, and sequences that end at different steps."""
-    options = {"max_model_len": 64, "num_gpu_blocks_override": 32, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    options: dict[str, Any] = {
+        "max_model_len": 64,
+        "num_gpu_blocks_override": 32,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+    }
     params = [
         SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
         for count, sampling in zip(NUM_TOKENS, SAMPLING, strict=True)
@@ -64,6 +70,7 @@ class CountedDecodes(CapturedDecodes):
         self.ends.append("recordings")
 
     def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
+        assert isinstance(self._sampler, KernelSampler)
         kind = self._sampler.device.kind_of(rows, positions)
         with patch.object(self._sampler, "sample", side_effect=self._sampler.sample) as launched:
             result = super().run(rows, positions, epoch)

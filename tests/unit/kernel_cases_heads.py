@@ -128,8 +128,8 @@ def check_width(device: str, num_heads: int, num_kv_heads: int, head_dim: int, d
     num_all = num_heads + 2 * num_kv_heads
     wide = random((5, num_all + 1, head_dim), dtype, device)
     heads, weights = wide[:, :num_all], random((num_heads + num_kv_heads, head_dim), dtype, device, 1)
-    sizes = (num_heads, num_kv_heads)
-    parts = heads[:, : sum(sizes)].double().split(sizes, 1)
+    sizes = [num_heads, num_kv_heads]
+    parts = torch.split(heads[:, : sum(sizes)].double(), sizes, 1)
     squares = torch.stack([part.square().sum((1, 2)) for part in parts], 1)
     find_squares, plain_squares = both("head_squares")
     found = find_squares(heads, *sizes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from tests.tiny_models import make_checkpoint
@@ -23,7 +24,7 @@ def main() -> None:
         patch("tp_engine.layers.context.op", lambda name, device_type: implementation(name, "triton")),
         patch("tp_engine.worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
     ):
-        shape = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+        shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
         two_layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
         folder = make_checkpoint(Path(name) / "model", **shape, **WINDOWED | two_layers)
         grouped = Engine(folder, TritonBackend)

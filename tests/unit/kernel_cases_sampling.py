@@ -168,7 +168,7 @@ def check_noise(device: str) -> None:
     torch.testing.assert_close(noisy, expected, rtol=tolerance, atol=tolerance)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def noise_probe(token_ids, seeds, positions, hashed, noisy, num_ids, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """One program: the hashes and the noise of all ids for one row."""
     row = tl.program_id(0)

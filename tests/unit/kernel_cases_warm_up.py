@@ -115,7 +115,7 @@ def check(make_llm: Callable[[], LLM]) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        shape = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
+        shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 32, "head_dim": 16}
         folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, **shape)
         check(lambda: LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS))
     print(AGREEMENT)

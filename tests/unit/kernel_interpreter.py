@@ -33,7 +33,8 @@ def round_as_a_device_does() -> None:
 
     def convert_exactly(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         if source not in _TYPES or target not in _TYPES:
-            return convert(data, source, target, rounding)
+            converted: np.ndarray = convert(data, source, target, rounding)
+            return converted
         values = torch.from_numpy(np.ascontiguousarray(data)).view(_TYPES[source])
         rounded = values.to(torch.float32).to(_TYPES[target]).view(_SAME_SIZE[_TYPES[target].itemsize])
         return rounded.numpy().reshape(data.shape)

@@ -90,7 +90,7 @@ class SimulatedGroup:
 
 def on_ranks(world_size: int, act: Callable[[SimulatedGroup], Any]) -> list[Any]:
     """What ``act`` returned or raised on each rank."""
-    meeting, results = _Meeting(world_size), [None] * world_size
+    meeting, results = _Meeting(world_size), list[Any]([None] * world_size)
 
     def run(rank: int) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.native.library import native_library
 
-BACKENDS = {"torch": TorchBackend, "native": NativeBackend}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend, "native": NativeBackend}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -25,8 +27,7 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     """A new backend of each kind that runs here."""
     if request.param == "native" and native_library() is None:
         pytest.skip("the native kernels can not be built here")
-    made: AttentionBackend = BACKENDS[request.param]()
-    return made
+    return BACKENDS[request.param]()
 
 
 def shape_of(
@@ -145,7 +146,9 @@ def test_inputs_may_be_slices_of_merged_projections(backend: AttentionBackend) -
     batch = make_batch(MIXED, shape_of(4, 2, 16))
     expected = batch.attend(backend)
     merged = torch.cat([states.flatten(1) for states in (batch.query, batch.key, batch.value)], dim=1)
-    batch.query, batch.key, batch.value = (part.unflatten(1, (-1, 16)) for part in merged.split([64, 32, 32], dim=1))
+    batch.query, batch.key, batch.value = (
+        part.view(len(part), -1, 16) for part in torch.split(merged, [64, 32, 32], dim=1)
+    )
     torch.testing.assert_close(batch.attend(backend), expected, rtol=0, atol=1e-6)
 
 

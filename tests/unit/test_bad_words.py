@@ -25,7 +25,9 @@ class OnlyThese:
     """A grammar's place that always allows the same tokens, and refuses 9."""
 
     def __init__(self, allowed: Sequence[int]) -> None:
-        self.allowed, self.is_over, self.error = allowed, False, None
+        self.allowed = allowed
+        self.is_over = False
+        self.error: str | None = None
 
     def start(self, *, ignore_eos: bool) -> OnlyThese:
         return self

@@ -20,7 +20,7 @@ from tp_engine.api.batch_job.source import Source
 from tp_engine.errors import ConfigError, RequestError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},

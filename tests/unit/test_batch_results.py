@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,12 +223,13 @@ def test_reading_ahead_is_bounded_and_in_order() -> None:
 def test_reading_ahead_ends_early_and_with_errors() -> None:
     """Oracle: the thread has gone; an error comes after the items before it."""
 
-    def failing() -> object:
+    def failing() -> Iterator[Item]:
         yield Item(1)
         raise ConfigError("damaged")
 
-    with ReadAhead(failing(), max_items=5, max_bytes=100) as ahead:  # type: ignore[arg-type, var-annotated]
-        assert ahead.get(5.0).number == 1
+    with ReadAhead(failing(), max_items=5, max_bytes=100) as ahead:
+        first = ahead.get(5.0)
+        assert first is not None and first.number == 1
         with pytest.raises(ConfigError, match="damaged"):
             ahead.get(5.0)
     endless = ReadAhead((Item(1) for _ in iter(int, 1)), max_items=5, max_bytes=100)

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from bench_offline import parse_arguments
 from benchmarks.offline import contenders
 from benchmarks.offline.engines import (
     Engine,
@@ -20,6 +20,7 @@ from benchmarks.offline.engines import (
     dummy_weights,
     save_dummy_checkpoint,
 )
+from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
 from benchmarks.shapes import DUMMY_SHAPES, add_tokenizer, qwen3_config
@@ -125,7 +126,7 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
     roofline = 6 / workload_s(COST, Ceilings(bytes_per_s=1e3), work)
     assert result["roofline"] == {"tokens_per_s": pytest.approx(roofline, rel=0.01)}
     assert result["engines"]["ours"]["share_of_roofline"] == pytest.approx(3.0 / roofline, rel=0.01)
-    facts = {"torch": "", "threads": 1, "machine": "", "dtype": "", "shape": "", "bandwidth": "read"}
+    facts: dict[str, Any] = {"torch": "", "threads": 1, "machine": "", "dtype": "", "shape": "", "bandwidth": "read"}
     facts |= {"read_gb_per_s": 1, "decode_roofline_ms": 1, "failures": {"x": "y"}, "workloads": [result]}
     print_table(facts)
     assert "1.50x theirs; 100% of the answers equal" in capsys.readouterr().out

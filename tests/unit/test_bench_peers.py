@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench_offline import main, parse_arguments
+from bench_offline import main
 from benchmarks.machine import cpu_matmul_rate
 from benchmarks.offline.gguf_checkpoint import gguf_name, interleave, read_checkpoint
+from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.peer_side import link_with_tokenizer
 from benchmarks.offline.peers import Found, PeerProcess, faster_libraries, find_peer, peer_environment
 from benchmarks.shapes import qwen3_config
@@ -219,7 +220,8 @@ def tiny_llama(folder: Path) -> dict[str, torch.Tensor]:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
-    return model.state_dict()
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
 
 
 def test_a_checkpoint_read_without_torch(tmp_path: Path) -> None:

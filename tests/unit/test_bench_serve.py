@@ -7,6 +7,7 @@ import json
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,12 +86,13 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
 
 def test_random_prompts() -> None:
     """Oracle: lengths within the ratio, ids below the vocabulary, a shared prefix, fresh prompts for a fresh seed."""
-    sizes = {"input_len": 100, "output_len": 50, "range_ratio": 0.2, "prefix_len": 7, "vocab_size": 300}
+    sizes: dict[str, Any] = {"input_len": 100, "output_len": 50, "range_ratio": 0.2, "prefix_len": 7, "vocab_size": 300}
     requests = random_requests(500, 0, **sizes)
     lengths = [len(request.prompt) - 7 for request in requests]
     assert (min(lengths), max(lengths)) == (80, 120)
     assert {request.max_tokens for request in requests} == set(range(40, 61))
-    assert max(max(request.prompt) for request in requests) < 300
+    prompts: list[Any] = [request.prompt for request in requests]
+    assert max(map(max, prompts)) < 300
     assert len({tuple(request.prompt[:7]) for request in requests}) == 1
     assert requests != random_requests(500, 1, **sizes) and requests == random_requests(500, 0, **sizes)
 

@@ -33,12 +33,12 @@ def seat(batch: Batch, sequence: Sequence) -> list[int]:
     length, num_shared = len(sequence.token_ids), len(hits.shared.table)
     batch.enter([Entry(sequence, hits.shared, hits.num_tokens, length, None, num_shared, hits.place)], 1)
     batch.blocks.check_integrity()
-    return hits.shared.held.tolist()
+    return list(map(int, hits.shared.held))
 
 
 def find(batch: Batch, sequence: Sequence) -> list[int]:
     """The cached blocks of a waiting sequence."""
-    return batch.blocks.find_hits(sequence).shared.held.tolist()
+    return list(map(int, batch.blocks.find_hits(sequence).shared.held))
 
 
 def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:

@@ -180,6 +180,13 @@ def test_llama_calls() -> None:
     serve(speaking(text), scenario, ServerConfig(enable_auto_tool_choice=True, tool_call_parser="llama3_json"))
 
 
+def forced_schema(app: App) -> Any:
+    """The JSON schema that the engine was told to keep to."""
+    wanted = last_request(app).params.structured_outputs
+    assert wanted is not None and isinstance(wanted.json, str)
+    return json.loads(wanted.json)
+
+
 def test_forced_calls() -> None:
     """Oracle: by hand; the engine is given the schema, and neither needs a parser of the model's own format."""
 
@@ -187,7 +194,7 @@ def test_forced_calls() -> None:
         expected = {"content": "", "reasoning": "", "calls": [["get_time", '{"a": 1}']], "finish_reason": "tool_calls"}
         assert whole((await app.post(CHAT, body(tool_choice="required"))).json()) == expected
         assert joined((await app.post(CHAT, body(tool_choice="required", stream=True))).events) == expected
-        schema = json.loads(last_request(app).params.structured_outputs.json)
+        schema = forced_schema(app)
         names = [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]]
         assert (schema["type"], schema["minItems"], names) == ("array", 1, [["get_weather"], ["get_time"]])
 
@@ -196,7 +203,7 @@ def test_forced_calls() -> None:
         expected = {"content": "", "reasoning": "", "calls": [["get_weather", ARGUMENTS]], "finish_reason": "stop"}
         assert whole((await app.post(CHAT, body(tool_choice=choice))).json()) == expected
         assert joined((await app.post(CHAT, body(tool_choice=choice, stream=True))).events) == expected
-        assert json.loads(last_request(app).params.structured_outputs.json) == PARAMETERS
+        assert forced_schema(app) == PARAMETERS
 
     serve(speaking('[{"name": "get_time", "parameters": {"a": 1}}]'), required, ServerConfig())
     serve(speaking(ARGUMENTS), named, ServerConfig())
@@ -302,9 +309,9 @@ def test_the_official_client_joins_the_stream() -> None:
     """Oracle: the client's own answer without a stream, but for the ids."""
 
     async def scenario(app: App) -> None:
-        transport = httpx.ASGITransport(app.app)
+        http_client: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
         async with openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="x", max_retries=0, http_client=httpx.AsyncClient(transport=transport)
+            base_url="http://test/v1", api_key="x", max_retries=0, http_client=http_client
         ) as client:
             request: Any = {"model": "demo", "messages": [QUESTION], "tools": TOOLS}
             expected = (await client.chat.completions.create(**request)).choices[0]
@@ -316,7 +323,7 @@ def test_the_official_client_joins_the_stream() -> None:
             assert choice.message.content == expected.message.content
             assert choice.message.model_extra == {"reasoning_content": "A tool.", "reasoning": "A tool."}
             calls, others = choice.message.tool_calls or [], expected.message.tool_calls or []
-            assert [call.function.name for call in calls] == [call.function.name for call in others]  # type: ignore[union-attr]
+            assert [call.function.name for call in calls] == [call.function.name for call in others]
             assert [call.function.arguments for call in calls] == [ARGUMENTS, ARGUMENTS]
             # What came is sent back with the tools' answers, as every client does.
             results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in calls]

@@ -129,7 +129,7 @@ def test_the_doctor_s_exit_code_tells_of_missing_things(
             raise metadata.PackageNotFoundError(name)
         return "1.9" if name == "numpy" else real(name)
 
-    monkeypatch.setattr(findings.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "xxhash is not installed" in printed and "pip install 'numpy>=2.0' 'xxhash>=3.5'" in printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
 
 # (query heads, KV heads, layers, head_dim, max_position_embeddings, parameters in 1e9) of the published checkpoints.
-GOLDEN = {
+GOLDEN: dict[str, tuple[int, int, Any, Any, int, float]] = {
     str(DEMO_MODEL): (8, 4, None, None, 1024, 0.004),
     "Qwen/Qwen3-0.6B": (16, 8, 28, 128, 40960, 0.75),
     "Qwen/Qwen3-32B": (64, 8, 64, 128, 40960, 32.8),
@@ -64,6 +65,7 @@ def test_weights_and_one_longest_request_fit(path: Path) -> None:
     """Oracle: arithmetic; 2 bytes per value, 10 % of the granted memory left for activations."""
     config, _, _ = load(path)
     _, num_kv_heads, num_layers, head_dim, _, billions = GOLDEN[config.model]
+    assert config.max_model_len is not None and config.gpu_memory_utilization is not None
     local_kv_heads = ceil_div(num_kv_heads, config.tensor_parallel_size)
     token_bytes = 2 * num_layers * local_kv_heads * head_dim * 2
     weight_bytes = billions * 1e9 * 2 / config.tensor_parallel_size

@@ -208,7 +208,7 @@ def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> N
         )
         for row in range(3)
     )
-    chunk = {"prefill_tokens": np.array([9], dtype=np.int32), "prefill_samples": np.array([True])}
+    chunk: dict[str, Any] = {"prefill_tokens": np.array([9], dtype=np.int32), "prefill_samples": np.array([True])}
     plan = StepPlan(step_id=1, admitted=admitted, decode_rows=rows[:2], prefill_rows=rows[2:], **chunk)
     batch.apply(plan)
     counter = batch.row_tables().num_computed
@@ -235,9 +235,9 @@ def test_padded_step() -> None:
             batch.advance(inputs, torch.zeros(len(plan.sampled_rows), dtype=torch.int32))
     before = batch.num_computed.copy()
     batch.decodes.set_rows(np.array([3, 0], dtype=np.int32), 4)
-    inputs = batch.decodes.prepare(4)
-    (metadata,) = batch.decodes.metadata(inputs, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
-    assert inputs.seq_lens.tolist() == metadata.host_seq_lens.tolist() and metadata.is_padded
+    padded = batch.decodes.prepare(4)
+    (metadata,) = batch.decodes.metadata(padded, np.append(before[[3, 0]] + 1, [0, 0]).astype(np.int32))
+    assert padded.seq_lens.tolist() == metadata.host_seq_lens.tolist() and metadata.is_padded
     assert metadata.slot_mapping.tolist()[2:] == [-1, -1]
     batch.decodes.advance(4, torch.tensor([7, 8, 9, 9], dtype=torch.int32))
     before[[3, 0]] += 1

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_offline import parse_arguments as parse_offline
 from bench_steps import parse_arguments as parse_steps
+from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
 from gpu import check
 from gpu.figures import Figure, figures_of

@@ -42,7 +42,7 @@ def allowed(mask: IntArray) -> list[int]:
 
 def walk(matcher: GrammarMatcher, rng: random.Random, max_tokens: int = MAX_TOKENS) -> list[int]:
     """Random tokens among the allowed ones, EOS where it may be with a chance of a half, until nothing may follow."""
-    fill, tokens = MaskFiller(), []
+    fill, tokens = MaskFiller(), list[int]()
     while not matcher.is_over:
         assert len(tokens) < max_tokens, "the grammar does not end"
         choices = allowed(fill([matcher])[0])

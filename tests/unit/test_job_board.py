@@ -92,7 +92,7 @@ def test_lines_and_phases_that_have_no_word_share_one() -> None:
     assert (slot.records == -1).all()
     slot.note_memory(lines)
     slot.note_startup({"pinning": 0.0})
-    assert (slot.memory, slot.startup_s) == (lines, {OTHER: pytest.approx(1e-6)})
+    assert slot.memory == lines and slot.startup_s == pytest.approx({OTHER: 1e-6})
 
 
 def test_a_board_without_its_owner_can_not_be_opened() -> None:

@@ -83,7 +83,7 @@ def test_add(dtype: torch.dtype, size: tuple[int, int], scale: float) -> None:
     exact = residual.double() + x.double() * scale
 
     def added(add: Callable[..., None]) -> torch.Tensor:
-        own = residual.clone()
+        own: torch.Tensor = residual.clone()
         add(x, own, scale)
         return own
 
@@ -91,7 +91,7 @@ def test_add(dtype: torch.dtype, size: tuple[int, int], scale: float) -> None:
     rule = NormRule(torch.randn(size[1]).to(dtype), EPS, 1.0)
 
     def summed(add_norm: Change) -> torch.Tensor:
-        own = residual.clone()
+        own: torch.Tensor = residual.clone()
         add_norm(x, own, rule, scale)
         return own
 

@@ -66,7 +66,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         wide = values.double()
         return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
 
-    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    close: dict[str, Any] = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(norm(x).double(), formula(x), **close)
     joined = Join(None, norm, 1.0, context=context)(x, residual)
     torch.testing.assert_close(joined.double(), formula(total), **close)
@@ -105,6 +105,7 @@ def test_vocabulary_layers(vocab_size: int, world_size: int) -> None:
             communicator=communicator, dtype=torch.float32, device=CPU, format_of=choose_formats(None)
         )
         embedding = VocabParallelEmbedding(vocab_size, 8, context=context)
+        assert embedding.weight is not None
         rows = embedding.weight.shape[0]
         padded = torch.cat((table, torch.zeros(rows * world_size - vocab_size, 8)))
         embedding.weight.copy_(padded[communicator.info.rank * rows :][:rows])
@@ -134,11 +135,12 @@ def test_row_parallel_bias_is_added_once() -> None:
         )
         layer = RowParallelLinear(12, 6, bias=True, context=context)
         part = slice(communicator.info.rank * 4, communicator.info.rank * 4 + 4)
-        assert layer.weight is not None and layer.bias is not None
+        assert isinstance(layer.weight, torch.Tensor) and layer.bias is not None
         layer.weight.copy_(weight[:, part])
         layer.bias.copy_(bias)
         layer.finish_loading()
-        return layer(x[:, part])
+        out: torch.Tensor = layer(x[:, part])
+        return out
 
     for result in run_ranks(3, body):
         torch.testing.assert_close(result, F.linear(x, weight, bias))
@@ -150,7 +152,7 @@ def test_row_parallel_bias_is_added_once() -> None:
 def test_fresh_attention(window: int | None, softcap: float | None, has_sinks: bool, longest: int) -> None:
     """Oracle: softmax over explicit scores, token by token and head by head."""
     sinks = torch.tensor([-4.0, 0.0, 1.0, 5.0]) if has_sinks else None
-    rule = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
+    rule: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
     lengths, shape = (3, 1, longest), AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, **rule)
     query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
     found = attend_fresh(query, KeyValue(key, value), prefill_metadata(lengths), shape)

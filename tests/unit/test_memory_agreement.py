@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from tp_engine.errors import MemoryBudgetError
 from tp_engine.worker.memory_agreement import Agreement, agree_on_blocks
 
 
-def agree(locals_: list[int | Exception]) -> list[Agreement | Exception]:
+def agree(locals_: Sequence[int | Exception]) -> list[Any]:
     """``agree_on_blocks`` on one rank per entry."""
 
     def act(group: SimulatedGroup) -> Agreement:
@@ -25,7 +27,7 @@ def agree(locals_: list[int | Exception]) -> list[Agreement | Exception]:
 def test_agreement_is_the_minimum(seed: int) -> None:
     """Oracle: min, max and index of the minimum."""
     generator = random.Random(seed)
-    blocks: list[int | Exception] = [generator.choice([1, 5, 10**6, 2**40]) for _ in range(generator.randint(1, 8))]
+    blocks = [generator.choice([1, 5, 10**6, 2**40]) for _ in range(generator.randint(1, 8))]
     wanted = Agreement(num_blocks=min(blocks), largest=max(blocks), limiting_rank=blocks.index(min(blocks)))
     assert agree(blocks) == [wanted] * len(blocks)
 

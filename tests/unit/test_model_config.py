@@ -155,7 +155,7 @@ def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], named:
 
 def test_options_that_ask_for_nothing_pass() -> None:
     """Oracle: the same configuration without them."""
-    extra = {"quantization_config": None, "use_mrope": False, "attention_dropout": 0.1, "auto_map": {}}
+    extra: dict[str, Any] = {"quantization_config": None, "use_mrope": False, "attention_dropout": 0.1, "auto_map": {}}
     assert read_model(llama(**extra)) == read_model(llama())
 
 

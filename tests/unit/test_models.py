@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from tests.families import FAMILIES
 from tests.simulated_ranks import run_ranks
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.layers.formats import dense
 from tp_engine.layers.forward_context import forward_context
@@ -71,7 +71,7 @@ class NoBackend:
         raise AssertionError
 
 
-NO_BACKENDS = [NoBackend()] * MAX_GROUPS
+NO_BACKENDS = [cast(AttentionBackend, NoBackend())] * MAX_GROUPS
 
 
 def prefill_metadata(lengths: tuple[int, ...]) -> AttentionMetadata:

@@ -73,7 +73,7 @@ def test_streams_equal_the_output_and_the_text(text: str) -> None:
 @pytest.mark.parametrize("include", [True, False])
 def test_text_of_stop_tokens(skip: bool, include: bool) -> None:
     """EOS is shown only where special tokens are and the stop is asked for; so is an ordinary stop token."""
-    shown = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
+    shown: dict[str, Any] = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
     eos = Job(ids_of("the"), make_request(**shown)).outputs["r"].outputs[0]
     assert eos.text == ("the</s>" if include and not skip else "the")
     stop_id = ids_of("x")[0]

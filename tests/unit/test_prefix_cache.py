@@ -21,12 +21,12 @@ def publish(cache: PrefixCache, blocks: list[int], data: bytes, place: Place = "
     """Insert blocks that follow ``place``; returns those added and the place behind the last."""
     added, place = cache.insert(np.array(blocks, dtype=np.intp)[:, None], place, data)
     cache.check_integrity()
-    return added.tolist(), place
+    return list(map(int, added)), place
 
 
 def match(cache: PrefixCache, data: bytes, salt: str = "", max_blocks: int = 99) -> list[int]:
     """The cached blocks of a sequence."""
-    return cache.match(salt, data, max_blocks)[0][:, 0].tolist()
+    return list(map(int, cache.match(salt, data, max_blocks)[0][:, 0]))
 
 
 def insert_tail(cache: PrefixCache, block: int, place: Place, data: bytes) -> bool:
@@ -227,12 +227,12 @@ def publish_groups(cache: PrefixCache, blocks: list[list[int]], data: bytes, pla
     """Insert logical blocks; those added."""
     added, _ = cache.insert(np.array(blocks, dtype=np.intp), place, data)
     cache.check_integrity()
-    return added.tolist()
+    return list(map(int, added))
 
 
 def match_groups(cache: PrefixCache, data: bytes, salt: str = "") -> list[list[int]]:
     """The known logical blocks of a sequence, -1 where one is missing."""
-    return cache.match(salt, data, 99)[0].tolist()
+    return [list(map(int, row)) for row in cache.match(salt, data, 99)[0]]
 
 
 def test_a_windows_block_leaves_a_gap_that_is_filled_again() -> None:

@@ -185,10 +185,10 @@ def test_a_called_reader_has_a_moment_until_the_message_is_there(monkeypatch: py
     reader = RingReader(writer.name, 0)
     monkeypatch.setattr(reader._call_spin, "begin", begin)
     writer.call()
-    assert (reader.read(1.0), len(calls)) == (b"slow", 1)
+    assert reader.read(1.0) == b"slow" and len(calls) == 1
     writer.call()
     writer.write(b"quick, in pieces of sixteen", 1.0)
-    assert (reader.read(1.0), len(calls)) == (b"quick, in pieces of sixteen", 1)
+    assert reader.read(1.0) == b"quick, in pieces of sixteen" and len(calls) == 1
     reader.close()
     writer.close()
 
@@ -319,8 +319,9 @@ def test_missing_readers_are_named_and_may_still_come() -> None:
         writer.wait_attached(0.1)
     readers += [RingReader(writer.name, 0), RingReader(writer.name, 2)]
     writer.wait_attached(1.0)
-    for end in (writer, *readers):
-        end.close()
+    writer.close()
+    for reader in readers:
+        reader.close()
 
 
 def test_signal_does_not_shorten_a_wait(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:

@@ -99,8 +99,8 @@ def test_top_p_over_a_large_vocabulary_is_the_same_ranked_or_sorted(spread: floa
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(5)) * spread
     rows, positions = np.arange(6, dtype=np.int32), np.full(6, 2, np.int32)
     for seed in range(5):
-        nucleus = [RowSampling(temperature=1.0, top_p=0.9, seed=seed + row) for row in rows]
-        by_sort = [RowSampling(temperature=1.0, top_p=0.9, top_k=vocab - 1, seed=seed + row) for row in rows]
+        nucleus = [RowSampling(temperature=1.0, top_p=0.9, seed=seed + row) for row in range(6)]
+        by_sort = [RowSampling(temperature=1.0, top_p=0.9, top_k=vocab - 1, seed=seed + row) for row in range(6)]
         short, _ = sampler_for(nucleus, vocab).sample(logits, rows, positions)
         full, _ = sampler_for(by_sort, vocab).sample(logits, rows, positions)
         assert torch.equal(short, full)

@@ -15,7 +15,7 @@ from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 
-FOREVER = {"ignore_eos": True, "max_tokens": None}
+FOREVER: dict[str, Any] = {"ignore_eos": True, "max_tokens": None}
 
 
 def shape(plan: StepPlan | None) -> tuple[list[int], list[tuple[int, int, bool]]]:

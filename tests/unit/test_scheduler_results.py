@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -55,7 +57,7 @@ def feed(scheduler: Scheduler, *token_ids: int) -> list[SequenceDelta]:
     ],
 )
 def test_how_a_sequence_ends(
-    params: dict[str, object], tokens: list[int], reason: FinishReason, stop_reason: int | None
+    params: dict[str, Any], tokens: list[int], reason: FinishReason, stop_reason: int | None
 ) -> None:
     """By the rules, with 2 prompt tokens and max_model_len 16: it ends with exactly the last of these tokens."""
     scheduler = Scheduler(limits(max_model_len=16))
@@ -117,8 +119,8 @@ def table(values: list[list[int]]) -> TokenLogprobs:
 def test_logprobs_reach_their_rows_past_an_aborted_one() -> None:
     """By hand: three rows ask for 2, 0 and none; the first is aborted before its result."""
     scheduler = Scheduler(limits())
-    for name, logprobs in (("a", 2), ("b", 0), ("c", None), ("d", 1)):
-        add(scheduler, [1, 2], name, logprobs=logprobs, max_tokens=5)
+    for name, num_logprobs in (("a", 2), ("b", 0), ("c", None), ("d", 1)):
+        add(scheduler, [1, 2], name, logprobs=num_logprobs, max_tokens=5)
     plan = scheduler.schedule()
     assert plan is not None
     rows = len(plan.sampled_rows)

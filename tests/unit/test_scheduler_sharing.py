@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.scheduler_harness import RandomLoad, Simulation, limits
@@ -9,7 +11,7 @@ from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
 
 ROOMY = limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=512)
-ENDLESS = {"ignore_eos": True}
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 def test_shared_prefix_is_computed_once() -> None:

@@ -20,7 +20,7 @@ LIMITS = SchedulerLimits(
 def unpack(grid: PoolGrid) -> list[int]:
     packed = np.frombuffer(grid.cells, dtype=np.uint8)
     cells = np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1).reshape(-1)
-    return cells[: grid.num_cells].tolist()
+    return list(map(int, cells[: grid.num_cells]))
 
 
 def expected_states(simulation: Simulation) -> list[int]:

@@ -4,6 +4,7 @@ what each group may read."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tp_engine.errors import RequestError
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.sched.view import ViewLimits
 
-ENDLESS = {"ignore_eos": True}
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 def table(simulation: Simulation, row: int = 0) -> list[list[int]]:

@@ -179,12 +179,13 @@ def test_generation_defaults_by_source(tmp_path: Path) -> None:
 def test_a_default_of_max_tokens_is_a_limit() -> None:
     """Oracle: vLLM's rule: the smaller of what is asked and the default."""
     limit = {"max_tokens": 7}
-    chat = ChatBody(messages=[{"role": "user", "content": "x"}])
+    chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]})
     assert chat_params(chat, limit).max_tokens == 7
     assert chat_params(chat.model_copy(update={"max_tokens": 3}), limit).max_tokens == 3
     assert chat_params(chat.model_copy(update={"max_tokens": 30}), limit).max_tokens == 7
-    assert completion_params(CompletionBody(prompt="x"), limit).max_tokens == 7
-    assert completion_params(CompletionBody(prompt="x"), {"max_tokens": 70}).max_tokens == 16
+    completion = CompletionBody.model_validate({"prompt": "x"})
+    assert completion_params(completion, limit).max_tokens == 7
+    assert completion_params(completion, {"max_tokens": 70}).max_tokens == 16
 
 
 def test_a_port_is_bound_as_before() -> None:

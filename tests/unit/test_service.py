@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -327,7 +328,7 @@ def test_finish_reasons_cover_the_fake_engine() -> None:
     engine.add_request(request("eos", [4]))
     engine.add_request(request("stop", [4], stop_token_ids=[4]))
     engine.add_request(request("length", [4], max_tokens=1))
-    ends = {}
+    ends: dict[str, Any] = {}
     while engine.has_unfinished:
         ends |= {d.request_id: (d.finish_reason, d.stop_reason) for d in engine.step() if d.finish_reason}
     assert ends == {

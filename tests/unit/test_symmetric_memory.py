@@ -69,7 +69,7 @@ class HostOf:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         framed = torch.tensor([*payload.ljust(1000, b"\0")[:1000]], dtype=torch.uint8)
-        return [bytes(part.tolist()).rstrip(b"\0") for part in self._through.all_gather(framed).split(1000)]
+        return [bytes(part.tolist()).rstrip(b"\0") for part in torch.split(self._through.all_gather(framed), 1000)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_keeps_ranks_from_it(change: dict[str, Any], dtype: str, message: s
     assert found is None if message is None else found is not None and message in found
 
 
-CUDA = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
+CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
 
 
 @pytest.mark.parametrize(

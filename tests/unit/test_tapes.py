@@ -345,9 +345,14 @@ def test_an_engine_with_tapes_says_the_same(checkpoint: Callable[..., Path]) -> 
     }  # fmt: skip
     found, used = [], []
     compare = TapeRecording._compare
+
+    def noted(self: TapeRecording, tape: Any) -> Any:
+        used.append(self)
+        return compare(self, tape)
+
     for is_eager in (True, False):
         with (
-            patch.object(TapeRecording, "_compare", lambda self, tape: (used.append(self), compare(self, tape))[1]),
+            patch.object(TapeRecording, "_compare", noted),
             LLM(folder, enforce_eager=is_eager, **options) as llm,
         ):
             outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -14,7 +14,7 @@ Figures = dict[str, float]
 
 def summarise(
     workload: Workload, runs: dict[str, list[Measurement]], cost: ModelCost, ceilings: Ceilings
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Medians per engine, the roofline, and the ratio of the first engine to each other one (above 1: it is faster)."""
     roofline = least_times(workload, cost, ceilings)
     figures = {name: medians(workload, measured) for name, measured in runs.items()}

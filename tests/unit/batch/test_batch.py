@@ -18,6 +18,7 @@ from tests.e2e.batch_fake import FakeLLM
 from tests.e2e.frontend import INFO
 from tests.fake_engine import FakeEngine
 from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, completion, results_of, run
+from tp_engine.api.batch_job import endpoints
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.run import run_job
@@ -53,7 +54,11 @@ def test_every_line_gets_its_result(
 def test_all_endpoints(tmp_path: Path) -> None:
     """Oracle: the shapes of the three answers; the fake engine repeats the prompt."""
     message = {"messages": [{"role": "user", "content": "hi"}]}
-    bodies = {"completions": {"prompt": "hi"}, "chat/completions": message, "responses": {"input": "hi"}}
+    bodies: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "hi"},
+        "chat/completions": message,
+        "responses": {"input": "hi"},
+    }
     lines = [
         json.dumps({"custom_id": name, "method": "POST", "url": f"/v1/{name}", "body": {**body, "model": "m"}})
         for name, body in bodies.items()
@@ -76,7 +81,10 @@ def test_chat_and_sampling_options(llm: FakeLLM, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
-    options = {"chat_template": "say {{ messages[0].content }}", "override_generation_config": '{"top_k": 7}'}
+    options: dict[str, Any] = {
+        "chat_template": "say {{ messages[0].content }}",
+        "override_generation_config": '{"top_k": 7}',
+    }
     run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", **options)
     [result] = results_of(tmp_path / "out.jsonl")
     assert result["response"]["body"]["choices"][0]["message"]["content"] == "say hi"
@@ -89,7 +97,7 @@ def test_tool_calls_and_reasoning(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": text}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
-    chats = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    chats: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     run(source, tmp_path / "out.jsonl", chat_template="{{ messages[0].content }}", **chats)
     choice = results_of(tmp_path / "out.jsonl")[0]["response"]["body"]["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -146,11 +154,11 @@ def test_shards_add_up(source: Path, tmp_path: Path) -> None:
         assert sum(summary.num_lines for summary in summaries) == NUM_LINES
 
 
-def test_a_finished_job_starts_no_engine(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
+def test_a_finished_job_starts_no_engine(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: nothing is asked of the engine, nothing written; also where only bad lines are left."""
     run(source, tmp_path / "out.jsonl")
     before = (tmp_path / "out.jsonl").read_bytes()
-    batch_run.LLM = pytest.fail  # type: ignore[misc, assignment]
+    monkeypatch.setattr(batch_run, "LLM", pytest.fail)
     again = run(source, tmp_path / "out.jsonl")
     assert (again.status, again.num_earlier, again.num_failed, exit_code(again)) == ("completed", NUM_LINES, 5, 3)
     assert (tmp_path / "out.jsonl").read_bytes() == before
@@ -164,7 +172,7 @@ def test_validation_runs_nothing(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the numbers of the bad lines, the one that is too long for the model among them; no file appears."""
-    batch_run.LLM = pytest.fail  # type: ignore[misc, assignment]
+    monkeypatch.setattr(batch_run, "LLM", pytest.fail)
     before = set(source.parent.iterdir())
     monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
     summary = run_job(ENGINE, BatchConfig(input_file=str(source), validate_only=True))
@@ -227,7 +235,7 @@ def test_files_without_a_request(tmp_path: Path, text: str, num_lines: int) -> N
 
 def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: one line's trouble is that line's error (500, 400, 500); the others are answered."""
-    finish, add, prepare = FakeEngine.step, llm.engine.add_request, batch_run.prepare_request
+    finish, add, prepare = FakeEngine.step, llm.engine.add_request, endpoints.prepare_request
 
     def step(engine: FakeEngine) -> Any:
         output = finish(engine)
@@ -267,12 +275,12 @@ def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, mo
 
 def test_standard_streams(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the results of the same job with files."""
-    piped = io.TextIOWrapper(io.BytesIO())
-    monkeypatch.setattr(sys, "stdout", piped)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
     with source.open() as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         run_job(ENGINE, BatchConfig(input_file="-", output_file="-"))
-    (tmp_path / "out.jsonl").write_bytes(piped.buffer.getvalue())  # type: ignore[attr-defined]
+    (tmp_path / "out.jsonl").write_bytes(written.getvalue())
     check_all_there(tmp_path / "out.jsonl")
 
 

@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import random
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,19 +22,19 @@ from tp_engine.api.batch_job.summary import BatchStatus
 from tp_engine.cli.launched import exit_code
 
 
-def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> multiprocessing.Process:
+def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> BaseProcess:
     """The job in a forked process, slow enough to be killed at any moment."""
 
     def job() -> None:
-        batch_run.LLM = lambda **_: FakeLLM(step_delay_s=0.001)  # type: ignore[misc, assignment, return-value]
-        run(source, target, progress_bar=False, **options)
+        with patch.object(batch_run, "LLM", lambda **_: FakeLLM(step_delay_s=0.001)):
+            run(source, target, progress_bar=False, **options)
 
     process = multiprocessing.get_context("fork").Process(target=job)
     process.start()
     return process
 
 
-def kill_after(process: multiprocessing.Process, target: Path, num_lines: int, delay_s: float) -> bool:
+def kill_after(process: BaseProcess, target: Path, num_lines: int, delay_s: float) -> bool:
     """kill -9 a moment after ``target`` has so many lines; False if the process had ended by then."""
     try:
         wait_until(lambda: not process.is_alive() or target.read_bytes().count(b"\n") >= num_lines, "results")
@@ -46,7 +48,8 @@ def kill_after(process: multiprocessing.Process, target: Path, num_lines: int, d
 @pytest.mark.parametrize(("order", "seed"), [("finished", 1), ("finished", 2), ("input", 3), ("input", 4)])
 def test_jobs_that_are_killed_again_and_again(source: Path, tmp_path: Path, order: str, seed: int) -> None:
     """Oracle: after kill -9 at random moments every line has one result in the end, and the right one."""
-    rng, target, options = random.Random(seed), tmp_path / "out.jsonl", {"output_order": order, "max_in_flight": 4}
+    rng, target = random.Random(seed), tmp_path / "out.jsonl"
+    options: dict[str, Any] = {"output_order": order, "max_in_flight": 4}
     target.touch()
     num_killed = 0
     for _ in range(6):
