@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.leaks import footprint, leaked_since
+from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
 
 # Before torch is imported, here and in every process that a test starts: several ranks share a few cores.

@@ -12,6 +12,11 @@ import pytest
 
 DEADLINE_MS = 20_000
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Root in a container, no GPU, and no traffic of the browser's own.
+_OPTIONS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 
 
 @dataclass
@@ -53,7 +58,7 @@ def running_browser() -> Iterator[Any]:
     if path is None:
         pytest.skip("needs a Chromium: apt-get install chromium")
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(executable_path=path, args=[*_OPTIONS])
         try:
             yield browser
         finally:
