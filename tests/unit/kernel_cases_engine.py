@@ -20,9 +20,9 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.plan import IntArray
 from tp_engine.ranks.groups import RankGroups
-from tp_engine.sampling.choice import KernelSampler
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
+from tp_engine.sampling.sampler import KernelSampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_capture import GraphPlan

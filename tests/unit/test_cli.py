@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import tp_engine
-from tp_engine.cli import bench, findings, machine
+from tp_engine.cli import bench, machine
 from tp_engine.cli.findings import Status
 from tp_engine.cli.main import COMMANDS, main
 
