@@ -19,8 +19,7 @@ from benchmarks.kernels.attention import decode_bytes, prefill_flops
 from benchmarks.kernels.cases import Shape, random_cache
 from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
 
-from tp_engine.kernels.kv_quant import is_quantised
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.layer_kv import LayerKv, is_quantised
 
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODE_TILES, DECODE_WARPS, DECODE_STAGES, SPLIT_FACTORS = (32, 64, 128), (2, 4, 8), (2, 3, 5), (0.5, 1, 4)

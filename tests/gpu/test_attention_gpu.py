@@ -10,10 +10,8 @@ from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.kv_quant import LARGEST_VALUE
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.store_kv import store_kv
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, store_kv
+from tp_engine.kernels.ops import has_triton
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import implementation, op
 from tp_engine.model_config.activation import SILU
 
@@ -53,26 +53,28 @@ def captured(step: Any) -> torch.cuda.CUDAGraph:
 
 def test_decode_inputs_in_a_graph() -> None:
     """Oracle: the PyTorch twin on a copy of the tables; replays advance the rows, and other rows take their turn."""
-    from tp_engine.kernels.decode_inputs import DecodeInputs, decode_ops
+    from tp_engine.kernels.decode_inputs import DecodeInputs
 
     make_tables = cases_of("kernel_cases_decode_inputs").make_tables
     tables, twin_tables = (make_tables(9, 600, 16, device) for device in ("cuda", "cpu"))
     inputs, twin_inputs = DecodeInputs.allocate(4, tables), DecodeInputs.allocate(4, twin_tables)
     sampled = torch.arange(4, dtype=torch.int32)
     on_device = sampled.cuda()
-    ops, twin = decode_ops("cuda"), decode_ops("cpu")
+    names = ("prepare_decodes", "advance_decodes")
+    prepare, advance = (op(name, "cuda") for name in names)
+    prepare_twin, advance_twin = (op(name, "cpu") for name in names)
 
     def step() -> None:
-        ops.prepare(tables, inputs)
-        ops.advance(tables, inputs, on_device)
+        prepare(tables, inputs)
+        advance(tables, inputs, on_device)
 
     graph = captured(step)  # all rows are padding so far: nothing has changed
     for rows in ([0, 5, -1, 3], [5, -1, -1, 0], [5, -1, -1, 0]):
         for kept in (inputs, twin_inputs):
             kept.rows.copy_(torch.tensor(rows, dtype=torch.int32))
         graph.replay()
-        twin.prepare(twin_tables, twin_inputs)
-        twin.advance(twin_tables, twin_inputs, sampled)
+        prepare_twin(twin_tables, twin_inputs)
+        advance_twin(twin_tables, twin_inputs, sampled)
         for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
             torch.testing.assert_close(getattr(inputs, name).cpu(), getattr(twin_inputs, name), msg=name)
         assert torch.equal(tables.token_ids.cpu(), twin_tables.token_ids)

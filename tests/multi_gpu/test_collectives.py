@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tp_engine import env
-from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import op
 from tp_engine.layers.reduce_norm import Composed, Fused
 from tp_engine.progress import RankProgress

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.decode_inputs import TORCH_DECODE_OPS, DecodeInputs, DecodeOps, RowTables, triton_decode_ops
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.worker.input_batch import slots_for
 
 
@@ -28,8 +28,14 @@ def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, d
     return RowTables(token_ids=token_ids, num_computed=num_computed, block_table=block_table, block_size=block_size)
 
 
-def check(device: str, ops: DecodeOps, rows: list[int], max_len: int, block_size: int, num_groups: int) -> None:
+def operations(kind: Kind) -> tuple[Callable[..., None], Callable[..., None]]:
+    """How a decode step begins and how it ends, by one implementation."""
+    return implementation("prepare_decodes", kind), implementation("advance_decodes", kind)
+
+
+def check(device: str, kind: Kind, rows: list[int], max_len: int, block_size: int, num_groups: int) -> None:
     """Three steps of ``rows``; oracle: the host's own arithmetic (``slots_for``) on copies of the tables."""
+    prepare, advance = operations(kind)
     tables = make_tables(9, max_len, block_size, num_groups, device)
     token_ids, lengths, block_table = (
         tensor.cpu().numpy().copy() for tensor in (tables.token_ids, tables.num_computed, tables.block_table)
@@ -39,10 +45,10 @@ def check(device: str, ops: DecodeOps, rows: list[int], max_len: int, block_size
     kept = [(request, row) for request, row in enumerate(rows) if row >= 0 and lengths[row] + 3 <= max_len]
     inputs.rows[[request for request in range(len(rows)) if request not in dict(kept)]] = -1
     for step in range(3):
-        ops.prepare(tables, inputs)
+        prepare(tables, inputs)
         compare(inputs, kept, token_ids, lengths, block_table, block_size)
         sampled = np.arange(len(rows), dtype=np.int32) + 2000 + step
-        ops.advance(tables, inputs, torch.from_numpy(sampled).to(device))
+        advance(tables, inputs, torch.from_numpy(sampled).to(device))
         for request, row in kept:
             lengths[row] += 1
             token_ids[row, lengths[row]] = sampled[request]
@@ -76,19 +82,19 @@ def compare(
         np.testing.assert_array_equal(getattr(inputs, name).cpu(), values, err_msg=name)
 
 
-def make_cases(ops: DecodeOps) -> dict[str, Callable[[str], None]]:
+def make_cases(kind: Kind) -> dict[str, Callable[[str], None]]:
     """Name -> check on a device; 5000 tokens in blocks of 16 are more columns than one turn of the kernel copies."""
     cases: dict[str, Callable[[str], None]] = {}
     for max_len, block_size, num_groups in ((37, 16, 1), (37, 16, 3), (60, 1, 1), (5000, 16, 2), (600, 256, 1)):
         for rows in ([3], [4, -1, 2, 8, -1], list(range(9)), [-1, -1]):
             cases[f"{max_len}-{block_size}-{num_groups}-{rows}"] = partial(
-                check, ops=ops, rows=rows, max_len=max_len, block_size=block_size, num_groups=num_groups
+                check, kind=kind, rows=rows, max_len=max_len, block_size=block_size, num_groups=num_groups
             )
     return cases
 
 
-TWIN_CASES = make_cases(TORCH_DECODE_OPS)
-CASES = make_cases(triton_decode_ops()) if has_triton() else {}
+TWIN_CASES = make_cases("twin")
+CASES = make_cases("triton") if has_triton() else {}
 
 
 def launch_all() -> None:
@@ -102,8 +108,9 @@ def launch_all() -> None:
             block_size=16,
         )
         inputs = DecodeInputs.allocate(256, tables)
-        triton_decode_ops().prepare(tables, inputs)
-        triton_decode_ops().advance(tables, inputs, empty(256))
+        prepare, advance = operations("triton")
+        prepare(tables, inputs)
+        advance(tables, inputs, empty(256))
 
 
 def main() -> None:

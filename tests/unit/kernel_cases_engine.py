@@ -17,7 +17,6 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.plan import IntArray
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.device_sampler import StepKind
@@ -85,7 +84,6 @@ def main() -> None:
         with (
             triton_ops_on_cpus() as used,
             patch("tp_engine.layers.formats.dense.runs_triton", lambda device_type: True),
-            patch("tp_engine.worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
             patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
         ):
@@ -97,7 +95,9 @@ def main() -> None:
                 patch.object(RankGroups, "close", lambda groups: CountedDecodes.ends.append("process groups")),
             ):
                 recorded = generate(folder)
-    assert {"embed", "norm", "add_norm", "gate", "prepare_heads"} <= used, f"the layers took {used} from the table"
+    assert {"embed", "norm", "add_norm", "gate", "prepare_heads", "prepare_decodes", "advance_decodes"} <= used, (
+        f"the engine took {used} from the table"
+    )
     assert found == expected, (found, expected)
     assert recorded == expected, (recorded, expected)
     assert CountedDecodes.ends == ["recordings", "recordings", "process groups"], "those of the trial come first"

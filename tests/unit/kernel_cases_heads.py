@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from tests.unit.kernel_cases_layer_ops import DTYPES, EPS, Case, assert_close_enough, both, random, run_on_cpu
-from tp_engine.kernels.kv_quant import LARGEST_VALUE, dequantise, is_quantised
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.heads import HeadNorm, Rotation
+from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
 from tp_engine.kernels.ops import implementation
-from tp_engine.kernels.rope import HeadNorm, Rotation
-from tp_engine.kernels.store_kv import store_kv
 
 MAX_LEN = 100
 POSITIONS = (0, 1, 7, 50, 98, 99)

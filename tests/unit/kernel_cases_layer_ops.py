@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import implementation
 from tp_engine.model_config.activation import SILU, Activation
 

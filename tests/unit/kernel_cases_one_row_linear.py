@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tests.unit.kernel_cases_layer_ops import ACTIVATIONS, DTYPES, assert_close_enough, gate_exactly, random
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.activation import gate
+from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
 from tp_engine.model_config.activation import SILU, Activation
 

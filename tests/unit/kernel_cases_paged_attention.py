@@ -12,12 +12,10 @@ import torch
 from tests.paged_batches import PagedBatch, make_batch
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
-from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.paged_attention import paged_attention
+from tp_engine.kernels.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
 from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
 from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
-from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.plain_attention import paged_attention
 
 INT8, FP8 = LARGEST_VALUE
 DECODES = [(1, 40), (1, 1), (1, 0), (1, 300), (1, 65)]

@@ -19,7 +19,7 @@ import triton.language as tl
 from tests.simulated_ranks import run_ranks
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
-from tp_engine.kernels.sampling_noise_triton import gumbel_noise, hash_tokens, noise_key
+from tp_engine.kernels.sampling_best_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling_tables import CountTables, SamplingTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size

@@ -7,8 +7,7 @@ import itertools
 import torch
 
 from tests.unit.kernel_harness import AGREEMENT
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
 from tp_engine.kernels.store_kv_triton import store_kv_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

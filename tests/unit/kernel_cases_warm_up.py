@@ -22,7 +22,6 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
-from tp_engine.kernels.decode_inputs import triton_decode_ops
 from tp_engine.sampling.state import SamplingState
 
 Specialisation = tuple[Any, ...]
@@ -42,7 +41,6 @@ def gpu_path() -> Iterator[None]:
     """An engine on CPU tensors takes the way of one on a GPU, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
-            ("worker.decode_batch.decode_ops", lambda device_type: triton_decode_ops()),
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
             ("worker.worker.select_backend", lambda *_: TritonBackend()),
             ("worker.worker.warms_up", lambda device_type: True),

@@ -25,7 +25,7 @@ from unittest.mock import patch
 import pytest
 
 from tp_engine.kernels import ops
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.ops import has_triton
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 90, 100)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.ops import has_triton
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

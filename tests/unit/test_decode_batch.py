@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import TORCH_DECODE_OPS, decode_ops
+from tp_engine.kernels.ops import Kind, implementation, kind_of
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker import decode_batch, input_batch
 from tp_engine.worker.input_batch import InputBatch
@@ -164,14 +162,14 @@ def make_batch(num_groups: int = 1) -> InputBatch:
     )
 
 
-@pytest.mark.parametrize("ops", [TORCH_DECODE_OPS, decode_ops("cpu")])
+@pytest.mark.parametrize("kind", ["twin", kind_of("prepare_decodes", "cpu")])
 @pytest.mark.parametrize("table", [MirroredTable, TwoMemories])
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_inputs_of_steps(table: type, ops: Any, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_steps(table: type, kind: Kind, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: lists of tokens and blocks, over 60 random plans; with host and device apart, and with one memory."""
     monkeypatch.setattr(input_batch, "MirroredTable", table)
-    monkeypatch.setattr(decode_batch, "decode_ops", lambda device_type: ops)
+    monkeypatch.setattr(decode_batch, "op", lambda name, device_type: implementation(name, kind))
     plans, rng = Plans(seed, num_groups), np.random.default_rng(seed)
     rows, batch = Rows(num_groups), make_batch(num_groups)
     num_mixed = num_decoding = 0

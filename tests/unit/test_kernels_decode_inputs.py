@@ -6,7 +6,6 @@ import pytest
 
 from tests.unit.kernel_cases_decode_inputs import TWIN_CASES, make_cases
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.decode_inputs import native_decode_ops
 from tp_engine.kernels.native.library import native_library
 
 CASES = "kernel_cases_decode_inputs"
@@ -21,10 +20,9 @@ def test_twin(case: str) -> None:
 @pytest.mark.parametrize("case", TWIN_CASES)
 def test_native(case: str) -> None:
     """Oracle: as for the twin; skipped where nothing can be compiled."""
-    library = native_library()
-    if library is None:
+    if native_library() is None:
         pytest.skip("the native kernels can not be built here")
-    make_cases(native_decode_ops(library))[case]("cpu")
+    make_cases("native")[case]("cpu")
 
 
 @needs_triton

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.kv_quant import LARGEST_VALUE, SCALE_DTYPE, dequantise, is_quantised, quantise, scales_at
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.layer_kv import (
+    LARGEST_VALUE,
+    SCALE_DTYPE,
+    KeyValue,
+    LayerKv,
+    dequantise,
+    is_quantised,
+    quantise,
+    scales_at,
+    store_kv,
+)
 
 QUANTISED = list(LARGEST_VALUE)
 # Half a step of the largest value for integers; half a unit of a mantissa of 3 bits for floats.

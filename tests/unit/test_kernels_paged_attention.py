@@ -8,9 +8,8 @@ import torch
 from tests.paged_batches import make_batch
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.attention.base import AttentionShape
-from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_attention import paged_attention
-from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.layer_kv import LayerKv, store_kv
+from tp_engine.kernels.plain_attention import paged_attention
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])

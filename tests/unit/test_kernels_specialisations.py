@@ -10,10 +10,10 @@ import torch
 
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
+from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
-from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.model_config.activation import SILU, Activation
 
@@ -94,7 +94,6 @@ def launch_attention(
 def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
     """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) are before those of prefills."""
     from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
-    from tp_engine.kernels.decode_inputs import triton_decode_ops
 
     tables = RowTables(
         token_ids=empty(MAX_ROWS, 4097, dtype=torch.int32),
@@ -103,9 +102,10 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
         block_size=BLOCK_SIZE,
     )
     inputs = DecodeInputs.allocate(MAX_ROWS, tables).first(num_rows)
-    triton_decode_ops().prepare(tables, inputs)
-    triton_decode_ops().prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
-    triton_decode_ops().advance(tables, inputs, empty(num_rows, dtype=torch.int32))
+    prepare, advance = (implementation(name, "triton") for name in ("prepare_decodes", "advance_decodes"))
+    prepare(tables, inputs)
+    prepare(tables, dataclasses.replace(inputs, slot_mapping=slots[:, :num_rows]))
+    advance(tables, inputs, empty(num_rows, dtype=torch.int32))
     rows, positions = (empty(num_rows, dtype=torch.int64) for _ in range(2))
     logits, sampling = empty(num_rows, VOCAB), SamplingTables.empty(MAX_ROWS, torch.device("meta"))
     sampling_best_triton.best_keys_triton(logits, rows, positions, sampling, first_id=0)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])

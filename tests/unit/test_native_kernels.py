@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.kernels import activation, norm, rope
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels import layer_ops
+from tp_engine.kernels.heads import HeadNorm, Heads, Rotation, prepare_heads
+from tp_engine.kernels.layer_kv import LayerKv, store_kv
+from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.native import ops as native_ops
 from tp_engine.kernels.native import self_check
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.ops import NativeOps
-from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.rope import HeadNorm, Rotation
-from tp_engine.kernels.store_kv import store_kv
+from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.model_config.activation import SILU
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
@@ -29,10 +30,9 @@ MIXED = [(1, 40), (1, 3), (1, 300), (1, 0), (5, 5), (7, 270), (40, 55), (2, 17),
 
 
 @pytest.fixture
-def ops() -> NativeOps:
-    library = native_library()
-    assert library is not None
-    return NativeOps(library)
+def ops() -> SimpleNamespace:
+    """The operations in C, by name."""
+    return SimpleNamespace(**{name: implementation(name, "native") for name, entry in OPS.items() if entry.native})
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -42,7 +42,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_norms(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
+def test_norms(ops: SimpleNamespace, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
     """Oracle: the formula in float64; the error is at most twice PyTorch's.  The sum is PyTorch's bit by bit."""
     torch.set_num_threads(threads)
     x, residual = torch.randn(2, *size).to(dtype)
@@ -53,10 +53,10 @@ def test_norms(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], thread
         wide = values.double()
         return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
 
-    plain = error(norm.norm(x, rule), formula(x))
+    plain = error(layer_ops.norm(x, rule), formula(x))
     assert error(ops.norm(x, rule), formula(x)) <= 2 * plain + 1e-6
     ours, theirs = residual.clone(), residual.clone()
-    plain = error(norm.add_norm(x, theirs, rule), formula(theirs))
+    plain = error(layer_ops.add_norm(x, theirs, rule), formula(theirs))
     assert error(ops.add_norm(x, ours, rule), formula(theirs)) <= 2 * plain + 1e-6
     assert torch.equal(ours, theirs)
 
@@ -64,33 +64,33 @@ def test_norms(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], thread
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_silu(ops: NativeOps, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
+def test_silu(ops: SimpleNamespace, dtype: torch.dtype, size: tuple[int, int], threads: int) -> None:
     """Oracle: the formula in float64; the error is at most twice PyTorch's."""
     torch.set_num_threads(threads)
     x = torch.randn(size[0], 2 * size[1]).to(dtype) * 5
     gate, up = x.double().chunk(2, -1)
     exact = gate * gate.sigmoid() * up
-    assert error(ops.gate(x, SILU), exact) <= 2 * error(activation.gate(x, SILU), exact) + 1e-5
+    assert error(ops.gate(x, SILU), exact) <= 2 * error(layer_ops.gate(x, SILU), exact) + 1e-5
 
 
-def test_silu_of_extremes(ops: NativeOps) -> None:
+def test_silu_of_extremes(ops: SimpleNamespace) -> None:
     """Oracle: PyTorch, at values where the exponential leaves float32's range; NaN stays."""
     gate = torch.tensor([[-1e30, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 200.0, 1e30, float("nan")]])
     x = torch.cat((gate, torch.ones_like(gate)), 1)
-    torch.testing.assert_close(ops.gate(x, SILU), activation.gate(x, SILU), equal_nan=True)
+    torch.testing.assert_close(ops.gate(x, SILU), layer_ops.gate(x, SILU), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 8, 12, 32, 64, 80, 128, 256])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_heads(ops: NativeOps, dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
+def test_heads(ops: SimpleNamespace, dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
     """Oracle: the twin in float64; the error is at most twice that of PyTorch in the same precision."""
     num_heads, num_kv_heads = 6, 2
     heads = torch.randn(40, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     table, positions = torch.randn(50, head_dim).to(dtype), torch.randint(50, (40,))
     weights = torch.randn(2, head_dim).to(dtype)
 
-    def turned(turn: Callable[..., rope.Heads], kind: torch.dtype) -> torch.Tensor:
+    def turned(turn: Callable[..., Heads], kind: torch.dtype) -> torch.Tensor:
         q_weight, k_weight = weights.to(kind)
         repeated = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
         head_norm = HeadNorm(q_weight=q_weight, k_weight=k_weight, weights=repeated, eps=1e-6) if has_norm else None
@@ -98,18 +98,18 @@ def test_heads(ops: NativeOps, dtype: torch.dtype, head_dim: int, has_norm: bool
         parts = turn(heads.to(kind, copy=True), num_kv_heads, head_norm, rotation, None, torch.arange(40))
         return torch.cat([part for part in parts if part is not None], 1)
 
-    exact = turned(rope.prepare_heads, torch.float64)
-    plain = error(turned(rope.prepare_heads, dtype), exact)
+    exact = turned(prepare_heads, torch.float64)
+    plain = error(turned(prepare_heads, dtype), exact)
     assert error(turned(ops.prepare_heads, dtype), exact) <= 2 * plain + 1e-6
 
 
-def test_what_the_kernels_do_not_take_is_their_twins(ops: NativeOps) -> None:
+def test_what_the_kernels_do_not_take_is_their_twins(ops: SimpleNamespace) -> None:
     """Oracle: the twins: other types, and rows that are not contiguous."""
     wide, rule = torch.randn(5, 16).double(), NormRule(torch.randn(8).double(), 1e-5)
-    assert torch.equal(ops.gate(wide, SILU), activation.gate(wide, SILU))
-    assert torch.equal(ops.norm(wide[:, :8], rule), norm.norm(wide[:, :8], rule))
+    assert torch.equal(ops.gate(wide, SILU), layer_ops.gate(wide, SILU))
+    assert torch.equal(ops.norm(wide[:, :8], rule), layer_ops.norm(wide[:, :8], rule))
     strided = torch.randn(5, 16)[:, ::2]
-    torch.testing.assert_close(ops.gate(strided, SILU), activation.gate(strided, SILU))
+    torch.testing.assert_close(ops.gate(strided, SILU), layer_ops.gate(strided, SILU))
 
 
 def shape_of(
@@ -249,6 +249,6 @@ def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> N
     """Oracle: kernels as they are agree; one that forgets a factor is named."""
     library = native_library()
     assert library is not None and self_check.disagreement(library) is None
-    right = NativeOps.norm
-    monkeypatch.setattr(NativeOps, "norm", lambda self, x, rule: right(self, x, rule) * 1.01)
+    right = native_ops.norm
+    monkeypatch.setattr(native_ops, "norm", lambda library, x, rule: right(library, x, rule) * 1.01)
     assert self_check.disagreement(library) == "norm in torch.float32 differs from PyTorch"

@@ -11,7 +11,7 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.kernels.norm import NormRule, add_norm
+from tp_engine.kernels.layer_ops import NormRule, add_norm
 from tp_engine.layers.reduce_norm import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator, SingleRank

@@ -19,14 +19,14 @@ from tests.paged_batches import make_batch
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.native.decodes import best_tokens
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
+from tp_engine.kernels.native.ops import best_tokens
 from tp_engine.kernels.native.tape import Tape, call, naming_calls, recording
-from tp_engine.kernels.norm import NormRule
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.rope import HeadNorm, Rotation
 from tp_engine.layers.formats import dense
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.activation import Activation, ActivationKind

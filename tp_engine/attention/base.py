@@ -44,7 +44,7 @@ class AttentionShape:
     """The constants of one attention layer on this rank.  ``sliding_window`` counts the visible keys, self included.
 
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
-    (kernels/attention_scores.py has the formulas).
+    (kernels/plain_attention.py has the formulas).
     """
 
     num_heads: int

@@ -7,9 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.store_kv import store_kv
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
+from tp_engine.kernels.ops import has_triton
 
 # New keys and values, cache, slots; see ``store_kv``.
 StoreKv: TypeAlias = Callable[[KeyValue, LayerKv, torch.Tensor], None]

@@ -10,8 +10,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.attention.batch_plan import Group
-from tp_engine.kernels.kv_quant import dequantise, scales_at
-from tp_engine.kernels.layer_kv import LayerKv
+from tp_engine.kernels.layer_kv import LayerKv, dequantise, scales_at
 from tp_engine.plan import IntArray
 
 # Which slots to read: a range where they are consecutive (a view, no copy), else their ids (B * keys,) int32.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionShape
-from tp_engine.kernels import attention_scores
+from tp_engine.kernels import plain_attention
 
 
 def attend(
@@ -27,7 +27,7 @@ def attend(
     if shape.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal, scale=shape.scale)
     assert not is_causal
-    return attention_scores.attend(query, keys, values, mask, scale=shape.scale, softcap=shape.softcap, sinks=sinks)
+    return plain_attention.attend(query, keys, values, mask, scale=shape.scale, softcap=shape.softcap, sinks=sinks)
 
 
 def sinks_by_kv_head(shape: AttentionShape) -> torch.Tensor | None:

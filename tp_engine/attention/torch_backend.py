@@ -12,8 +12,7 @@ from tp_engine.attention.batch_plan import MAX_CALL_TOKENS, Group, plan_groups
 from tp_engine.attention.calls import TILE, AttentionCall, ChunkCall, GroupCall, LayerInput, TokenSelection
 from tp_engine.attention.masks import StaircaseMasks, batched_mask
 from tp_engine.attention.paged_kv import SlotReader, visible_keys
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.store_kv import scatter_kv, tokens_to_store
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
 

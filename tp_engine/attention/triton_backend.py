@@ -9,7 +9,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.ops import has_triton
 
 MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)

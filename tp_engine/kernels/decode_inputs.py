@@ -1,7 +1,7 @@
-"""Inputs of a decode step, made on the device from the rows that live there: plain PyTorch, the twin of
-``decode_inputs_triton``.
+"""Inputs of a decode step, made on the device from the rows that live there, in plain PyTorch.
 
-A decode step needs nothing from the host but the list of its rows, which seldom changes::
+The twins of ``decode_inputs_triton`` and ``native/ops.py``.  A decode step needs from the host only the list of its
+rows, which seldom changes::
 
     R rows of T tokens and M blocks          B requests, one token each; row -1 is padding
     token_ids    (R, T)    int32             rows         (B,)      int32  r                             padding:
@@ -19,14 +19,10 @@ Nothing waits for the device and no shape depends on a length, so a CUDA graph c
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
-from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.triton_support import has_triton
 from tp_engine.plan import PAD_SLOT
 from tp_engine.units import round_up
 
@@ -103,14 +99,6 @@ def padded_room(count: int, num_groups: int) -> int:
     return count if num_groups == 1 else round_up(count, 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOps:
-    """One implementation of ``prepare_decodes`` and ``advance_decodes``."""
-
-    prepare: Callable[[RowTables, DecodeInputs], None]
-    advance: Callable[[RowTables, DecodeInputs, torch.Tensor], None]
-
-
 def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
     """Fill ``inputs`` for the rows that it names."""
     is_padding = inputs.rows < 0
@@ -136,30 +124,3 @@ def advance_decodes(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tens
     # Padding adds 0 to row 0: leaving it out would need a shape that only the device knows.
     flat.index_add_(0, flat_places, (sampled - flat.index_select(0, flat_places)) * is_kept)
     tables.num_computed.index_add_(0, places, is_kept.to(torch.int32))
-
-
-def decode_ops(device_type: str) -> DecodeOps:
-    """Triton's on CUDA where Triton is installed, C's on CPUs where they can be had, plain PyTorch elsewhere."""
-    if device_type == "cuda" and has_triton():
-        return triton_decode_ops()
-    if device_type == "cpu" and (library := native_library()) is not None:
-        return native_decode_ops(library)
-    return TORCH_DECODE_OPS
-
-
-TORCH_DECODE_OPS = DecodeOps(prepare=prepare_decodes, advance=advance_decodes)
-
-
-def native_decode_ops(library: ctypes.CDLL) -> DecodeOps:
-    """The kernels in C."""
-    from tp_engine.kernels.native.decodes import NativeDecodes
-
-    ops = NativeDecodes(library)
-    return DecodeOps(prepare=ops.prepare, advance=ops.advance)
-
-
-def triton_decode_ops() -> DecodeOps:
-    """The Triton kernels, imported when they are asked for."""
-    from tp_engine.kernels.decode_inputs_triton import advance_decodes_triton, prepare_decodes_triton
-
-    return DecodeOps(prepare=prepare_decodes_triton, advance=advance_decodes_triton)

@@ -1,4 +1,4 @@
-"""RMS norm of all queries, and of all keys, of a token at once, in two launches: the Triton twins of ``head_width``.
+"""RMS norm of all queries, and of all keys, of a token at once, in two launches: the Triton twins in ``heads``.
 
 ::
 
@@ -74,7 +74,7 @@ def norm_width_kernel(  # type: ignore[no-untyped-def]
 
 
 def head_squares_triton(heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """``head_width.head_squares``; the rows may be slices of wider ones."""
+    """``heads.head_squares``; the rows may be slices of wider ones."""
     num_tokens, head_dim = len(heads), heads.shape[2]
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim, (heads.shape, heads.stride())
     squares = torch.empty((num_tokens, 2), dtype=torch.float32, device=heads.device)
@@ -101,7 +101,7 @@ def norm_width_triton(
     widths: tuple[int, int],
     eps: float,
 ) -> None:
-    """``head_width.norm_width``, in place; the rows may be slices of wider ones."""
+    """``heads.norm_width``, in place; the rows may be slices of wider ones."""
     num_tokens, head_dim = len(heads), heads.shape[2]
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim, (heads.shape, heads.stride())
     assert weights.shape == (num_heads + num_kv_heads, head_dim) and weights.is_contiguous(), weights.shape

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.layer_ops import NormRule
 
 MAX_SIZE = 1 << 16
 _ELEMENTS_PER_THREAD = 8
@@ -109,12 +109,12 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 
 def norm_triton(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
-    """``norm.norm``; the rows of ``x`` may be slices of wider ones."""
+    """``layer_ops.norm``; the rows of ``x`` may be slices of wider ones."""
     return _launch(x, None, rule, 1.0)
 
 
 def add_norm_triton(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0) -> torch.Tensor:
-    """``norm.add_norm``, which reads and writes every element once."""
+    """``layer_ops.add_norm``, which reads and writes every element once."""
     assert residual.shape == x.shape and residual.stride(1) == 1, (residual.shape, residual.stride())
     return _launch(x, residual, rule, scale)
 
@@ -142,7 +142,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, scal
 
 
 def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
-    """``norm.add``; the rows of both may be slices of wider ones."""
+    """``layer_ops.add``; the rows of both may be slices of wider ones."""
     num_tokens, size = x.shape
     assert residual.shape == x.shape and x.stride(1) == residual.stride(1) == 1, (residual.shape, residual.stride())
     if num_tokens:

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.activation_triton import activation_constants, gated
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.elementwise_triton import activation_constants, gated
 from tp_engine.model_config.activation import Activation
 
 _MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
@@ -88,7 +88,7 @@ def one_row_linear_triton(
 ) -> torch.Tensor:
     """``x`` (1, in) @ ``weight`` (out, in).T + ``bias`` (out,), summed up in float32: (1, out).
 
-    With an ``activation``: ``activation.gate`` of that, rounded once: (1, out / 2).
+    With an ``activation``: ``layer_ops.gate`` of that, rounded once: (1, out / 2).
     """
     num_rows, size = weight.shape
     is_gated = activation is not None

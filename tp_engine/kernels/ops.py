@@ -1,32 +1,33 @@
-"""The operations of the layers, and which implementation of each runs: chosen once per process and device type.
+"""The table of operations: what implements each, and which implementation runs for a type of device.
 
-A new operation is a file with its twin, and a line of ``OPS``.
+A new operation is a file with its twin in plain PyTorch, which runs everywhere and is the oracle, and a line of
+``OPS``.  A Triton kernel is a file beside it; a C function is a file in ``native/``, with a line in the table of
+signatures there (``native/library.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.kernels import activation, embedding, head_width, logits, norm, rope
+from tp_engine.kernels import decode_inputs, heads, layer_kv, layer_ops
 from tp_engine.kernels.int8_rows import Int8Rows, TorchInt8Rows
-from tp_engine.kernels.native.int8_rows import NativeInt8Rows
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.native.ops import NativeOps
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.native.linear import NativeInt8Rows
 
 Kind: TypeAlias = Literal["twin", "triton", "native"]
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its ``twin`` in plain PyTorch, which runs everywhere and is the oracle, and what is faster.
+    """One operation: its ``twin``, and what is faster, as ``module:function``, imported when it is first asked for.
 
-    ``triton`` is ``module:function`` under ``tp_engine.kernels``, imported when it is first asked for; ``native`` is a
-    method of ``NativeOps``.  Both take and return what the twin does.
+    ``triton`` is below ``tp_engine.kernels``; it takes and returns what the twin does.  ``native`` is below
+    ``tp_engine.kernels.native``, and takes the compiled library before that.
     """
 
     twin: Callable[..., Any]
@@ -35,15 +36,23 @@ class Op:
 
 
 OPS: dict[str, Op] = {
-    "embed": Op(embedding.embed, triton="embedding_triton:embed_triton", native="embed"),
-    "norm": Op(norm.norm, triton="norm_triton:norm_triton", native="norm"),
-    "add_norm": Op(norm.add_norm, triton="norm_triton:add_norm_triton", native="add_norm"),
-    "add": Op(norm.add, triton="norm_triton:add_triton", native="add"),
-    "gate": Op(activation.gate, triton="activation_triton:gate_triton", native="gate"),
-    "prepare_heads": Op(rope.prepare_heads, triton="rope_triton:prepare_heads_triton", native="prepare_heads"),
-    "head_squares": Op(head_width.head_squares, triton="head_width_triton:head_squares_triton", native="head_squares"),
-    "norm_width": Op(head_width.norm_width, triton="head_width_triton:norm_width_triton", native="norm_width"),
-    "cap_logits": Op(logits.cap_logits, triton="logits_triton:cap_logits_triton", native="cap_logits"),
+    "embed": Op(layer_ops.embed, "elementwise_triton:embed_triton", "ops:embed"),
+    "norm": Op(layer_ops.norm, "norm_triton:norm_triton", "ops:norm"),
+    "add_norm": Op(layer_ops.add_norm, "norm_triton:add_norm_triton", "ops:add_norm"),
+    "add": Op(layer_ops.add, "norm_triton:add_triton", "ops:add"),
+    "gate": Op(layer_ops.gate, "elementwise_triton:gate_triton", "ops:gate"),
+    "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton:cap_logits_triton", "ops:cap_logits"),
+    "prepare_heads": Op(heads.prepare_heads, "heads_triton:prepare_heads_triton", "ops:prepare_heads"),
+    "head_squares": Op(heads.head_squares, "head_width_triton:head_squares_triton", "ops:head_squares"),
+    "norm_width": Op(heads.norm_width, "head_width_triton:norm_width_triton", "ops:norm_width"),
+    "prepare_decodes": Op(
+        decode_inputs.prepare_decodes, "decode_inputs_triton:prepare_decodes_triton", "ops:prepare_decodes"
+    ),
+    "advance_decodes": Op(
+        decode_inputs.advance_decodes, "decode_inputs_triton:advance_decodes_triton", "ops:advance_decodes"
+    ),
+    # On CPUs the native attention stores what it is given, so there is no C function that only stores.
+    "store_kv": Op(layer_kv.store_kv, "store_kv_triton:store_kv_triton"),
 }
 
 
@@ -54,7 +63,7 @@ def op(name: str, device_type: str) -> Callable[..., Any]:
 
 
 def kind_of(name: str, device_type: str) -> Kind:
-    """Triton's on CUDA where Triton is installed, C's on CPUs where it can be had, and the twin where there is none."""
+    """Triton on CUDA where Triton is installed, C on CPUs where it can be compiled, otherwise the twin."""
     entry = OPS[name]
     if device_type == "cuda" and entry.triton is not None and has_triton():
         return "triton"
@@ -65,30 +74,33 @@ def kind_of(name: str, device_type: str) -> Kind:
 
 @cache
 def is_recordable(name: str, device_type: str) -> bool:
-    """Whether a recorded step may use ``name``: on a CPU, if it is C, as tapes hold nothing else; a CUDA graph holds
-    all."""
+    """Whether a recorded step may use ``name``: a CUDA graph holds every operation, a tape (on a CPU) only C."""
     return device_type == "cuda" or kind_of(name, device_type) == "native"
 
 
 def implementation(name: str, kind: Kind) -> Callable[..., Any]:
-    """That of one ``kind``; an assertion where there is none."""
+    """The implementation of ``name`` of one ``kind``; an assertion fails if there is none."""
     entry = OPS[name]
     if kind == "twin":
         return entry.twin
     place = entry.triton if kind == "triton" else entry.native
     assert place is not None, f"{name} has no implementation of the kind {kind}"
-    if kind == "native":
-        library = native_library()
-        assert library is not None, "the compiled kernels can not be had here"
-        found: Callable[..., Any] = getattr(NativeOps(library), place)
-    else:
-        module, _, function = place.partition(":")
-        found = getattr(import_module(f"tp_engine.kernels.{module}"), function)
-    return found
+    module, _, function = place.partition(":")
+    if kind == "triton":
+        found: Callable[..., Any] = getattr(import_module(f"tp_engine.kernels.{module}"), function)
+        return found
+    library = native_library()
+    assert library is not None, "the compiled kernels can not be had here"
+    return partial(getattr(import_module(f"tp_engine.kernels.native.{module}"), function), library)
+
+
+def has_triton() -> bool:
+    """Whether the ``triton`` package is installed; asked without importing it, which costs each rank 0.2 s."""
+    return find_spec("triton") is not None
 
 
 @cache
 def int8_rows() -> Int8Rows:
-    """What linear layers with int8 weights do to the rows on a CPU: in C where it can be had, else in plain PyTorch."""
+    """What linear layers with int8 weights do to rows on a CPU: in C if it can be compiled, else in plain PyTorch."""
     library = native_library()
     return TorchInt8Rows() if library is None else NativeInt8Rows(library)

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.elementwise_triton import tanh
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.tanh_triton import tanh
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)

@@ -9,7 +9,7 @@ the buffers may be overwritten.
     signals of rank r    [place 0: from rank 0, 1, .. W-1 | place 1: ... ]      int32, 0 between kernels
     places               program * 2: rows are copied      program * 2 + 1: rows are read
 
-The sum is taken in float32 and rounded to the tensors' type, then added to the residual as ``norm.add_norm`` does.
+The sum is taken in float32 and rounded to the tensors' type, then added to the residual as ``layer_ops.add_norm`` does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.norm import NormRule
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.norm_triton import load_gain, normalised, row_constants
 
 MAX_PROGRAMS = 32
@@ -96,7 +96,7 @@ def all_reduce_add_norm_triton(
     signals: torch.Tensor,
     rank: int,
 ) -> torch.Tensor:
-    """``norm.add_norm`` of the sum over ranks of ``x`` (N, size); a collective.
+    """``layer_ops.add_norm`` of the sum over ranks of ``x`` (N, size); a collective.
 
     ``buffers`` and ``signals`` (world size,) int64 hold the addresses of the ranks' buffers, aligned to 16 elements
     with room for ``x``, and of their signals, all 0.

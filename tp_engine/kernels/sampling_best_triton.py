@@ -5,6 +5,11 @@ The Triton twin of ``sampling``'s GREEDY and ANY ways (``penalties``, ``filters.
     program (i, j): columns [j * BLOCK, (j + 1) * BLOCK) of step row i  ->  one rank key;  torch's amax merges them
 
 Parameters come from tables by row of the batch, so a captured launch serves any rows.
+
+Below are what the other sampling kernels use too: the noise of ``sampling/noise.py`` and the rank keys of
+``sampling/ranking.py``.  The hash gives the same bits as its PyTorch twin.  So does the noise on CUDA, where both take
+their logarithms from libdevice and round every operation (launch with ``enable_fp_fusion=False``); Triton's interpreter
+has no libdevice, and its noise may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -12,18 +17,21 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.sampling_filter_triton import is_filtered
-from tp_engine.kernels.sampling_noise_triton import (
-    LAUNCH_OPTIONS,
-    LOWEST_KEY,
-    gumbel_noise,
-    noise_key,
-    pack_scores,
-)
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, CountTables, SamplingTables
 
+LAUNCH_OPTIONS = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where the twin rounds twice
+
+HAS_LIBDEVICE = tl.constexpr(not knobs.runtime.interpret)
+LOWEST_KEY = tl.constexpr(-(2**63))
+_MASK_31 = tl.constexpr(0x7FFFFFFF)
+_M1 = tl.constexpr(0x7FEB352D)
+_M2 = tl.constexpr(0x846CA68B - (1 << 32))
+_SCALE = tl.constexpr(2.0**-31 * (1.0 - 2.0**-23))
+_HALF_STEP = tl.constexpr(2.0**-32)
 _BLOCK = 2048
 
 
@@ -135,3 +143,76 @@ def best_keys_triton(
         **LAUNCH_OPTIONS,
     )
     return out.amax(-1)
+
+
+@triton.jit
+def is_filtered(parameters, top_k, vocab_size):  # type: ignore[no-untyped-def]
+    """Whether a row with these parameters has top_k or top_p, and is not greedy."""
+    return (tl.load(parameters) > 0.0) & ((top_k < vocab_size) | (tl.load(parameters + 1) < 1.0))
+
+
+@triton.jit
+def mix64(x):  # type: ignore[no-untyped-def]
+    """SplitMix64's finalizer of a uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def noise_key(seed, position):  # type: ignore[no-untyped-def]
+    """The two 31-bit words (int32) of a row's int64 ``seed`` and the position that it samples."""
+    counter = (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    key = mix64(mix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) + counter)
+    return (key & 0x7FFFFFFF).to(tl.int32), ((key >> 32) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def hash_tokens(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
+    """31 hashed bits per int32 token id."""
+    x = token_ids ^ word_1
+    x = ((x ^ (x >> 16)) * _M1 + word_2) & _MASK_31
+    x = ((x ^ (x >> 15)) * _M2) & _MASK_31
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel_noise(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
+    """Standard Gumbel noise, float32."""
+    minus_v = hash_tokens(token_ids, word_1, word_2).to(tl.float32) * -_SCALE - _HALF_STEP
+    if HAS_LIBDEVICE:
+        noise = -libdevice.log(-libdevice.log1p(minus_v))
+    else:
+        # Kahan's log1p: exact where 1 + x rounds to 1.
+        u = 1.0 + minus_v
+        below_one = tl.where(u == 1.0, 0.5, u)
+        log1p = tl.where(u == 1.0, minus_v, tl.log(below_one) * (minus_v / (below_one - 1.0)))
+        noise = -tl.log(-log1p)
+    return noise
+
+
+@triton.jit
+def exponential(x):  # type: ignore[no-untyped-def]
+    """exp of a float32 as the twin has it."""
+    return libdevice.exp(x) if HAS_LIBDEVICE else tl.exp(x)
+
+
+@triton.jit
+def ordered_bits(values):  # type: ignore[no-untyped-def]
+    """float32 -> int32 of the same order; its own inverse on the bits."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def pack_keys(values, token_ids):  # type: ignore[no-untyped-def]
+    """Rank keys int64."""
+    return (ordered_bits(values).to(tl.int64) << 32) - token_ids
+
+
+@triton.jit
+def pack_scores(scores, token_ids):  # type: ignore[no-untyped-def]
+    """Rank keys that treat zeros of both signs, and every NaN, alike, as ``ranking.best_keys`` does."""
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    keys = pack_keys(scores, token_ids)
+    return tl.where(scores != scores, (tl.full(keys.shape, 0x7FC00000, tl.int64) << 32) - token_ids, keys)

@@ -20,16 +20,23 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.sampling_filter_triton import draw, fixed_weights, is_filtered, load_block, value_of
-from tp_engine.kernels.sampling_noise_triton import (
+from tp_engine.kernels.sampling_best_triton import (
     LAUNCH_OPTIONS,
     LOWEST_KEY,
     gumbel_noise,
+    is_filtered,
     noise_key,
     ordered_bits,
     pack_scores,
 )
-from tp_engine.kernels.sampling_registers_triton import narrow, search_registers
+from tp_engine.kernels.sampling_filter_triton import (
+    draw,
+    fixed_weights,
+    load_block,
+    narrow,
+    search_registers,
+    value_of,
+)
 from tp_engine.kernels.sampling_tables import NUM_FLOATS, SamplingTables
 
 _CHUNK = 4096
@@ -38,6 +45,25 @@ _KEPT = 64  # of a chunk
 _BLOCK = 4096  # of a search through all logits
 _MIN_INT32 = tl.constexpr(-(2**31))
 _MARGIN = tl.constexpr(0.01)  # by which the cut for top_p is lower, in units of the temperature: sums are rough there
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def begin_row(  # type: ignore[no-untyped-def]
+    rows,
+    floats,
+    top_ks,
+    NUM_FLOATS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """How each of these kernels begins: the program's step row and row of the batch, its parameters and its top_k.
+
+    A padding row (-1) takes the parameters of row 0.
+    """
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
+    return place, row, floats + row * NUM_FLOATS, tl.load(top_ks + row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,11 +82,8 @@ def survey_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one chunk of a row.  Sums are relative to the chunk's own largest value."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
-    parameters, top_k = floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    chunk = tl.program_id(1)
     if is_filtered(parameters, top_k, num_ids):
         group, member = tl.arange(0, GROUPS), tl.arange(0, CHUNK // GROUPS)
         column = chunk * CHUNK + group[:, None] * (CHUNK // GROUPS) + member[None, :]
@@ -96,11 +119,7 @@ def choose_cut_kernel(  # type: ignore[no-untyped-def]
     At least k values are not below the k-th largest of the groups' largest.  What has less than an equal share of the
     weight that top_p leaves out lies, all together, in what it leaves out.
     """
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
-    parameters, top_k = floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     if is_filtered(parameters, top_k, num_ids):
         chunk, group = tl.arange(0, CHUNKS), tl.arange(0, GROUPS)
         exists = (chunk < num_chunks)[:, None] & (group >= 0)[None, :]
@@ -143,11 +162,8 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one chunk of a row; of more than KEPT candidates it stores the first, and how many there are."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
-    parameters, top_k = floats + row * NUM_FLOATS, tl.load(top_ks + row)
+    place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
+    chunk = tl.program_id(1)
     if is_filtered(parameters, top_k, num_ids):
         column, inside, values, ordered = load_block(logits + place * logits_stride, chunk * CHUNK, num_ids, CHUNK)
         place_of_chunk = place * tl.num_programs(1) + chunk
@@ -193,12 +209,7 @@ def draw_candidates_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one row; CHUNKS is ``num_chunks``, rounded up to a power of two."""
-    let_next_begin(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.maximum(tl.load(rows + place).to(tl.int64), 0)
-    parameters = floats + row * NUM_FLOATS
-    top_k = tl.load(top_ks + row)
+    place, row, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     if is_filtered(parameters, top_k, num_ids):
         if HAS_KEYS:
             word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)

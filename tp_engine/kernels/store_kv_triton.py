@@ -1,12 +1,13 @@
-"""Write new keys and values into the paged cache: the Triton twin of ``store_kv``.
+"""Write new keys and values into the paged cache: the Triton twins of ``layer_kv.store_kv``.
 
 ::
 
     key, value    (N, KV heads, head_dim)    rows may be slices of a wider, merged QKV row
     slot_mapping  (N,)                       -1: nothing is stored
-    K and V cache (slots, KV heads, head_dim), contiguous
+    cache, scales                            as in layer_kv.py, one layer's keys or values contiguous
 
-    program (i, j) copies elements [j * BLOCK, (j + 1) * BLOCK) of token i's row to row slot_mapping[i]
+    as they are:  program (i, j) copies elements [j * BLOCK, (j + 1) * BLOCK) of token i's row to slot slot_mapping[i]
+    quantised:    program (i, j) stores head j of token i, key and value, as bytes and a scale each
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.kv_quant_triton import store_quantised_kv_triton
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
 
 _MAX_BLOCK = 1024
+# Adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even.
+_ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -73,3 +75,117 @@ def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> N
 def block_for(width: int) -> int:
     """Elements per program for rows of ``width`` elements: a power of two."""
     return min(int(triton.next_power_of_2(width)), _MAX_BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled_to_range(  # type: ignore[no-untyped-def]
+    states,
+    peak,
+    LARGEST: tl.constexpr,  # noqa: N803
+    IS_INTEGER: tl.constexpr,  # noqa: N803
+):
+    """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded where IS_INTEGER."""
+    inverse = tl.where(peak > 0, LARGEST / tl.where(peak > 0, peak, 1.0), 0.0)
+    values = tl.minimum(tl.maximum(states * inverse, -LARGEST), LARGEST)
+    if IS_INTEGER:
+        values = (values + _ROUNDER) - _ROUNDER
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """One head's ``states`` (head_dim, zeros behind it) float32 -> float32 values in the type's range, and the scale.
+
+    The caller casts the values to the cache's type, which rounds floats; integers are rounded here.
+    """
+    peak = tl.max(tl.abs(states), axis=0)
+    values = scaled_to_range(states, peak, LARGEST, IS_INTEGER)
+    return values, peak / LARGEST
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_quantised_head(  # type: ignore[no-untyped-def]
+    states,
+    cache,
+    scales,
+    slot,
+    head,
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    LARGEST: tl.constexpr,  # noqa: N803
+    IS_INTEGER: tl.constexpr,  # noqa: N803
+):
+    """Store ``states`` (HEAD_PAD,) float32, zero from HEAD_DIM on, as ``head`` of the 64-bit ``slot``."""
+    values, scale = quantise_head(states, LARGEST, IS_INTEGER)
+    column = tl.arange(0, HEAD_PAD)
+    place = cache + (slot * NUM_KV_HEADS + head) * HEAD_DIM + column
+    tl.store(place, values.to(cache.dtype.element_ty), mask=column < HEAD_DIM)
+    tl.store(scales + (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    slot_mapping,
+    key_stride,
+    value_stride,
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    LARGEST: tl.constexpr,  # noqa: N803
+    IS_INTEGER: tl.constexpr,  # noqa: N803
+):
+    """One program: one head of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot >= 0:
+        column = tl.arange(0, HEAD_PAD)
+        inside = column < HEAD_DIM
+        new_key = tl.load(key + token * key_stride + head * HEAD_DIM + column, mask=inside, other=0.0)
+        new_value = tl.load(value + token * value_stride + head * HEAD_DIM + column, mask=inside, other=0.0)
+        # fmt: off
+        store_quantised_head(new_key.to(tl.float32), key_cache, key_scales, slot, head,
+                             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, LARGEST, IS_INTEGER)
+        store_quantised_head(new_value.to(tl.float32), value_cache, value_scales, slot, head,
+                             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, LARGEST, IS_INTEGER)
+        # fmt: on
+
+
+def store_quantised_kv_triton(
+    new: KeyValue, kv_cache: torch.Tensor, kv_scales: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """``store_kv`` of a quantised cache as one kernel launch, which a CUDA graph can hold."""
+    key, value = new
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    for states in (key, value):
+        assert states.stride(2) == 1 and states.stride(1) == head_dim, "the heads of a token must be contiguous"
+    assert kv_cache[0].is_contiguous() and kv_scales[0].is_contiguous(), "one layer's keys must be contiguous"
+    store_quantised_kv_kernel[(num_tokens, num_kv_heads)](
+        key,
+        value,
+        kv_cache[0],
+        kv_cache[1],
+        kv_scales[0],
+        kv_scales[1],
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=kv_cache.shape[2],
+        LARGEST=LARGEST_VALUE[kv_cache.dtype],
+        IS_INTEGER=kv_cache.dtype == torch.int8,
+        num_warps=1,
+    )

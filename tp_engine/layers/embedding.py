@@ -27,7 +27,7 @@ from tp_engine.weights.shard import vocab_share
 from tp_engine.weights.source import Span
 
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
-"""``lookup(token_ids, first_id, scale)`` as ``kernels.embedding.embed``, of a weight of its own."""
+"""``lookup(token_ids, first_id, scale)`` as ``kernels.layer_ops.embed``, of a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.rope import HeadNorm
+from tp_engine.kernels.heads import HeadNorm
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
 from tp_engine.weights.shard import equal_share, kv_head_share, times

@@ -6,14 +6,14 @@ from typing import Protocol
 
 import torch
 
-from tp_engine.kernels.norm import NormRule
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.ops import has_triton
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
 
 
 class AddNorm(Protocol):
-    """As ``norm.add_norm``; or of the sum over ranks of ``x`` (N, size), each rank's part, which may be overwritten."""
+    """As ``layer_ops.add_norm``; or of the sum of all ranks' ``x`` (N, size), which may be overwritten."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0, /

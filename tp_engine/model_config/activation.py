@@ -12,7 +12,7 @@ _CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(Activa
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What an MLP makes of its gate and up (kernels/activation.py has the formulas).
+    """What an MLP makes of its gate and up (kernels/layer_ops.py has the formulas).
 
     ``alpha`` and ``limit`` are those of ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.kernels.rope import Rotation
+from tp_engine.kernels.heads import Rotation
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.forward_context import current_metadata

@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
+from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling_tables import SamplingTables
-from tp_engine.kernels.triton_support import has_triton
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import gumbel_noise
 from tp_engine.sampling.ranking import rank_candidates, row_argmax

@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.kernels.native.decodes import best_tokens
 from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.native.ops import best_tokens
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 from tp_engine.ranks.collectives import Communicator

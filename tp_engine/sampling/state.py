@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling_tables import SamplingTables
-from tp_engine.kernels.triton_support import has_triton
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray, RowSampling

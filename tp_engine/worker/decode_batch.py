@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables, decode_ops
+from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables
+from tp_engine.kernels.ops import op
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 
@@ -41,7 +42,8 @@ class DecodeBatch:
 
     def __init__(self, tables: RowTables, max_requests: int) -> None:
         self._tables = tables
-        self._ops = decode_ops(tables.token_ids.device.type)
+        device_type = tables.token_ids.device.type
+        self._prepare, self._advance = op("prepare_decodes", device_type), op("advance_decodes", device_type)
         self._inputs = DecodeInputs.allocate(max_requests, tables)
         self._inputs_of_size: dict[int, DecodeInputs] = {}
         self._groups_of_size: dict[int, GroupViews] = {}
@@ -70,7 +72,7 @@ class DecodeBatch:
     def prepare(self, size: int) -> DecodeInputs:
         """Make the inputs of a step of ``size`` requests."""
         inputs = self.inputs(size)
-        self._ops.prepare(self._tables, inputs)
+        self._prepare(self._tables, inputs)
         return inputs
 
     def prepare_before(self, rows: IntArray, prefills: PrefillInputs) -> torch.Tensor:
@@ -93,7 +95,7 @@ class DecodeBatch:
                 block_table=own.block_table,
                 query_start=own.query_start,
             )
-            self._ops.prepare(self._tables, decodes)
+            self._prepare(self._tables, decodes)
         return whole.seq_lens
 
     def inputs(self, size: int) -> DecodeInputs:
@@ -105,7 +107,7 @@ class DecodeBatch:
 
     def advance(self, size: int, sampled: torch.Tensor) -> None:
         """Each row has one more computed token, and ``sampled`` (size,) int32 follow."""
-        self._ops.advance(self._tables, self.inputs(size), sampled)
+        self._advance(self._tables, self.inputs(size), sampled)
 
     def recorded_seq_lens(self, inputs: DecodeInputs) -> IntArray:
         """The lengths as the host knows them while a step is recorded: zeros; on a CPU they are the device's own."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.ops import has_triton
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.ranks.collectives import Communicator

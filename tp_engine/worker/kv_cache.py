@@ -3,7 +3,7 @@
 ::
 
     kv_cache  (2, layers per block, blocks, block_size, local KV heads, head_dim)       0: keys, 1: values
-    kv_scales (2, layers per block, blocks, local KV heads, block_size) float32         kernels/kv_quant.py
+    kv_scales (2, layers per block, blocks, local KV heads, block_size) float32         kernels/layer_kv.py
     kv_cache[:, i] is (2, blocks, block_size, local KV heads, head_dim), a view: of the layer with place i in its group
 
 A block belongs to one group of layers at a time (kv_layout.py), so the layers at one place share a view, not a block.
@@ -23,7 +23,7 @@ import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
-from tp_engine.kernels.kv_quant import SCALE_DTYPE, is_quantised
+from tp_engine.kernels.layer_kv import SCALE_DTYPE, is_quantised
 from tp_engine.kv_layout import KvLayout
 from tp_engine.units import format_gib
 from tp_engine.worker.memory_ledger import kv_block_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tp_engine.attention.base import Backends
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_layout import KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.progress import RankProgress

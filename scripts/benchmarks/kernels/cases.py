@@ -75,7 +75,7 @@ def decode_inputs_bytes(shape: Shape, num_requests: int, length: int) -> int:
 
 def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
     """The layers' small operations on ``num_tokens`` tokens."""
-    from tp_engine.kernels.norm import NormRule
+    from tp_engine.kernels.layer_ops import NormRule
     from tp_engine.kernels.ops import op
     from tp_engine.model_config.activation import SILU
 
@@ -115,9 +115,9 @@ def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
 
 
 def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> Launch:
+    from tp_engine.kernels.heads import HeadNorm, Rotation
     from tp_engine.kernels.layer_kv import LayerKv
     from tp_engine.kernels.ops import op
-    from tp_engine.kernels.rope import HeadNorm, Rotation
 
     num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
     heads = torch.randn(num_tokens, shape.num_heads + 2 * num_kv_heads, head_dim, device=shape.device).to(shape.dtype)
@@ -151,7 +151,8 @@ def decode_input_cases(shape: Shape, num_requests: int, length: int) -> Iterator
 
 
 def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advances: bool) -> Launch:
-    from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, decode_ops
+    from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
+    from tp_engine.kernels.ops import op
 
     num_columns = -(-length // shape.block_size)
     tables = RowTables(
@@ -160,12 +161,13 @@ def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advan
         block_table=torch.zeros(1, num_requests, num_columns, dtype=torch.int32, device=shape.device),
         block_size=shape.block_size,
     )
-    inputs, ops = DecodeInputs.allocate(num_requests, tables), decode_ops("cuda")
+    inputs = DecodeInputs.allocate(num_requests, tables)
+    prepare, advance = op("prepare_decodes", "cuda"), op("advance_decodes", "cuda")
     inputs.rows.copy_(torch.randperm(num_requests))
     if not advances:
-        return lambda: ops.prepare(tables, inputs)
+        return lambda: prepare(tables, inputs)
     sampled = torch.zeros(num_requests, dtype=torch.int32, device=shape.device)
-    return lambda: ops.advance(tables, inputs, sampled)
+    return lambda: advance(tables, inputs, sampled)
 
 
 def random_cache(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

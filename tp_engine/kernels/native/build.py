@@ -21,17 +21,7 @@ from pathlib import Path
 from tp_engine import env
 
 FOLDER = Path(__file__).parent
-SOURCES = (
-    "attention.c",
-    "decodes.c",
-    "exchange.c",
-    "heads.c",
-    "int8_rows.c",
-    "packed_linear.c",
-    "panels.c",
-    "small_ops.c",
-    "tape.c",
-)
+SOURCES = sorted(path.name for path in FOLDER.glob("*.c"))
 COMPILE_FLAGS = (
     *("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
     "-falign-loops=32",  # a loop that straddles such a line is decoded anew in every turn by some Intel processors

@@ -1,4 +1,4 @@
-/* An MLP's gate and up multiplied: kernels/activation.py has the formulas. */
+/* An MLP's gate and up multiplied: kernels/layer_ops.py has the formulas. */
 #pragma once
 
 #include "simd.h"

@@ -1,4 +1,4 @@
-"""Products with a weight in panels (``panels.h``, ``packed_linear.c``)."""
+"""Products with weights in C: a weight in panels (``panels.h``, ``packed_linear.c``), and rows for int8 products."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PackedWeight:
         return out
 
     def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
-        """The weight's rows for ``token_ids`` (N,) times ``scale``, as ``kernels.embedding.embed``: (N, in)."""
+        """The weight's rows for ``token_ids`` (N,) times ``scale``, as ``layer_ops.embed``: (N, in)."""
         token_ids = token_ids.to(torch.int32).contiguous()
         out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
         self._library.embed_panels(
@@ -91,6 +91,41 @@ class PackedWeight:
             self._out_size,
             float(scale),
             DTYPE_CODES[self._dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class NativeInt8Rows:
+    """``kernels.int8_rows.Int8Rows`` by ``int8_rows.c``; types are those of ``DTYPE_CODES``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._quantise, self._scale = library.quantise_rows, library.scale_rows
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Int8Rows``."""
+        x = x.contiguous()
+        rows, width = x.shape
+        codes, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty(rows)
+        threads = torch.get_num_threads()
+        self._quantise(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), rows, width, DTYPE_CODES[x.dtype], threads)
+        return codes, scales
+
+    def scale(
+        self, products: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See ``Int8Rows``."""
+        assert products.is_contiguous() and products.dtype == torch.float32 and (bias is None or bias.dtype == dtype)
+        rows, width = products.shape
+        out = torch.empty((rows, width), dtype=dtype)
+        self._scale(
+            products.data_ptr(),
+            scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            DTYPE_CODES[dtype],
             torch.get_num_threads(),
         )
         return out

@@ -79,7 +79,7 @@ class PagedAttention:
 
         ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (2, blocks, block_size, KV heads,
         head_dim), each block in the order of ``in_kernel_order``; ``out``, contiguous and shaped as ``query``, is
-        written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as in attention_scores.py.
+        written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as in plain_attention.py.
         """
         states: tuple[int | None, ...] = (None, None)
         strides = (0, 0)

@@ -1,24 +1,28 @@
-"""Whether compiled kernels compute what their PyTorch twins do, before anything depends on them."""
+"""Compare the compiled kernels with their PyTorch twins on small inputs, before anything depends on them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels import activation
-from tp_engine.kernels.attention_scores import attend
+from tp_engine.kernels import heads as head_twins
+from tp_engine.kernels import layer_ops
+from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.int8_rows import TorchInt8Rows
-from tp_engine.kernels.native.int8_rows import NativeInt8Rows
+from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.native import ops
 from tp_engine.kernels.native.layout import DTYPE_CODES
-from tp_engine.kernels.native.linear import PackedWeight
-from tp_engine.kernels.native.ops import NativeOps
-from tp_engine.kernels.native.ops_check import ACTIVATIONS, check_ops
+from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
+from tp_engine.kernels.plain_attention import attend
+from tp_engine.model_config.activation import Activation, ActivationKind
+
+_ACTIVATIONS = tuple(Activation(kind) for kind in get_args(ActivationKind))
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 24, 4
 # (queries, keys) of each request.
@@ -26,16 +30,16 @@ _REQUESTS = ((1, 9), (3, 40))
 _SCALE, _SOFTCAP = 0.2, 1.5
 
 Check: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
-"""A kernel's name, its result, and what is right."""
+"""A kernel's name, its result, and the right one."""
 
 
 def disagreement(library: ctypes.CDLL) -> str | None:
-    """What a kernel of ``library`` gets wrong on small inputs, or None.  Takes a few milliseconds."""
-    ops = NativeOps(library)
+    """The first kernel of ``library`` with a wrong result, as a sentence, or None.  Takes a few milliseconds."""
     for dtype in DTYPE_CODES:
         generator = torch.Generator().manual_seed(0)
         for name, found, expected in (
-            *check_ops(ops, dtype, generator),
+            *_rows(library, dtype, generator),
+            *_heads(library, dtype, generator),
             *_linear(library, dtype, generator),
             *_attention(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
@@ -46,6 +50,58 @@ def disagreement(library: ctypes.CDLL) -> str | None:
     return None
 
 
+def _rows(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """Operations on rows."""
+    x, residual = torch.randn(2, 3, 40, generator=generator).to(dtype)
+    weight = torch.randn(40, generator=generator).to(dtype)
+    for rule in (NormRule(weight, 1e-5), NormRule(weight, 1e-5, offset=1.0, is_centred=True)):
+        yield "norm", ops.norm(library, x, rule), layer_ops.norm(x, rule)
+        found, expected = residual.clone(), residual.clone()
+        yield "add_norm", ops.add_norm(library, x, found, rule, 0.5), layer_ops.add_norm(x, expected, rule, 0.5)
+        yield "add_norm", found, expected
+        ops.add(library, x, found, 0.25)
+        layer_ops.add(x, expected, 0.25)
+        yield "add", found, expected
+    for kind in _ACTIVATIONS:
+        yield f"gate by {kind.kind}", ops.gate(library, x, kind), layer_ops.gate(x, kind)
+    ids = torch.tensor([1, 4, 2], dtype=torch.int32)
+    yield "embed", ops.embed(library, ids, x, 1, 3.0), layer_ops.embed(ids, x, 1, 3.0)
+    for cap in (None, 2.0):
+        found, expected = x * 3, x * 3
+        ops.cap_logits(library, found, 0.5, cap)
+        layer_ops.cap_logits(expected, 0.5, cap)
+        yield "cap_logits", found, expected
+
+
+def _heads(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """Operations on queries and keys."""
+    heads = torch.randn(3, _HEADS + 2 * _KV_HEADS, _HEAD_DIM, generator=generator).to(dtype)
+    weights = torch.randn(_HEADS + _KV_HEADS, _HEAD_DIM, generator=generator).to(dtype)
+    head_norm = HeadNorm(q_weight=weights[0], k_weight=weights[-1], weights=weights, eps=1e-5, offset=1.0)
+    positions, scale = torch.tensor([4, 0, 2]), torch.rand(5, generator=generator) + 0.5
+    tables = [torch.randn(5, size, generator=generator).to(dtype) for size in (_HEAD_DIM, 10)]
+    for own_norm, rotation in (
+        (None, Rotation(tables[0], positions)),
+        (head_norm, Rotation(tables[1], positions, scale)),
+    ):
+        arguments = (_KV_HEADS, own_norm, rotation, None, positions)
+        found, expected = (
+            ops.prepare_heads(library, heads.clone(), *arguments),
+            head_twins.prepare_heads(heads, *arguments),
+        )
+        for one, twin in zip(found, expected, strict=True):
+            assert one is not None and twin is not None
+            yield "prepare_heads", one, twin
+    counts = (_HEADS, _KV_HEADS)
+    squares = head_twins.head_squares(heads, *counts)
+    yield "head_squares", ops.head_squares(library, heads, *counts), squares
+    widths = (_HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM)
+    own, other = heads.clone(), heads.clone()
+    ops.norm_width(library, own, *counts, squares, weights, widths, 1e-5)
+    head_twins.norm_width(other, *counts, squares, weights, widths, 1e-5)
+    yield "norm_width", own, other
+
+
 def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
     """Seven rows times a weight whose sizes are no multiples of much, and the same by PyTorch, in float64: its own
     float32 is off by more than ours on some processors."""
@@ -53,9 +109,9 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
     expected = F.linear(x.double(), weight.double(), bias.double())
     yield "packed_linear", PackedWeight(library, weight).product(x, bias), expected
-    for rule in ACTIVATIONS:
+    for rule in _ACTIVATIONS:
         found = PackedWeight(library, weight[:36], activation=rule).product(x, bias[:36])
-        yield f"packed_linear with {rule.kind}", found, activation.gate(expected[:, :36], rule)
+        yield f"packed_linear with {rule.kind}", found, layer_ops.gate(expected[:, :36], rule)
     ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32)
     wanted = torch.where(ids[:, None] < 37, weight[ids.clamp(max=36).long()], 0.0) * 2
     yield "embed_panels", PackedWeight(library, weight).rows(ids, None, 2.0), wanted

@@ -13,7 +13,7 @@ typedef union {
 
 typedef int (*Player)(const Word *words);
 
-/* Mirrored in tape_parts.py, which asks for max_words. */
+/* Mirrored in tape.py, which asks for max_words. */
 typedef struct {
     Player play;
     Word words[MAX_WORDS];

@@ -6,25 +6,28 @@
     tape           entries of C         a Python call            entries of C
 
 Arguments are recorded as they are: numbers, and addresses of memory whose owners keep it where it is.  What a step must
-do in Python, a collective with its deadlines, divides the tape.  While a profile is made, each call is made one by one
-under its function's name (``naming_calls``), on a tape and elsewhere.
+do in Python, a collective with its deadlines, divides the tape.  For a profile, calls are made one by one under their
+functions' names (``naming_calls``), on a tape and elsewhere.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import cache
+from typing import Any, Protocol, TypeAlias
 
-from tp_engine.kernels.native.tape_parts import Entries, Naming, Part, PythonCall, entry_type, word_of
+Naming: TypeAlias = Callable[[str], AbstractContextManager[object]]
+"""``with naming("rms_norm"):`` surrounds a call."""
 
 
 class Recordable:
     """The library's function ``name``, whose calls go on the tape that is being recorded.
 
-    It returns 0, or, by the rule of all of them, another number where memory ran out.  ``player`` calls it with
+    Like all of the library's functions it returns 0, or another number if memory ran out.  ``player`` calls it with
     arguments from words.
     """
 
@@ -48,7 +51,7 @@ class Recordable:
 
 
 class Tape:
-    """Calls in their order, and what they need kept alive."""
+    """Calls in their order, with what must stay alive for them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -59,7 +62,7 @@ class Tape:
         self._kept: list[tuple[Any, ...]] = []
 
     def add(self, name: str, player: int, arguments: tuple[Any, ...]) -> None:
-        """One more call of C: of function ``name``, by its player at this address."""
+        """Append a call of the C function ``name``, by its player at this address."""
         entry = self._entry_type(play=player)
         for i, argument in enumerate(arguments):
             entry.words[i] = word_of(argument)
@@ -68,12 +71,12 @@ class Tape:
         self._kept.append(arguments)
 
     def add_python(self, function: Callable[[], object]) -> None:
-        """One more call of Python."""
+        """Append a call of Python."""
         self.finish()
         self._parts.append(PythonCall(function))
 
     def finish(self) -> None:
-        """What follows, if anything, is recorded apart."""
+        """End the stretch of C calls; later calls begin a new one."""
         if self._entries:
             self._parts.append(Entries(self._library, self._names, self._entries))
             self._names, self._entries = [], []
@@ -94,7 +97,7 @@ _naming: ContextVar[Naming | None] = ContextVar("naming_of_calls", default=None)
 
 @contextmanager
 def recording(tape: Tape) -> Iterator[None]:
-    """Put the calls of this block, by this thread, on ``tape``, while they are made."""
+    """Put the calls that this thread makes within the block on ``tape``; they are made too."""
     token = _recorded.set(tape)
     try:
         yield
@@ -105,7 +108,7 @@ def recording(tape: Tape) -> Iterator[None]:
 
 @contextmanager
 def naming_calls(naming: Naming) -> Iterator[None]:
-    """Make this thread's calls, within this block, one by one under their names."""
+    """Make the calls of this thread within the block one by one, under their names."""
     token = _naming.set(naming)
     try:
         yield
@@ -114,7 +117,7 @@ def naming_calls(naming: Naming) -> Iterator[None]:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which is recorded as one call of Python, whatever it calls itself.
+    """``function(*arguments)``, recorded as one call of Python; what it calls is not recorded apart.
 
     It must do everything in place, and return the same each time.
     """
@@ -132,3 +135,71 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 def is_recording() -> bool:
     """Whether calls go on a tape now; not within ``call``."""
     return _recorded.get() is not None
+
+
+@cache
+def entry_type(max_words: int) -> type[ctypes.Structure]:
+    """``TapeEntry`` of ``tape.h``: a call of up to ``max_words`` arguments."""
+
+    class TapeEntry(ctypes.Structure):
+        _fields_ = (("play", ctypes.c_void_p), ("words", ctypes.c_int64 * max_words))
+
+    return TapeEntry
+
+
+def word_of(argument: Any) -> int:
+    """The eight bytes of an argument: an integer, a float32, an address or a pointer."""
+    if argument is None:
+        return 0
+    if isinstance(argument, float):
+        bits: int = struct.unpack("<i", struct.pack("<f", argument))[0]
+        return bits
+    if isinstance(argument, int):
+        return argument
+    return ctypes.addressof(argument.contents)
+
+
+class Part(Protocol):
+    """A piece of a tape: calls that follow one another."""
+
+    def run(self) -> object:
+        """Make them again."""
+
+    def run_named(self, naming: Naming) -> None:
+        """Make them again, each under its name."""
+
+
+class PythonCall:
+    """A call of Python between stretches of C: a collective, with its deadlines."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.run = function
+
+    def run_named(self, naming: Naming) -> None:
+        with naming("collective"):
+            self.run()
+
+
+class Entries:
+    """A stretch of C calls, and the position in it at which ``run_tape`` continues."""
+
+    def __init__(self, library: ctypes.CDLL, names: Sequence[str], entries: Sequence[ctypes.Structure]) -> None:
+        self._run_tape = library.run_tape
+        self._names = names
+        self._entries = (type(entries[0]) * len(entries))(*entries)
+        self._entry_bytes = ctypes.sizeof(entries[0])
+        self._position = ctypes.c_int64()
+        self._first, self._place = ctypes.addressof(self._entries), ctypes.addressof(self._position)
+
+    def run(self) -> None:
+        self._run(self._first, len(self._names))
+
+    def run_named(self, naming: Naming) -> None:
+        for i, name in enumerate(self._names):
+            with naming(name):
+                self._run(self._first + i * self._entry_bytes, 1)
+
+    def _run(self, first: int, count: int) -> None:
+        if self._run_tape(first, count, self._place):
+            self._position.value = 0
+            raise MemoryError("a recorded kernel has no memory for its work")

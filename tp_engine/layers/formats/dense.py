@@ -35,8 +35,7 @@ from torch import nn
 
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
-from tp_engine.kernels.ops import is_recordable, op
-from tp_engine.kernels.triton_support import has_triton
+from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.base import LinearShape, Product
 from tp_engine.model_config.activation import Activation

@@ -1,4 +1,4 @@
-"""Queries and keys made ready for attention, in plain PyTorch: the twin of ``rope_triton``.
+"""Queries and keys made ready for attention, in plain PyTorch: the twins of ``heads_triton`` and ``head_width_triton``.
 
 The heads of a token come as the merged projection leaves them, and are normalised (Qwen3) and rotated
 (https://arxiv.org/abs/2104.09864, in the half-split order of transformers' Llama)::
@@ -6,7 +6,14 @@ The heads of a token come as the merged projection leaves them, and are normalis
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]
                                       norm, rotate           kept
 
-Where the rotation is partial, the first ``rotary_dim`` elements of a head turn, half-split among themselves.
+A partial rotation turns the first ``rotary_dim`` elements of a head, half-split among themselves.
+
+Some models normalise all queries of a token together, and all keys.  These may lie on several ranks, so it takes two
+operations: each rank adds up its squares, and with the sums of all ranks each normalises its own heads::
+
+    squares (N, 2)                = [ sum over a token's queries | sum over its keys ]
+
+    x / sqrt(squares / width + eps) * weight        width: elements of all queries, or of all keys, on all ranks
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.widening import widened
+from tp_engine.kernels.layer_ops import widened
 
 # Query, and key and value unless they are in the cache already.
 Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -119,3 +126,28 @@ def prepare_heads(
     if rotation is not None:
         own = rotate_heads(own, num_heads, rotation)
     return own[:, :num_heads], own[:, num_heads:], heads[:, num_rotated:]
+
+
+def head_squares(heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+    """Sums of squares of a token's query elements and of its key elements: (N, 2) float32."""
+    parts = heads[:, : num_heads + num_kv_heads].split_with_sizes((num_heads, num_kv_heads), 1)
+    return torch.stack([widened(part).square().sum((1, 2)) for part in parts], 1)
+
+
+def norm_width(
+    heads: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    squares: torch.Tensor,
+    weights: torch.Tensor,
+    widths: tuple[int, int],
+    eps: float,
+) -> None:
+    """Normalise the queries and keys of ``heads``, in place; values are left.
+
+    ``squares`` (N, 2) float32, those of all ranks; ``weights`` (H + KV, head_dim); ``widths``: of queries, of keys.
+    """
+    for column, (first, end) in enumerate(((0, num_heads), (num_heads, num_heads + num_kv_heads))):
+        own = heads[:, first:end]
+        factor = (squares[:, column] / widths[column] + eps).rsqrt().view(-1, 1, 1)
+        own.copy_(widened(own) * factor * widened(weights[first:end]))

@@ -1,11 +1,11 @@
-"""Norm, rotation and the store of K/V in one pass: the Triton twin of ``rope.prepare_heads``.
+"""Norm, rotation and the store of K/V in one pass: the Triton twin of ``heads.prepare_heads``.
 
 ::
 
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]      queries are changed in place
     program (i, t), t < query tiles:  queries [t * TILE, (t + 1) * TILE) of token i
     program (i, t), the others:       as many keys, stored at their slot (without a cache: in place), and their values
-    cache, scales                     as in kv_quant.py
+    cache, scales                     as in layer_kv.py
 
     a head    | a: rotary_dim / 2 | b: rotary_dim / 2 | c: the others |      element j of a turns with element j of b
 
@@ -22,10 +22,9 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.kernels.kv_quant import LARGEST_VALUE
-from tp_engine.kernels.kv_quant_triton import scaled_to_range
-from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.rope import HeadNorm, Heads, Rotation
+from tp_engine.kernels.heads import HeadNorm, Heads, Rotation
+from tp_engine.kernels.layer_kv import LARGEST_VALUE, LayerKv
+from tp_engine.kernels.store_kv_triton import scaled_to_range
 
 _PAIRS_PER_PROGRAM = 512
 _PAIRS_PER_THREAD = 8
@@ -212,7 +211,7 @@ def prepare_heads_triton(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
-    """``rope.prepare_heads`` in one launch, which stores K/V where there is a cache; a slot of -1 is not stored.
+    """``heads.prepare_heads`` in one launch, which stores K/V where there is a cache; a slot of -1 is not stored.
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is a view of ``heads``.
     """

@@ -1,0 +1,199 @@
+"""Operations that go through their tensors once, element by element, and round once: gate, embed, cap_logits.
+
+The Triton twins of ``layer_ops``.  Program (i, j) makes elements [j * BLOCK, (j + 1) * BLOCK) of row i.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.model_config.activation import Activation
+
+_BLOCK = 1024
+# The numbers of Activation.code; 3 is "relu2".
+_SILU, _GELU_TANH, _SWIGLU_CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_TWO_ROOTS_OF_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
+_TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
+# Of tanh: below it four terms of the series are exact to float32; above it the difference of exponentials is.
+_SMALL = tl.constexpr(0.2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gated(  # type: ignore[no-untyped-def]
+    gate,
+    up,
+    KIND: tl.constexpr,  # noqa: N803
+    ALPHA: tl.constexpr,  # noqa: N803
+    LIMIT: tl.constexpr,  # noqa: N803
+):
+    """The activated ``gate`` times ``up``, both float32.  NaN stays NaN.
+
+    With tanh: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), which neither overflows nor cancels.
+    """
+    if KIND == _SILU:
+        product = gate / (1.0 + tl.exp(-gate)) * up
+    elif KIND == _GELU_TANH:
+        twice = (gate + 0.044715 * gate * gate * gate) * _TWO_ROOTS_OF_TWO_OVER_PI
+        product = gate / (1.0 + tl.exp(-twice)) * up
+    elif KIND == _SWIGLU_CLAMPED:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        product = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    else:
+        gate = tl.where(gate < 0, 0.0, gate)
+        product = gate * gate * up
+    return product
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_kernel(  # type: ignore[no-untyped-def]
+    gate_up,
+    out,
+    stride,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    ALPHA: tl.constexpr,  # noqa: N803
+    LIMIT: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK elements of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    row = gate_up + token * stride
+    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    product = gated(gate, up, KIND, ALPHA, LIMIT)
+    tl.store(out + token * SIZE + column, product.to(out.dtype.element_ty), mask=inside)
+
+
+def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``layer_ops.gate``; the rows may be slices of wider ones."""
+    num_tokens, double = gate_up.shape
+    assert double % 2 == 0 and gate_up.stride(1) == 1, (gate_up.shape, gate_up.stride())
+    size = double // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        block = min(int(triton.next_power_of_2(size)), _BLOCK)
+        gate_kernel[(num_tokens, triton.cdiv(size, block))](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            **activation_constants(activation),
+            **dependent_launch(gate_up.device),
+        )
+    return out
+
+
+def activation_constants(activation: Activation | None) -> dict[str, float]:
+    """What ``gated`` is compiled for; None where a kernel does not call it."""
+    if activation is None:
+        return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
+    return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def embed_kernel(  # type: ignore[no-untyped-def]
+    token_ids,
+    weight,
+    out,
+    FIRST_ID: tl.constexpr,  # noqa: N803
+    NUM_IDS: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    SCALE: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK of the SIZE elements of one token's row, of the NUM_IDS rows from FIRST_ID on."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(token_ids + token).to(tl.int64) - FIRST_ID
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_held = (row >= 0) & (row < NUM_IDS)
+    inside = column < SIZE
+    values = tl.load(weight + row * SIZE + column, mask=inside & is_held, other=0.0)
+    if SCALE != 1:
+        values = (values.to(tl.float32) * SCALE).to(values.dtype)
+    tl.store(out + token * SIZE + column, values, mask=inside)
+
+
+def embed_triton(
+    token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0
+) -> torch.Tensor:
+    """``layer_ops.embed``; with ``first_id`` None too, ids that ``weight`` does not hold give zeros."""
+    num_ids, size = weight.shape
+    assert weight.is_contiguous() and token_ids.is_contiguous(), (weight.stride(), token_ids.stride())
+    out = torch.empty((len(token_ids), size), dtype=weight.dtype, device=weight.device)
+    if len(token_ids):
+        block = min(int(triton.next_power_of_2(size)), _BLOCK)
+        embed_kernel[(len(token_ids), triton.cdiv(size, block))](
+            token_ids,
+            weight,
+            out,
+            FIRST_ID=first_id or 0,
+            NUM_IDS=num_ids,
+            SIZE=size,
+            BLOCK=block,
+            SCALE=scale,
+            **dependent_launch(weight.device),
+        )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cap_logits_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    WIDTH: tl.constexpr,  # noqa: N803
+    SCALE: tl.constexpr,  # noqa: N803
+    CAP: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK logits of one row; a CAP of 0 bounds nothing."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = logits + row * stride + column
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32) * SCALE
+    if CAP > 0:
+        values = CAP * tanh(values / CAP)
+    tl.store(place, values.to(logits.dtype.element_ty), mask=inside)
+
+
+def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> None:
+    """``layer_ops.cap_logits``; the rows of ``logits`` may be slices of wider ones."""
+    num_rows, width = logits.shape
+    assert logits.stride(1) == 1, (logits.shape, logits.stride())
+    if num_rows:
+        cap_logits_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
+            logits,
+            logits.stride(0),
+            WIDTH=width,
+            SCALE=scale,
+            CAP=cap or 0.0,
+            BLOCK=_BLOCK,
+            **dependent_launch(logits.device),
+        )
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """The hyperbolic tangent of float32, within a few units in the last place; nothing overflows, and NaN stays NaN."""
+    magnitude = tl.abs(x)
+    shrunk = tl.exp2(magnitude * -_TWO_LOG2_E)
+    far = (1.0 - shrunk) / (1.0 + shrunk)
+    square = x * x
+    near = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0)))
+    return tl.where(magnitude < _SMALL, near, tl.where(x < 0, -far, far))

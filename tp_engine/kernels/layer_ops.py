@@ -1,0 +1,110 @@
+"""The layers' small operations in plain PyTorch: normalisation, the residual sum, activations, embedding, logits.
+
+They are the twins of ``norm_triton``, ``elementwise_triton`` and ``native/ops.py``.  Each computes in float32 (float64
+stays) and rounds once, unless its text says otherwise.
+
+::
+
+    RMS norm    x / sqrt(mean(x^2) + eps) * (weight + offset)                https://arxiv.org/abs/1910.07467
+    centred     the same of x - mean(x): layer norm without a bias           https://arxiv.org/abs/1607.06450
+
+    silu            silu(gate) * up                                    SwiGLU, https://arxiv.org/abs/2002.05202
+    gelu_tanh       gelu(gate), by its tanh formula, * up
+    swiglu_clamped  (u + 1) * g * sigmoid(alpha * g)                   g = min(gate, limit), u = up within +-limit
+    relu2           max(gate, 0)^2 * up
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.model_config.activation import Activation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormRule:
+    """How rows are normalised: by ``weight`` (size,) + ``offset``; ``is_centred`` first subtracts the mean."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+    is_centred: bool = False
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the type that twins compute in: float32, or float64 if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def norm(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
+    """``x`` (N, size) normalised over its last dimension -> (N, size), in the type of ``x``."""
+    if not (rule.offset or rule.is_centred):
+        return F.rms_norm(x, rule.weight.shape, rule.weight, rule.eps)
+    wide = widened(x)
+    if rule.is_centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    scaled = wide * (wide.square().mean(-1, keepdim=True) + rule.eps).rsqrt()
+    return (scaled * (widened(rule.weight) + rule.offset)).to(x.dtype)
+
+
+def add(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
+    """Add ``x * scale`` to ``residual`` (both (N, size)), in place."""
+    if scale == 1.0:
+        residual.add_(x)
+    else:
+        residual.copy_(widened(residual) + widened(x) * scale)
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0) -> torch.Tensor:
+    """Add ``x * scale`` to ``residual`` (both (N, size)), in place, and return the normalised sum."""
+    add(x, residual, scale)
+    return norm(residual, rule)
+
+
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The two halves of a gated MLP multiplied: (N, 2 * size), gate then up, -> (N, size).
+
+    The activated gate is rounded before the product, as the models' own code does; ``swiglu_clamped`` is rounded once.
+    """
+    first, up = gate_up.chunk(2, -1)
+    if activation.kind == "swiglu_clamped":
+        return _clamped(widened(first), widened(up), activation).to(gate_up.dtype)
+    return _activated(first, activation).mul_(up)
+
+
+def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The gate alone, rounded to its type; a new tensor."""
+    if activation.kind == "silu":
+        return F.silu(gate)
+    if activation.kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh")
+    return F.relu(gate).square_()
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    bounded = gate.clamp(max=activation.limit)
+    return (up.clamp(-activation.limit, activation.limit) + 1) * bounded * (bounded * activation.alpha).sigmoid()
+
+
+def embed(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
+    """``token_ids`` (N,) -> (N, hidden): rows of ``weight`` (ids, hidden) times ``scale``.
+
+    ``weight`` holds this rank's part of the vocabulary: its first row belongs to the token ``first_id``, and other
+    ranks' ids give zeros.  With ``first_id`` None it holds all ids.
+    """
+    if first_id is None:
+        rows = F.embedding(token_ids, weight)
+    else:
+        own = token_ids - first_id
+        is_mine = (own >= 0) & (own < len(weight))
+        rows = F.embedding(own.mul_(is_mine), weight).mul_(is_mine.unsqueeze(-1))
+    return rows if scale == 1.0 else rows.mul_(scale)
+
+
+def cap_logits(logits: torch.Tensor, scale: float, cap: float | None) -> None:
+    """``logits`` (n, width) times ``scale``, then with a ``cap`` (> 0) ``cap * tanh(logits / cap)``, in place."""
+    scaled = widened(logits) * scale
+    logits.copy_(scaled if cap is None else (scaled / cap).tanh_() * cap)
