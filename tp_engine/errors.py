@@ -52,3 +52,9 @@ class MemoryBudgetError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has stopped; every request in flight ends with this."""
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` as error messages show it: at most ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.errors import ConfigError, RequestError
+from tp_engine.errors import ConfigError, RequestError, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CONSTRAINT_CHARACTERS = 1 << 20
@@ -57,10 +57,10 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check_text(name, getattr(self, name))
         if self.reasoning not in (None, "open", "optional"):
-            raise _error(f"reasoning is {_shown(self.reasoning)}; it must be open or optional")
+            raise _error(f"reasoning is {shown(self.reasoning)}; it must be open or optional")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
             if not isinstance(getattr(self, name), bool):
-                raise _error(f"{name} is {_shown(getattr(self, name))}; it must be true or false")
+                raise _error(f"{name} is {shown(getattr(self, name))}; it must be true or false")
 
     @property
     def kind(self) -> str:
@@ -70,7 +70,7 @@ class StructuredOutputsParams:
     def _check_kinds(self) -> None:
         if self.json_object is not None and self.json_object is not True:
             if self.json_object is not False:
-                raise _error(f"json_object is {_shown(self.json_object)}; it must be true")
+                raise _error(f"json_object is {shown(self.json_object)}; it must be true")
             object.__setattr__(self, "json_object", None)
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -135,17 +135,17 @@ def _schema_text(schema: object) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         raise _error(f"the JSON schema can not be read: {error or 'it is nested too deeply'}") from error
     if not isinstance(parsed, (Mapping, bool)):
-        raise _error(f"the JSON schema is {_shown(parsed)}; it must be an object")
+        raise _error(f"the JSON schema is {shown(parsed)}; it must be an object")
     _check_text("json", text)
     return text
 
 
 def _choices(choices: object) -> tuple[str, ...]:
     if not isinstance(choices, (list, tuple)) or not choices:
-        raise _error(f"choice is {_shown(choices)}; it must be a list of at least one text")
+        raise _error(f"choice is {shown(choices)}; it must be a list of at least one text")
     for one in choices:
         if not isinstance(one, str) or not one:
-            raise _error(f"choice contains {_shown(one)}; every choice must be a text of at least one character")
+            raise _error(f"choice contains {shown(one)}; every choice must be a text of at least one character")
     _check_text("choice", "".join(choices))
     return tuple(choices)
 
@@ -155,18 +155,13 @@ def _check_text(name: str, text: object) -> None:
     if text is None:
         return
     if not isinstance(text, str) or not text:
-        raise _error(f"{name} is {_shown(text)}; it must be a text of at least one character")
+        raise _error(f"{name} is {shown(text)}; it must be a text of at least one character")
     if len(text) > MAX_CONSTRAINT_CHARACTERS:
         raise _error(f"{name} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARACTERS} are allowed")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise _error(f"{name} has half a surrogate pair; it must be valid Unicode") from error
-
-
-def _shown(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def _error(message: str) -> RequestError:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
-from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningTokens
+from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningTokens
 
 
 def divide(text: Iterable[str], *, inside: bool, cut_off: bool = False) -> tuple[str, str, bool]:
@@ -54,6 +54,21 @@ def test_cut_off_by_a_limit(text: str, inside: bool, reasoning: str, answer: str
         thought, said, _ = divide(text[:end], inside=inside, cut_off=True)
         assert reasoning.startswith(thought) and answer.startswith(said)
         assert not (text[:end].endswith("</think") and thought.endswith("</think"))
+
+
+@pytest.mark.parametrize(("text", "inside", "reasoning", "answer"), CASES)
+def test_a_format_with_other_marks(text: str, inside: bool, reasoning: str, answer: str) -> None:
+    """Oracle: the cases above with their marks replaced; single characters, and the prompt's end."""
+    marks = ReasoningFormat(help="", open="[THINK]", close="[/THINK]")
+
+    def renamed(words: str) -> str:
+        return words.replace("</think", "[/THINK").replace("<think", "[THINK").replace("THINK>", "THINK]")
+
+    parser = marks.new_parser(inside=inside)
+    parts = [parser.feed(char) for char in renamed(text)] + [parser.finish(cut_off=False)]
+    expected = (renamed(reasoning), renamed(answer))
+    assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == expected
+    assert marks.begins_inside("says [THINK]") and not marks.begins_inside("says <think>")
 
 
 @pytest.mark.parametrize(

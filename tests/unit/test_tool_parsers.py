@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tp_engine.api.openai.chat.options import TOOL_FORMATS
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ToolParser
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
-from tp_engine.api.openai.tools.hermes import HermesToolParser
-from tp_engine.api.openai.tools.llama3_json import Llama3JsonToolParser
+from tp_engine.api.openai.tools.request import ToolRequest
 
-NAMES = frozenset({"get_weather", "add", "größe"})
+TOOLS = ToolRequest(
+    tools=tuple({"function": {"name": name}} for name in ("get_weather", "add", "größe")), choice="auto"
+)
 MARKUP = ("<tool_call", "</tool_call", "<|python_tag|>", "tool_call>")
 
 
@@ -55,11 +57,11 @@ def find(parser: ToolParser, pieces: Iterable[str], cut_off: bool = False) -> Fo
 
 
 def hermes() -> ToolParser:
-    return HermesToolParser()
+    return TOOL_FORMATS["hermes"].new_parser(TOOLS)
 
 
 def llama() -> ToolParser:
-    return Llama3JsonToolParser(NAMES)
+    return TOOL_FORMATS["llama3_json"].new_parser(TOOLS)
 
 
 ARGUMENTS = '{"city": "Zürich 😀", "n": {"deep": [1, {"x": "a}b]c"}]}, "q": "say \\"hi\\" </tool_call> {"}'

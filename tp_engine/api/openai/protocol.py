@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -147,12 +147,7 @@ def request_error(error: ValidationError) -> RequestError:
     if first["type"] == "missing":
         return RequestError(f"{name} is missing; it is required", param=name)
     messages = dict.fromkeys(item["msg"] for item in complaints if item["loc"][:1] == location[:1])
-    return RequestError(f"{name} is {_shown(first['input'])}: {'; or '.join(messages)}", param=name)
-
-
-def _shown(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+    return RequestError(f"{name} is {shown(first['input'])}: {'; or '.join(messages)}", param=name)
 
 
 def _warn_of_unknown_fields(body: BaseModel) -> None:
@@ -160,4 +155,4 @@ def _warn_of_unknown_fields(body: BaseModel) -> None:
     for name in (body.model_extra or {}).keys() - _warned_fields:
         if len(_warned_fields) < MAX_REMEMBERED_FIELDS:
             _warned_fields.add(name)
-            logger.warning("ignoring the unknown request field %s", _shown(name))
+            logger.warning("ignoring the unknown request field %s", shown(name))

@@ -24,7 +24,7 @@ from tp_engine.api.openai.requests import PreparedAnswer, prepare
 from tp_engine.api.openai.responses_api.events import whole_response
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody, check_responses_body
 from tp_engine.api.openai.responses_api.shape import ResponseShape
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 
@@ -191,7 +191,7 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any
         raise RequestError(f"{where} is an item_reference; this server stores no items, send it whole", param="input")
     else:
         raise RequestError(
-            f"{where}.type is {_shown(kind)}; it must be message, function_call, function_call_output or reasoning",
+            f"{where}.type is {shown(kind, 60)}; it must be message, function_call, function_call_output or reasoning",
             param="input",
         )
 
@@ -199,7 +199,7 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any
 def _add_message(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(f"{where}.role is {_shown(role)}; it must be one of {', '.join(_ROLES)}", param="input")
+        raise RequestError(f"{where}.role is {shown(role, 60)}; it must be one of {', '.join(_ROLES)}", param="input")
     text = _text(f"{where}.content", item.get("content"))
     if role != "assistant":
         messages.append({"role": _ROLES[role], "content": text})
@@ -237,7 +237,7 @@ def _text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where} is {_shown(content)}; it must be text or a list of text parts", param="input")
+        raise RequestError(f"{where} is {shown(content, 60)}; it must be text or a list of text parts", param="input")
     return "".join(_part_text(f"{where}[{number}]", part) for number, part in enumerate(content))
 
 
@@ -247,17 +247,12 @@ def _part_text(where: str, part: object) -> str:
         name = "refusal" if kind == "refusal" else "text"
         if isinstance(kind, str) and kind in _TEXT_PARTS and isinstance(part.get(name), str):
             return str(part[name])
-        raise RequestError(f"{where} has the type {_shown(kind)}; only parts of text are supported", param="input")
-    raise RequestError(f"{where} is {_shown(part)}; it must be a part such as an input_text", param="input")
+        raise RequestError(f"{where} has the type {shown(kind, 60)}; only parts of text are supported", param="input")
+    raise RequestError(f"{where} is {shown(part, 60)}; it must be a part such as an input_text", param="input")
 
 
 def _string(where: str, item: Mapping[str, Any], name: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} is {_shown(value)}; it must be text", param="input")
+        raise RequestError(f"{where}.{name} is {shown(value, 60)}; it must be text", param="input")
     return value
-
-
-def _shown(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
