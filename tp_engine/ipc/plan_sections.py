@@ -161,11 +161,13 @@ class AdmissionSection:
             own = dict(zip(own_scalars, values, strict=False))
             sampling = dict(zip(sampling_scalars, values[first:], strict=False))
             lengths = values[last:]
-            self._check(lengths, place, len(items))
             for (name, _), length in zip(own_arrays, lengths, strict=False):
-                own[name] = items[place : place + length]
+                own[name] = items[place : place + length]  # shorter, if the length is wrong: seen at the end
                 place += length
             if any(lengths[len(own_arrays) :]):
+                for array, index, owner in self._related:
+                    if lengths[index] != lengths[owner]:
+                        raise PlanError(f"malformed step plan: {array.misfit(lengths[index], lengths[owner])}")
                 for (name, dtype), length in zip(sampling_arrays, lengths[len(own_arrays) :], strict=True):
                     if length:
                         sampling[name] = items[place : place + length].view(dtype)
@@ -173,15 +175,6 @@ class AdmissionSection:
             yield Admission(sampling=RowSampling(**sampling), **own)
         if place != len(items):
             raise PlanError(f"malformed step plan: its {self.name} have {place} array items, {len(items)} are there")
-
-    def _check(self, lengths: Sequence[int], place: int, num_items: int) -> None:
-        """``PlanError`` if arrays of these lengths do not fit each other, or into what is left behind ``place``."""
-        end = place + sum(lengths)
-        if end > num_items:
-            raise PlanError(f"malformed step plan: its {self.name} have {end} array items, {num_items} are there")
-        for array, index, owner in self._related:
-            if lengths[index] != lengths[owner]:
-                raise PlanError(f"malformed step plan: {array.misfit(lengths[index], lengths[owner])}")
 
 
 def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
