@@ -25,4 +25,4 @@ def test_a_small_run_ends_with_its_figures() -> None:
         assert set(case["results"]) == {"tp_engine", "pickled objects"}
         for values in case["results"].values():
             assert values["schedule_p50_us"] > 0 and values["publish_to_decoded_p50_us"] > 0
-    assert report["cases"][0]["results"]["tp_engine"]["bytes"] == 56
+    assert report["cases"][0]["results"]["tp_engine"]["bytes"] == 48
