@@ -75,7 +75,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         return decodes
     return msgspec.structs.replace(
         decodes,
-        control=Control(draw(st.integers(0, 15))),
+        control=Control(draw(st.integers(0, 7))),
         released=draw(ids(st.integers(0, 9))),
         admitted=tuple(draw(st.lists(admission, max_size=3))),
         copies=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
