@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from benchmarks.machine import copy_bandwidth, processor_name, read_bandwidth
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.registry import select_backend
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.worker.input_batch import slots_for

@@ -80,7 +80,7 @@ def compare_logits(args: argparse.Namespace) -> dict[str, Any]:
 
 def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | None) -> torch.Tensor:
     """Logits (tokens, vocabulary) in float64 of a random prompt, without a KV cache."""
-    from tp_engine.attention.needs import AttentionNeeds
+    from tp_engine.attention.base import AttentionNeeds
     from tp_engine.attention.registry import select_backend
     from tp_engine.layers.forward_context import forward_context
     from tp_engine.model_config import load_model_config

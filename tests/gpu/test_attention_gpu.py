@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.paged_batches import PagedBatch, make_batch
-from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.base import AttentionBackend, AttentionNeeds, AttentionShape
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, store_kv

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
-from tp_engine.attention.batch_plan import MAX_BATCHED_QUERY, plan_groups
 from tp_engine.attention.calls import TILE
+from tp_engine.attention.gathering import MAX_BATCHED_QUERY, group_requests
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.kernels.layer_kv import LayerKv
@@ -179,7 +179,7 @@ def test_groups_cover_the_batch(requests: list[tuple[int, int]]) -> None:
     """Oracle: every request with a query and a context is in exactly one group, of its query length, within limits."""
     query_lens = np.array([query_len for query_len, _ in requests], dtype=np.int32)
     seq_lens = np.array([query_len + extra if extra else 0 for query_len, extra in requests], dtype=np.int32)
-    groups = plan_groups(query_lens, seq_lens, 2048)
+    groups = group_requests(query_lens, seq_lens, 2048)
     covered = sorted(row for group in groups for row in group.rows.tolist())
     assert covered == np.flatnonzero((query_lens > 0) & (seq_lens > 0)).tolist()
     starts = np.cumsum(query_lens) - query_lens
@@ -194,7 +194,7 @@ def test_groups_cover_the_batch(requests: list[tuple[int, int]]) -> None:
 def test_similar_lengths_share_a_call_and_others_do_not() -> None:
     """Oracle: one long request must not make all the others gather its length."""
     ones = np.ones(33, dtype=np.int32)
-    similar = plan_groups(ones, np.arange(200, 233, dtype=np.int32), 16384)
-    mixed = plan_groups(ones, np.array([4000] + [100] * 32, dtype=np.int32), 16384)
+    similar = group_requests(ones, np.arange(200, 233, dtype=np.int32), 16384)
+    mixed = group_requests(ones, np.array([4000] + [100] * 32, dtype=np.int32), 16384)
     assert [len(group.rows) for group in similar] == [33]
     assert sorted(len(group.rows) for group in mixed) == [1, 32]

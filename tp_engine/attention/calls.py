@@ -2,6 +2,9 @@
 
 Grouped-query attention never copies keys: the queries that share a KV head either become more query positions
 (``GroupCall``) or a batch axis over which the keys are repeated as a view (``ChunkCall``).
+
+Masks are added to the scores: 0 where a key is visible, -inf where it is not.  Key position j is visible to query
+position i iff ``j <= i``, and ``i - window < j`` if there is a sliding window.
 """
 
 from __future__ import annotations
@@ -9,13 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionShape
-from tp_engine.attention.masks import StaircaseMasks
-from tp_engine.attention.paged_kv import SlotReader, SlotSelection
-from tp_engine.attention.sdpa import attend, sinks_by_kv_head
+from tp_engine.attention.gathering import SlotReader, SlotSelection
+from tp_engine.kernels import plain_attention
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.plan import IntArray
+
+_HIDDEN = float("-inf")
 
 # Queries per call of a long chunk: keys after the tile's end are not read, and a mask stays small.
 TILE = 256
@@ -146,3 +153,72 @@ class ChunkCall:
             sinks=None if sinks is None else sinks.T[..., None, None],
         )
         return out.permute(2, 1, 0, 3).reshape(query.shape)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    shape: AttentionShape,
+    sinks: torch.Tensor | None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """``query`` (..., q, head_dim) over ``keys`` and ``values`` (..., k, head_dim) -> (..., q, head_dim).
+
+    ``mask`` (..., q, k) is 0, or -inf where a key is hidden; ``is_causal`` stands for one, where there is neither a
+    softcap nor sinks.  ``sinks`` (..., q or 1, 1) are the shape's, by the rows of ``query``.
+    """
+    if shape.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal, scale=shape.scale)
+    assert not is_causal
+    return plain_attention.attend(query, keys, values, mask, scale=shape.scale, softcap=shape.softcap, sinks=sinks)
+
+
+def sinks_by_kv_head(shape: AttentionShape) -> torch.Tensor | None:
+    """The layer's sinks as (KV heads, queries per KV head), if it has any."""
+    return None if shape.sinks is None else shape.sinks.view(shape.num_kv_heads, -1)
+
+
+def batched_mask(
+    own_key: IntArray, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Mask (B, queries, num_keys).  ``own_key`` (B, queries): which of its request's keys is at a query's position."""
+    last = torch.from_numpy(own_key).to(device)[:, :, None]
+    key = torch.arange(num_keys, dtype=torch.int32, device=device)
+    visible = key <= last
+    if window is not None:
+        visible &= key > last - window
+    return torch.where(visible, torch.zeros((), dtype=dtype, device=device), _HIDDEN)
+
+
+class StaircaseMasks:
+    """Masks of queries that are the last positions of their keys, all cut from one table per window and dtype.
+
+    Such a mask depends on ``j - i`` alone, so those of t queries over n keys are the table's lower right corner::
+
+                 n keys
+        . . . . 0 0 0 -        . visible in the table, outside this corner
+        . . . . 0 0 0 0  t     0 visible   - hidden
+    """
+
+    def __init__(self, max_queries: int) -> None:
+        self._max_queries = max_queries
+        self._tables: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def corner(
+        self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Mask (num_queries, num_keys); at most ``max_queries`` queries, and at least as many keys."""
+        table = self._tables.get((window, dtype, device))
+        if table is None or table.shape[1] < num_keys:
+            table = self._build(max(num_keys, self._max_queries), window, dtype, device)
+            self._tables[window, dtype, device] = table
+        return table[self._max_queries - num_queries :, table.shape[1] - num_keys :]
+
+    def _build(self, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The table for up to twice ``num_keys`` keys, so that a growing context seldom needs a new one."""
+        capacity = 2 * num_keys
+        own_key = np.arange(capacity - self._max_queries, capacity, dtype=np.int32)
+        return batched_mask(own_key[np.newaxis], capacity, window, dtype, device)[0]

@@ -6,6 +6,7 @@ takes blocks of any size, and is preferred where it is installed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,10 +14,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.kv_store import fastest_store
-from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.ops import op
 
 BLOCK_SIZE_MULTIPLE = 256
 MAX_HEAD_DIM = 256
@@ -71,21 +71,28 @@ class FlashAttn2:
 
     def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        lengths = {"cache_seqlens": decodes.seq_lens, "block_table": decodes.block_table}
-        out: torch.Tensor = self._with_kvcache(query, kv_cache[0], kv_cache[1], **lengths, **rule)
-        return out
+        return _call(
+            self._with_kvcache,
+            query,
+            kv_cache,
+            rule,
+            cache_seqlens=decodes.seq_lens,
+            block_table=decodes.block_table,
+        )
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        lengths = {
-            "cu_seqlens_q": prefills.cu_seqlens_q,
-            "cu_seqlens_k": prefills.cu_seqlens_k,
-            "max_seqlen_q": prefills.max_seqlen_q,
-            "max_seqlen_k": prefills.max_seqlen_k,
-            "block_table": prefills.block_table,
-        }
-        out: torch.Tensor = self._varlen(query, kv_cache[0], kv_cache[1], **lengths, **rule)
-        return out
+        return _call(
+            self._varlen,
+            query,
+            kv_cache,
+            rule,
+            cu_seqlens_q=prefills.cu_seqlens_q,
+            cu_seqlens_k=prefills.cu_seqlens_k,
+            max_seqlen_q=prefills.max_seqlen_q,
+            max_seqlen_k=prefills.max_seqlen_k,
+            block_table=prefills.block_table,
+        )
 
 
 class FlashAttn3:
@@ -97,32 +104,45 @@ class FlashAttn3:
 
     def decode(self, query: torch.Tensor, kv_cache: torch.Tensor, decodes: Decodes, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        lengths = {"cache_seqlens": decodes.seq_lens, "page_table": decodes.block_table}
-        out: torch.Tensor = self._with_kvcache(query, kv_cache[0], kv_cache[1], **lengths, **rule)
-        return out
+        return _call(
+            self._with_kvcache,
+            query,
+            kv_cache,
+            rule,
+            cache_seqlens=decodes.seq_lens,
+            page_table=decodes.block_table,
+        )
 
     def prefill(self, query: torch.Tensor, kv_cache: torch.Tensor, prefills: Prefills, rule: Rule) -> torch.Tensor:
         """See ``FlashAttnCalls``."""
-        lengths = {
-            "cache_seqlens": prefills.seq_lens,
-            "page_table": prefills.block_table,
-            "cu_seqlens_q": prefills.cu_seqlens_q,
-            "max_seqlen_q": prefills.max_seqlen_q,
-        }
-        out: torch.Tensor = self._with_kvcache(query, kv_cache[0], kv_cache[1], **lengths, **rule)
-        return out
+        return _call(
+            self._with_kvcache,
+            query,
+            kv_cache,
+            rule,
+            cache_seqlens=prefills.seq_lens,
+            page_table=prefills.block_table,
+            cu_seqlens_q=prefills.cu_seqlens_q,
+            max_seqlen_q=prefills.max_seqlen_q,
+        )
+
+
+def _call(
+    function: Callable[..., Any], query: torch.Tensor, kv_cache: torch.Tensor, rule: Rule, **lengths: torch.Tensor | int
+) -> torch.Tensor:
+    """``function`` of the package on queries, keys and values."""
+    out: torch.Tensor = function(query, kv_cache[0], kv_cache[1], **lengths, **rule)
+    return out
 
 
 class FlashAttnBackend:
-    """Decodes and prefills by one call each; both read the paged cache, so chunks and cached prefixes are nothing
-    special."""
+    """Decodes and prefills by one call each; both read the paged cache, chunks and cached prefixes included."""
 
     name = "flash_attn"
     can_capture_decodes = True
 
     def __init__(self, calls: FlashAttnCalls) -> None:
         self._calls = calls
-        self._store_kv = fastest_store()
         self._prefills: Prefills | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -155,7 +175,7 @@ class FlashAttnBackend:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
         if new is not None:
-            self._store_kv(new, kv, metadata.slot_mapping)
+            op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
         parts, start, rule = [], metadata.num_decodes, _rule_of(shape)
         if start:
             decodes = Decodes(metadata.seq_lens[:start], metadata.block_table[:start])

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.flash_attn import why_not_these_types
-from tp_engine.attention.kv_store import fastest_store
-from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.ops import op
 from tp_engine.plan import IntArray
 
 HEAD_DIMS = (64, 128, 256)
@@ -40,7 +39,6 @@ class FlashInferBackend:
     def __init__(self, package: Any = None) -> None:
         package = package or import_module("flashinfer")
         self._new_wrapper = package.BatchPrefillWithPagedKVCacheWrapper
-        self._store_kv = fastest_store()
         self._wrappers: dict[_LayerKind, Any] = {}
         self._planned: set[_LayerKind] = set()
         self._num_tokens = 0
@@ -61,7 +59,7 @@ class FlashInferBackend:
         """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
         assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
         if new is not None:
-            self._store_kv(new, kv, metadata.slot_mapping)
+            op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
         kind = _LayerKind(shape, kv.cache.shape[2], query.dtype)
         wrapper = self._wrapper(kind, query.device)
         if kind not in self._planned:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library

@@ -8,10 +8,17 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.batch_plan import MAX_CALL_TOKENS, Group, plan_groups
-from tp_engine.attention.calls import TILE, AttentionCall, ChunkCall, GroupCall, LayerInput, TokenSelection
-from tp_engine.attention.masks import StaircaseMasks, batched_mask
-from tp_engine.attention.paged_kv import SlotReader, visible_keys
+from tp_engine.attention.calls import (
+    TILE,
+    AttentionCall,
+    ChunkCall,
+    GroupCall,
+    LayerInput,
+    StaircaseMasks,
+    TokenSelection,
+    batched_mask,
+)
+from tp_engine.attention.gathering import MAX_CALL_TOKENS, RequestGroup, SlotReader, group_requests, visible_keys
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
@@ -41,14 +48,14 @@ class TorchBackend:
     def __init__(self) -> None:
         self._masks = StaircaseMasks(TILE)
         self._reader = SlotReader()
-        self._groups: list[Group] = []
+        self._groups: list[RequestGroup] = []
         self._calls: dict[_LayerKind, list[AttentionCall]] = {}
         self._kept: torch.Tensor | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Group this step's requests; see ``AttentionBackend``."""
+        """RequestGroup this step's requests; see ``AttentionBackend``."""
         limit = MAX_CALL_TOKENS[metadata.block_table.device.type]
-        self._groups = plan_groups(metadata.host_query_lens, metadata.host_seq_lens, limit)
+        self._groups = group_requests(metadata.host_query_lens, metadata.host_seq_lens, limit)
         self._calls = {}
         self._prepare_store(metadata)
 
@@ -90,7 +97,7 @@ class TorchBackend:
         else:
             scatter_kv(KeyValue(new.key[kept], new.value[kept]), kv, slots[kept])
 
-    def _plan_call(self, group: Group, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
+    def _plan_call(self, group: RequestGroup, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
         """Slots and masks of one group for one kind of layer."""
         device = metadata.block_table.device
         tokens, batch, query_len = _tokens_of(group, device), len(group.rows), group.query_len
@@ -124,7 +131,7 @@ def _kind_of(layer: LayerInput) -> _LayerKind:
     )
 
 
-def _tokens_of(group: Group, device: torch.device) -> TokenSelection:
+def _tokens_of(group: RequestGroup, device: torch.device) -> TokenSelection:
     """The step's tokens that are this group's queries, request by request."""
     if group.is_consecutive:
         start = int(group.starts[0])

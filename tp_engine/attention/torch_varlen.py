@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.flash_attn import BLOCK_SIZE_MULTIPLE, MIN_CAPABILITY, why_not_these_types
-from tp_engine.attention.kv_store import fastest_store
-from tp_engine.attention.needs import AttentionNeeds
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.ops import op
 
 _NEEDED = ("window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
 
@@ -32,7 +31,6 @@ class TorchVarlenBackend:
         found = varlen_attn or paged_varlen_attn()
         assert found is not None, "why_not comes first"
         self._varlen_attn = found
-        self._store_kv = fastest_store()
         self._cu_seqlens_k = torch.empty(0)
         self._num_tokens = self._max_seqlen_q = self._max_seqlen_k = 0
 
@@ -57,7 +55,7 @@ class TorchVarlenBackend:
         assert kv.scales is None, "why_not refuses a quantised cache"
         assert shape.softcap is None and shape.sinks is None, "why_not refuses both"
         if new is not None:
-            self._store_kv(new, kv, metadata.slot_mapping)
+            op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
         out: torch.Tensor = self._varlen_attn(
             query[: self._num_tokens],
             kv.cache[0],

@@ -6,8 +6,7 @@ from functools import cache
 
 import torch
 
-from tp_engine.attention.base import AttentionMetadata, AttentionShape
-from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import has_triton
 

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.calls import TILE
-from tp_engine.attention.sdpa import attend, sinks_by_kv_head
+from tp_engine.attention.calls import TILE, attend, sinks_by_kv_head
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 from tp_engine.layers.forward_context import current_metadata

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tp_engine.attention.needs import AttentionNeeds
+from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
