@@ -1,6 +1,6 @@
 """Run OpenAI batch requests: ``torchrun --nproc-per-node 8 launch/batch.py --model M -i in.jsonl -o out.jsonl``.
 
-In a checkout, installed or not; an installed package has the same as ``-m tp_engine.batch``.
+For a checkout, installed or not; an installed package has it as ``-m tp_engine.batch``.
 """
 
 from __future__ import annotations

@@ -42,16 +42,16 @@ def test_every_rank_writes_traces_of_the_same_steps(checkpoint: Callable[..., Pa
             parts = ["prepare", "model", "sample"]
             assert [parts_in(path) for path in chosen] == [["step 2", *parts, "step 3", *parts]] * 2
             running = asyncio.create_task(tokens_of(llm, 40))
-            assert await llm.act(Action.START_PROFILE) == {"folder": str(folder)}
+            assert await llm.engine.act(Action.START_PROFILE) == {"folder": str(folder)}
             with pytest.raises(RequestError, match="requests are running"):
                 while not running.done():
-                    await llm.act(Action.RESET_PREFIX_CACHE)
+                    await llm.engine.act(Action.RESET_PREFIX_CACHE)
             assert await running == plain
-            await llm.act(Action.STOP_PROFILE)
+            await llm.engine.act(Action.STOP_PROFILE)
             ordered = [parts_in(path) for path in sorted(folder.iterdir()) if path not in chosen]
             assert len(ordered) == 2 and ordered[0] == ordered[1] and len(ordered[0]) >= 4 * 5
-            assert await llm.act(Action.RESET_PREFIX_CACHE) == {}
-            assert (await llm.act(Action.DESCRIBE))["tensor_parallel_size"] == 2
+            assert await llm.engine.act(Action.RESET_PREFIX_CACHE) == {}
+            assert (await llm.engine.act(Action.DESCRIBE))["tensor_parallel_size"] == 2
             assert await tokens_of(llm, 40) == plain
 
     asyncio.run(asyncio.wait_for(scenario(), 100))

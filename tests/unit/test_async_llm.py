@@ -65,7 +65,7 @@ def test_many_streams_at_once() -> None:
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
         assert list(await asyncio.gather(*(text_of(llm, prompt) for prompt in prompts))) == prompts
         assert llm.num_unfinished == 0 and llm.is_ready and not llm.errored
-        assert (await llm.stats()).num_running == 0
+        assert (await llm.engine.stats()).num_running == 0
         assert llm.model_info.max_model_len == 1024 and llm.tokenizer is byte_level_tokenizer()
 
     run(scenario)
@@ -198,7 +198,7 @@ def test_engine_death_fails_every_stream() -> None:
         assert llm.errored and not llm.is_ready and llm.num_unfinished == 0
         with pytest.raises(EngineDeadError, match="told to fail"):
             await text_of(llm, "the")
-        await asyncio.wait_for(llm.wait_ended(), DEADLINE_S)
+        await asyncio.wait_for(llm.engine.wait_ended(), DEADLINE_S)
 
     service = run(scenario, FakeEngine(arith, fail_at_step=20))
     assert "told to fail" in str(service.error)

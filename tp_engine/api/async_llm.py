@@ -16,7 +16,7 @@ from tp_engine.api.output_streams import Outputs
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
-from tp_engine.engine.messages import Action, ModelInfo
+from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RankError
@@ -24,7 +24,7 @@ from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
-from tp_engine.sched.view import SchedulerStats, ViewLimits
+from tp_engine.sched.view import ViewLimits
 
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
@@ -141,7 +141,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
-        self._ready_client.abort([request_id])
+        self.engine.abort([request_id])
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
         """The prompt of a conversation, by the model's chat template."""
@@ -152,25 +152,9 @@ class AsyncLLM:
 
         return {"prompt_token_ids": await asyncio.get_running_loop().run_in_executor(self._tokenizing, render)}
 
-    async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
-        """How the scheduler stands; answered between two steps."""
-        return await self._ready_client.stats(timeout_s=timeout_s)
-
     async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
         """How the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
-        return await self._ready_client.report(view, timeout_s=timeout_s)
-
-    async def act(self, action: Action, *, timeout_s: float = 150.0) -> dict[str, Any]:
-        """Have the engine do something, for operators; ``RequestError`` if it refuses."""
-        return await self._ready_client.act(action, timeout_s=timeout_s)
-
-    async def wait_ended(self, *, timeout_s: float | None = None) -> bool:
-        """Wait until the engine has ended, for whatever reason (``errored`` tells); False after ``timeout_s``."""
-        return await self._ready_client.wait_ended(timeout_s=timeout_s)
-
-    def give_up(self, reason: str) -> None:
-        """Take the engine for dead, because it hangs: all streams end with ``EngineDeadError``."""
-        self._ready_client.give_up(reason)
+        return await self.engine.report(view, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
@@ -198,9 +182,15 @@ class AsyncLLM:
         await self.close()
 
     @property
+    def engine(self) -> EngineClient:
+        """The connection to the engine: its statistics, what operators ask of it, and its end."""
+        assert self._client is not None, "start() first"
+        return self._client
+
+    @property
     def model_info(self) -> ModelInfo:
         """What the engine told of itself and the model."""
-        return self._ready_client.model_info
+        return self.engine.model_info
 
     @property
     def tokenizer(self) -> Any | None:
@@ -234,20 +224,13 @@ class AsyncLLM:
         return self._client is not None and self._client.error is None
 
     @property
-    def _ready_client(self) -> EngineClient:
-        assert self._client is not None, "start() first"
-        return self._client
-
-    @property
     def _ready_outputs(self) -> Outputs:
         assert self._outputs is not None, "start() first"
         return self._outputs
 
     async def _start(self, timeout_s: float) -> None:
         if self._config is not None:
-            from tp_engine.engine.service_process import (
-                spawn_service,
-            )  # torch, which a connected frontend does not need
+            from tp_engine.engine.service_process import spawn_service  # torch, which no connected frontend needs
 
             timeout_s = self._config.startup_timeout_s
             self._service = await asyncio.to_thread(spawn_service, self._config)

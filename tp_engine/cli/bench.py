@@ -1,4 +1,4 @@
-"""``tp-engine bench``: the benchmarks in scripts/, which are part of a source checkout and not of the package."""
+"""``tp-engine bench``: the benchmarks in scripts/, which a checkout has and the installed package has not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``tp-engine chat``, a conversation at the terminal, and ``tp-engine complete``, texts continued by the model.
 
-Ctrl-C stops an answer and keeps what has come of it; at the prompt it clears the line.  Ctrl-D or /exit leaves.
+Ctrl-C stops an answer and keeps what has arrived; at the prompt it clears the line.  Ctrl-D or /exit leaves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget the conversation."""
         self.messages: list[dict[str, str]] = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
@@ -54,8 +54,8 @@ class Conversation:
     def say(self, text: str) -> str | None:
         """Stream the answer to ``text``; returns a note on its end.
 
-        Ctrl-C ends the answer, which stays in the conversation as far as it came.  Raises ``ServerError``; the
-        conversation is then as before.
+        Ctrl-C ends the answer; what has arrived stays in the conversation.  ``ServerError`` leaves the conversation as
+        it was.
         """
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
@@ -150,7 +150,7 @@ def complete_command(argv: Sequence[str]) -> int:
 def complete(
     client: ServerClient, model: str, config: ClientConfig, text: str, show_piece: Callable[[str], None]
 ) -> str | None:
-    """Stream what follows ``text``; returns a note on its end.  Ctrl-C ends it."""
+    """Stream the continuation of ``text``; returns a note on its end.  Ctrl-C ends it."""
     ending = None
     try:
         for chunk in client.stream("/v1/completions", {"model": model, "prompt": text, **config.sampling}):

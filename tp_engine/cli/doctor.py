@@ -1,4 +1,4 @@
-"""``tp-engine doctor``: what this machine has, what is missing, and what would be chosen on it."""
+"""``tp-engine doctor``: what this machine has, what is missing, and what the engine would choose on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tp-engine COMMAND``: finds the command and runs it; each command imports what it needs and no more."""
+"""``tp-engine COMMAND``: finds the command and runs it; each command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):
-    """Where a command is (``module:function``, called with its arguments) and what it does in one line."""
+    """The place of a command (``module:function``, called with its arguments) and its summary in one line."""
 
     place: str
     summary: str

@@ -1,6 +1,6 @@
-"""A server for one session at a terminal: started here, ended with it, open to nobody else.
+"""A server for one session at a terminal: started for it, stopped with it, closed to other clients.
 
-``python -m tp_engine.cli.own_server`` is that server's process; its orders come as JSON on standard input.
+``python -m tp_engine.cli.own_server`` is that server's process; it reads its orders as JSON from standard input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG_TAIL = 4000
 
 
 class OwnServer(NamedTuple):
-    """Where it is, and the key that only this session knows."""
+    """Its address, and the key that only this session knows."""
 
     url: str
     api_key: str

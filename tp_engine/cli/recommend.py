@@ -18,7 +18,7 @@ DOES_NOT_FIT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendConfig:
-    """The question.  Only the model's config.json is read."""
+    """The options.  Of the model, only config.json is read."""
 
     model: str = option(str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)")
     revision: str | None = option(None, "hub revision of the model")

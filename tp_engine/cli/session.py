@@ -1,7 +1,4 @@
-"""One person at a terminal and one server: the options of ``chat`` and ``complete``, the connection, lines and text.
-
-The client needs the standard library alone.
-"""
+"""One person at a terminal and one server: the options of ``chat`` and ``complete``, the connection, lines and text."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class EngineClient:
         """End requests; nothing happens for unknown ids or if the engine has ended."""
         self._send(messages.AbortRequests(request_ids=list(request_ids)))
 
-    async def stats(self, *, timeout_s: float) -> SchedulerStats:
+    async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
         """How the engine stands; it answers between two steps."""
         stats: SchedulerStats = await self._ask(messages.GetStats(), timeout_s)
         return stats
@@ -101,7 +101,7 @@ class EngineClient:
         report: EngineReport = await self._ask(messages.GetReport(view=view), timeout_s)
         return report
 
-    async def act(self, action: Action, *, timeout_s: float) -> dict[str, Any]:
+    async def act(self, action: Action, *, timeout_s: float = 150.0) -> dict[str, Any]:
         """Have the engine do something; ``RequestError`` if it refuses."""
         acted: messages.Acted = await self._ask(messages.Act(action=action), timeout_s)
         if acted.refusal is not None:

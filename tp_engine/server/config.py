@@ -20,9 +20,9 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ChatOptions, SamplingDefaultOptions):
-    """How the engine is offered over HTTP.  ``port`` 0 takes a free one, named in the line printed when ready.
+    """How the server offers the engine.  ``port`` 0 takes a free port, named in the line printed when ready.
 
-    Lists may be given as one JSON list too, as vLLM's users write them.
+    A list may be one JSON list too, as in vLLM.
     """
 
     host: str = option("127.0.0.1", "address to listen on")
@@ -119,13 +119,13 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys of ``api_key``, or else the environment's; empty for a server that is open."""
+        """The keys of ``api_key``, else the environment's; empty for an open server."""
         default = env.default_api_key()
         return self.api_key or (() if default is None else (default,))
 
 
 def _names(option_name: str, value: Any) -> tuple[str, ...]:
-    """Several texts, from a list, one text, or one text that is a JSON list."""
+    """Several texts from a list, from one text, or from one text that is a JSON list."""
     names = (value,) if isinstance(value, str) else value
     if isinstance(names, (tuple, list)) and len(names) == 1 and str(names[0]).startswith("["):
         try:

@@ -1,6 +1,6 @@
-"""The frontend's eyes on the engine: a report on request, and a bounded history with one sample per second.
+"""How the frontend watches the engine: a report on request, and a bounded history with one sample per second.
 
-An idle engine is asked nothing: as long as no request is in flight, each second repeats the last sample.
+It asks an idle engine nothing: while no request is in flight, each second repeats the last sample.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class TrafficSample:
 
     @property
     def is_active(self) -> bool:
-        """Whether a request was there."""
+        """Whether a request ran or waited."""
         return bool(self.num_running or self.num_waiting or self.prompt_tokens_per_s or self.generation_tokens_per_s)
 
 
 class EngineWatch:
-    """Asks the engine that ``engine`` gives (or raises ``HttpError``), and remembers.  For the event loop's thread.
+    """Asks the engine and keeps what it reports; for the event loop's thread alone.
 
-    ``logs`` asks for a line on the throughput every ten seconds in which something ran.
+    ``engine`` returns the engine, or raises ``HttpError``.  ``logs``: log the throughput every ten seconds of work.
     """
 
     def __init__(self, engine: Callable[[], AsyncLLM], figures: RequestFigures, *, logs: bool) -> None:
@@ -66,22 +66,24 @@ class EngineWatch:
         self._viewed_s = 0.0
 
     async def report(self) -> EngineReport:
-        """Ask rank 0.  ``HttpError`` or ``EngineDeadError`` where there is none, ``TimeoutError`` if it hangs."""
+        """Ask rank 0.  ``HttpError`` or ``EngineDeadError`` if there is no engine, ``TimeoutError`` if it hangs."""
         return await self._ask(None)
 
     async def view(self) -> EngineReport:
-        """A report with the pool and the running sequences, a fifth of a second old at most.
+        """A report with the pool and the running sequences, at most a fifth of a second old.
 
-        However many people look, the engine is asked once for all of them.
+        All clients share one question to the engine.
         """
         if self._viewing is None or time.monotonic() - self._viewed_s > _VIEW_LIFE_S:
             self._viewed_s = time.monotonic()
             self._viewing = asyncio.get_running_loop().create_task(self._ask(ViewLimits()))
-            self._viewing.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if all left
+            self._viewing.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # marks the error as seen if all clients left
         return await asyncio.shield(self._viewing)
 
     async def run(self) -> None:
-        """Take a sample every second, for ever."""
+        """Take a sample every second, forever."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             if self._is_idle():
@@ -111,7 +113,7 @@ class EngineWatch:
         return self._figures.num_prompt_tokens, self._figures.num_generation_tokens
 
     def _keep(self, stats: SchedulerStats) -> None:
-        """A sample, unless the last one is less than a second old."""
+        """Keep a sample, unless the last one is less than a second old."""
         now_s = time.monotonic()
         seconds = now_s - self._seen_s
         if self.history and seconds < 0.9 * INTERVAL_S:

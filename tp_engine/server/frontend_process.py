@@ -23,16 +23,16 @@ _FLUSH_S = 3.0
 
 
 class EnginePulse(msgspec.Struct, frozen=True, kw_only=True):
-    """Where rank 0's signs of life are, and how long the engine may be silent before its requests are given up."""
+    """The address of rank 0's pulse, and how long it may be silent before the frontend gives up its requests."""
 
     address: str
     hard_limit_s: float
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the frontend is told, as JSON on its standard input.
+    """The frontend's settings, as JSON on its standard input.
 
-    ``tokenizer`` is a folder whose tokenizer it may load while the engine starts; else the engine tells where it is.
+    ``tokenizer`` is a folder whose tokenizer the frontend loads while the engine starts; else the engine names it.
     """
 
     server: dict[str, Any]
@@ -46,7 +46,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
 
     def server_config(self) -> ServerConfig:
-        """The configuration that ``start_frontend`` was given."""
+        """The configuration that ``start`` was given."""
         return ServerConfig(**self.server)
 
 
@@ -69,7 +69,7 @@ class FrontendProcess:
         log_format: str = "text",
         tokenizer: str | None = None,
     ) -> FrontendProcess:
-        """Start the frontend on a listening socket, of which the caller may then close its own handle."""
+        """Start the frontend on a listening socket; the caller may then close its own handle."""
         settings = FrontendSettings(
             server=dataclasses.asdict(config),
             model_names=list(model_names),
@@ -110,11 +110,11 @@ class FrontendProcess:
         threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
 
     def drain(self) -> None:
-        """Ask it to refuse new requests, finish the running ones, and end."""
+        """Tell it to refuse new requests, finish the running ones, and end."""
         self._signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Let it deliver the answers that are ready, for a few seconds at most, and see it end."""
+        """Let it deliver the answers that are ready, for a few seconds at most, and wait for its end."""
         self._signal(signal.SIGTERM)
         try:
             self._process.wait(_FLUSH_S)

@@ -32,7 +32,7 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import EnginePulse, FrontendProcess
-from tp_engine.server.listener import close_listener, open_listener, write_port_file
+from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
 
@@ -49,10 +49,14 @@ _STOPPED = "stopped"
 
 def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit code of this rank's process."""
-    if _is_follower():
-        from tp_engine.engine.start import serve_rank  # torch
 
-        return _follow(lambda: serve_rank(config), server_config.shutdown_timeout_s)
+    def serve_rank0() -> None:
+        from tp_engine.engine.start import serve_rank  # torch, after the signal handlers
+
+        serve_rank(config)
+
+    if _is_follower():
+        return _follow(serve_rank0, server_config.shutdown_timeout_s)
     with _recorded(), StopSignals() as signals:
         with _Leftovers() as leftovers, contextlib.ExitStack() as stack:
             stack.enter_context(_rank0())
@@ -239,7 +243,7 @@ def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
 
     def watch() -> None:
         deadline_s = time.monotonic() + shutdown_timeout_s + _LEAVE_S
-        while _rank0_lives() and time.monotonic() < deadline_s:
+        while is_listened_on(_presence_name()) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         end_process_after(_LEAVE_S, 1)
 
@@ -256,19 +260,6 @@ def _announce_rank0() -> socket.socket:
     presence.bind(_presence_name())
     presence.listen()
     return presence
-
-
-def _rank0_lives() -> bool:
-    """Whether rank 0 of this torchrun job lives; False before ``_announce_rank0`` and after rank 0's end."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(_presence_name())
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-    return True
 
 
 def _presence_name() -> str:

@@ -1,4 +1,4 @@
-"""The listening socket: bound before anything is loaded, so that a taken port is known at once."""
+"""The listening socket: bound before anything is loaded, so that a taken port is reported at once."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _PROBE_S = 1.0
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
-    """Bind and listen; ``OSError`` for a taken port or path, ``ConfigError`` for what can not be listened on."""
+    """Bind and listen; ``OSError`` for a taken port or path, ``ConfigError`` for an unusable address or certificate."""
     _check_certificate(config)
     return _listen_on_host(config) if config.uds is None else _listen_on_path(config.uds)
 
 
 def close_listener(config: ServerConfig) -> None:
-    """The socket is not used any more: its file, if it has one, goes."""
+    """Remove the socket's file, if it has one."""
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.uds)
 
 
 def write_port_file(path: str, listener: socket.socket) -> Callable[[], None]:
-    """Write the port of a bound socket into a file, which is there whole or not at all; returns what removes it.
+    """Write the port of a bound socket into a file, atomically; returns a function that removes it.
 
-    A file that a killed server left behind is replaced; one that another server has written since is not removed.
+    A file left behind by a killed server is replaced; the removal spares a file that another server has written since.
     """
     text = f"{listener.getsockname()[1]}\n"
     unfinished = Path(f"{path}.{os.getpid()}")
@@ -83,11 +83,11 @@ def _listen_on_host(config: ServerConfig) -> socket.socket:
 
 
 def _listen_on_path(path: str) -> socket.socket:
-    """A file that a killed server left behind is replaced; a socket that somebody listens on, and other files, stay."""
+    """Replaces a socket file left behind by a killed server, but no socket in use and no other file."""
     if os.path.lexists(path):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"uds is {path!r}, which is a file of another kind; choose another path")
-        if _is_listened_on(path):
+        if is_listened_on(path):
             raise OSError(f"{path} is in use by another program; stop it, or choose another path with --uds")
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -100,7 +100,8 @@ def _listen_on_path(path: str) -> socket.socket:
     return listener
 
 
-def _is_listened_on(path: str) -> bool:
+def is_listened_on(path: str) -> bool:
+    """Whether a process listens on a Unix socket, a file or an abstract name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

@@ -118,11 +118,11 @@ class Frontend:
     async def _await_end(self, llm: AsyncLLM) -> None:
         """Return when the engine has ended, or was silent for so long that it counts as ended."""
         pulse, settings = self._state.pulse, self._settings.pulse
-        while not await llm.wait_ended(timeout_s=_PULSE_S):
+        while not await llm.engine.wait_ended(timeout_s=_PULSE_S):
             if pulse is not None and settings is not None and pulse.silence_s() > settings.hard_limit_s:
                 reason = f"rank 0 has shown no sign of life for {pulse.silence_s():.0f} s"
                 logger.error("%s; its requests are given up", reason)
-                llm.give_up(reason)
+                llm.engine.give_up(reason)
 
     def _announce(self) -> None:
         config = self._config

@@ -1,4 +1,4 @@
-"""One prompt on its way through the server, as operators see it: metrics, a line in the log, a span."""
+"""What operators see of one prompt on its way through the server: metrics, a line in the log, a span."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = get_logger(__name__)
 
 
 class Observation:
-    """From acceptance to the last token, or to the client's going: a context manager.
+    """A context manager from acceptance to the last token, or until the client leaves.
 
-    ``num_sequences`` sequences are awaited.  ``logs`` asks for a line at the end; ``tracer`` gets a span.
+    It expects ``num_sequences`` sequences.  ``logs``: log a line at the end.  ``tracer`` gets a span.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Observation:
         self._output: RequestOutput | None = None
 
     def note(self, update: SequenceUpdate) -> None:
-        """The engine's next words."""
+        """The next update of the engine."""
         self.tick(update.index, len(update.token_ids), update.finish_reason)
         if update.request_output is not None:
             self._output = update.request_output
 
     def tick(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
-        """Sequence ``index`` got ``num_tokens`` more, and perhaps ended."""
+        """Sequence ``index`` got ``num_tokens`` more, and ended if there is a ``finish_reason``."""
         self._clock.tick(index, num_tokens, finish_reason)
         self._num_tokens[index] += num_tokens
         if finish_reason is not None:

@@ -1,6 +1,6 @@
 """The server's own description at ``/openapi.json``.
 
-Bodies are parsed by ``parse_body``, so that errors have OpenAI's shape; FastAPI learns their schemas here.
+The routes parse their bodies themselves, so that errors have OpenAI's shape; FastAPI learns the schemas here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ERROR_SCHEMA: dict[str, Any] = {
 }
 _ERROR = {"description": "An error", "content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
 
-# For the ``responses`` of a route: any error comes in the one shape.
+# For the ``responses`` of a route: all errors have one shape.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Done", "content": {"application/json": {"schema": {"type": "object"}}}},
     "4XX": _ERROR,
@@ -39,14 +39,14 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 def takes(body: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """Keywords for a route whose handler parses ``body`` by itself."""
+    """Keywords for a route whose handler parses ``body`` itself."""
     schema = body.model_json_schema(ref_template=_REF + "{model}")
     content = {"application/json": {"schema": schema}}
     return {"responses": ANSWERS, "openapi_extra": {"requestBody": {"required": required, "content": content}}}
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Let ``app`` describe itself with the schemas of ``takes`` among its components."""
+    """Let ``app`` describe itself, with the schemas of ``takes`` among its components."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -98,22 +98,22 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
     @app.post("/reset_prefix_cache", responses=ANSWERS)
     async def reset_prefix_cache() -> Response:
         """Forget all cached prefixes; 400 while requests run."""
-        return json_reply(await state.llm.act(Action.RESET_PREFIX_CACHE, timeout_s=_QUICK_S))
+        return json_reply(await state.llm.engine.act(Action.RESET_PREFIX_CACHE, timeout_s=_QUICK_S))
 
     @app.post("/start_profile", responses=ANSWERS)
     async def start_profile() -> Response:
         """Record the steps of all ranks from now on, into the folder of ``--profile``."""
-        return json_reply(await state.llm.act(Action.START_PROFILE))
+        return json_reply(await state.llm.engine.act(Action.START_PROFILE))
 
     @app.post("/stop_profile", responses=ANSWERS)
     async def stop_profile() -> Response:
         """End the record; the answer comes when every rank has written its trace."""
-        return json_reply(await state.llm.act(Action.STOP_PROFILE))
+        return json_reply(await state.llm.engine.act(Action.STOP_PROFILE))
 
     @app.get("/server_info", responses=ANSWERS)
     async def server_info() -> Response:
         """The effective configuration, each rank's memory, and versions; secrets are hidden."""
-        engine = await state.llm.act(Action.DESCRIBE, timeout_s=_QUICK_S)
+        engine = await state.llm.engine.act(Action.DESCRIBE, timeout_s=_QUICK_S)
         report = await state.llm.report(timeout_s=_QUICK_S)
         memory = [{"rank": rank.rank, **rank.memory} for rank in report.ranks]
         return json_reply(

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT of a launched process: the first asks for an orderly stop, the second for an immediate one.
 
-Signals are noted by a thread of their own, fed by the interpreter's wake-up descriptor, because the main thread may be
-inside a collective or a kernel for as long as it likes.  Only launchers use this; a library installs no handlers.
+A thread of its own notes signals, from the interpreter's wake-up descriptor, because the main thread may be inside a
+collective or a kernel for any time.  Only launchers use this; a library installs no handlers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StopRequested(BaseException):
 
 
 class StopSignals:
-    """Context manager, to be entered by the main thread.  Callbacks run on the signal thread, each at most once."""
+    """Context manager for the main thread.  Callbacks run on the signal thread, each at most once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class StopSignals:
         signal.set_wakeup_fd(self._old_descriptor)
         sys.unraisablehook = self._old_hook
         for number, handler in self._restore:
-            # After a stop the process is at its end, and one more signal would only break that off.
+            # After a stop the process is ending; one more signal would only interrupt that.
             signal.signal(number, signal.SIG_IGN if self.received else handler)
         self._sender.close()
         self._thread.join(timeout=1.0)
@@ -64,8 +64,8 @@ class StopSignals:
     def raising(self, last: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Within, the first signal raises ``StopRequested``.
 
-        The process ends with code 0 after ``last()`` where the main thread does not see that within seconds, or is in
-        an import, and at the second signal.
+        If the main thread does not see it within seconds, or is in an import, or a second signal comes, the process
+        calls ``last()`` and ends with code 0.
         """
         self._last = last
         with self._lock:
@@ -79,7 +79,7 @@ class StopSignals:
             self._raising = False
 
     def on_stop(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """What to do from now on; signals that came before are made up for at once."""
+        """Set the callbacks for the first and the second signal; runs those of signals that came before at once."""
         with self._lock:
             self._callbacks = [first, second]
             due = self._callbacks[: self._num_received]
@@ -95,7 +95,7 @@ class StopSignals:
         end_process_after(0.0, 0, self._last)  # torch's modules in C++ abort where Python raises in an import of theirs
 
     def _unraisable(self, unraisable: Any) -> None:
-        """``StopRequested`` may strike in a finalizer or a callback, which loses it: no reason for a traceback."""
+        """Print no traceback if ``StopRequested`` is lost in a finalizer or a callback."""
         if unraisable.exc_type is not StopRequested:
             self._old_hook(unraisable)
 
@@ -120,9 +120,9 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def end_process_after(delay_s: float, code: int, last: Callable[[], None] = lambda: None) -> None:
-    """End this process with ``code`` if it still exists after ``delay_s``; a stop may be stuck in a collective.
+    """Call ``last`` and end this process with ``code`` after ``delay_s``, from another thread.
 
-    ``last`` is called before, in another thread.
+    The process may end before; but a stop may be stuck in a collective.
     """
     timer = threading.Timer(delay_s, end_process, (code, last))
     timer.daemon = True

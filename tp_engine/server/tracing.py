@@ -25,7 +25,7 @@ _NS = 1_000_000_000
 
 
 def check_tracing() -> None:
-    """``ConfigError`` where the extra is missing, or the protocol that the environment names is unknown."""
+    """``ConfigError`` if the extra is missing, or the environment names an unknown protocol."""
     try:
         found = importlib.util.find_spec("opentelemetry.sdk") and importlib.util.find_spec("opentelemetry.exporter")
     except ModuleNotFoundError:
@@ -42,7 +42,7 @@ def check_tracing() -> None:
 
 
 class RequestTracer:
-    """Sends spans in batches from a thread of its own; a collector that is away costs requests nothing."""
+    """Sends spans in batches from a thread of its own; an unreachable collector does not delay requests."""
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -57,7 +57,7 @@ class RequestTracer:
 
     @classmethod
     def to_endpoint(cls, endpoint: str, model_name: str) -> RequestTracer:
-        """To an OTLP collector, by gRPC or, as ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` says, ``http/protobuf``."""
+        """To an OTLP collector, by gRPC or ``http/protobuf`` (``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``)."""
         return cls(_exporter(endpoint), model_name)
 
     def record(
@@ -70,9 +70,9 @@ class RequestTracer:
         reasons: Sequence[str],
         times: RequestMetrics | None,
     ) -> None:
-        """A request has ended now; ``carrier`` has the caller's ``traceparent``, lists have one entry per sequence.
+        """Send the span of a request that ends now; ``carrier`` has the caller's ``traceparent``.
 
-        ``reasons`` holds those of the sequences that ended.
+        ``num_output_tokens`` has one entry per sequence, ``reasons`` one per sequence that ended.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -96,7 +96,7 @@ class RequestTracer:
 
     def close(self) -> None:
         """Send what is left, for two seconds at most."""
-        # Shutting down may wait for the collector; a thread that is a daemon holds nobody up.
+        # Shutting down may wait for the collector; a daemon thread does not delay the end of the process.
         closing = threading.Thread(target=self._provider.shutdown, name="otel-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)

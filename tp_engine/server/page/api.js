@@ -12,8 +12,8 @@ export class ApiError extends Error {
 }
 
 /**
- * Ask for `path`, relative to this page, by POST where there is a body; the Response of a request that went well.
- * Whoever lacks the key is asked for it, and the request is repeated.
+ * Request `path`, relative to this page, by POST if there is a body; returns the Response of a successful request.
+ * If the key is missing, ask the user for it and repeat the request.
  */
 export async function request(path, { body, signal } = {}) {
     for (;;) {
@@ -38,7 +38,7 @@ async function errorOf(response) {
     }
 }
 
-/** The events of a streamed answer; an error among them is thrown. */
+/** The events of a streamed answer; throws an error among them. */
 export async function* events(response) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
@@ -61,7 +61,7 @@ export async function* events(response) {
     }
 }
 
-/** However many requests lack the key, one dialog asks; all go on when it has one. */
+/** One dialog asks for the key on behalf of all requests; all continue when it has one. */
 function askForKey(words) {
     asking ??= new Promise((resolve) => {
         const dialog = document.getElementById("key-dialog");

@@ -1,4 +1,4 @@
-// The last minutes as lines: one sample per second, the present at the right edge.
+// The last minutes as lines: one sample per second, now at the right edge.
 
 import { blank, colour } from "./drawing.js";
 import { count, percent, rate } from "./format.js";
@@ -43,7 +43,7 @@ class Chart {
         this.format = format;
     }
 
-    /** The figure of this moment, beside the title. */
+    /** The present figure, beside the title. */
     say(text) {
         this.number.textContent = text;
         const title = this.number.parentElement.firstChild.textContent.trim();

@@ -1,4 +1,4 @@
-// The conversation: sends what the user writes, shows what comes, stops when told.
+// The conversation: sends what the user writes, shows the answer, stops it on request.
 
 import { events, request } from "./api.js";
 import { Answer, question } from "./messages.js";
@@ -130,7 +130,7 @@ export class Chat {
         return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
     }
 
-    /** Keep the end in sight, unless the user reads further up. */
+    /** Keep the end visible, unless the user reads further up. */
     follow(always = this.isAtEnd()) {
         if (always) this.log.scrollTop = this.log.scrollHeight;
     }

@@ -2,7 +2,7 @@
 
 let probe = null;
 
-/** The colour of a custom property, as the present theme has it. */
+/** The colour of a custom property in the current theme. */
 export function colour(name) {
     probe ??= document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
     probe.style.color = `var(--${name})`;

@@ -1,4 +1,4 @@
-// The live view: asks the server about once a second, as long as somebody looks.
+// The live view: asks the server about once a second, as long as the page is visible.
 
 import { request } from "./api.js";
 import { Charts } from "./charts.js";
@@ -22,7 +22,7 @@ export class Engine {
         document.addEventListener("visibilitychange", () => this.look());
     }
 
-    /** Look at once rather than at the next second. */
+    /** Ask the server now instead of at the next second. */
     look() {
         this.wake();
     }

@@ -1,4 +1,4 @@
-// Puts the page together: the playground, the live view, the colours, the tabs of narrow screens.
+// Assembles the page: the playground, the live view, the colours, the tabs of narrow screens.
 
 import { request } from "./api.js";
 import { Chat } from "./chat.js";
@@ -9,7 +9,7 @@ import { Settings } from "./settings.js";
 const THEME = "tp_engine.theme";
 const THEMES = { auto: "Colours: as the system has them", light: "Colours: light", dark: "Colours: dark" };
 const RETRY_MS = 2000;
-// What the demo model of this project was trained for.
+// The task that the demo model of this project was trained for.
 const DEMO = ["12+34=", "sort: 3 1 4", "reverse: 3 1 4", "copy: hello world", "a=3 b=7 c=5 ? b"];
 
 const engine = new Engine();

@@ -1,4 +1,4 @@
-// Messages of the conversation as elements.
+// The messages of the conversation as elements.
 
 export function element(name, className = "", text = "") {
     const made = document.createElement(name);

@@ -1,4 +1,4 @@
-// The KV pool as a grid: a cell is a block (or several neighbours, where there are very many), its colour the state.
+// The KV pool as a grid: a cell is a block (or several neighbours in a large pool), its colour the state.
 
 import { blank, colour } from "./drawing.js";
 import { count } from "./format.js";
@@ -39,7 +39,7 @@ export class Pool {
         this.draw();
     }
 
-    /** Let these blocks stand out; null for none. */
+    /** Highlight these blocks; null for none. */
     light(blocks) {
         this.lit = blocks && new Set(blocks.map((block) => Math.floor(block / this.perCell)));
         this.draw();

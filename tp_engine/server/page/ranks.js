@@ -1,9 +1,9 @@
-// Every rank: where its memory goes, and how long its steps take.
+// Every rank: what its memory holds, and how long its steps take.
 
 import { bytes, count, percent, quantile, seconds } from "./format.js";
 import { element } from "./messages.js";
 
-// Lines of the ledger that add up to what the rank holds, in the order of the bar.
+// Lines of the ledger whose sum is the rank's memory, in the order of the bar.
 const LINES = { weights: "weights", kv_cache: "KV cache", activations: "activations", non_torch: "other libraries",
     cuda_graphs: "CUDA graphs", tables: "tables" };
 const MAX_STEPS = 1024;
@@ -48,7 +48,7 @@ class Row {
         this.showSteps(rank);
     }
 
-    /** The server tells the last steps; what came since the last look is added. */
+    /** Add the steps that are new since the last report; the server reports the latest ones. */
     remember({ steps, recent_step_s: recent }) {
         const fresh = Math.min(Math.max(0, steps - this.seen), recent.length);
         this.times = [...this.times, ...recent.slice(recent.length - fresh)].slice(-MAX_STEPS);

@@ -1,4 +1,4 @@
-// The running requests with their block tables; pointing at one lights its blocks up.
+// The running requests with their block tables; pointing at one highlights its blocks.
 
 import { count, ranges, seconds } from "./format.js";
 import { element } from "./messages.js";

@@ -1,4 +1,4 @@
-// The settings of the playground: what they add to a request, and a line that sums them up.
+// The settings of the playground: their fields in a request, and a line that summarises them.
 
 const KEPT = "tp_engine.settings";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
@@ -34,7 +34,7 @@ export class Settings {
         this.changed();
     }
 
-    /** Fields of a request.  Numbers that are none go as they are: the server says best what it takes. */
+    /** Fields of a request.  Invalid numbers are sent as they are: the server's error says what is allowed. */
     fields() {
         const fields = {};
         if (this.field("model").value) fields.model = this.field("model").value;

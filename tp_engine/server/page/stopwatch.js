@@ -2,7 +2,7 @@
 
 import { count, rate, seconds } from "./format.js";
 
-// Tokens that arrive within less tell how the network bundles them, not how fast they were made.
+// Within less time, arrivals show how the network bundles tokens, not how fast they were generated.
 const SHORTEST_S = 0.05;
 
 export class Stopwatch {
@@ -23,7 +23,7 @@ export class Stopwatch {
         }
     }
 
-    /** Time to the first token, tokens, tokens per second after the first (if that took a while), why it ended. */
+    /** Time to the first token, tokens, tokens per second after the first (if measurable), the reason of the end. */
     line() {
         if (this.firstAt === null) return this.ending;
         const parts = [`first token ${seconds((this.firstAt - this.beganAt) / 1e3)}`];
