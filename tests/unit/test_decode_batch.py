@@ -243,3 +243,18 @@ def test_padded_step() -> None:
     before[[3, 0]] += 1
     np.testing.assert_array_equal(batch.num_computed, before)
     assert [int(batch.following_tokens(row, int(before[row]), 1)) for row in (3, 0)] == [7, 8]
+
+
+def test_rows_of_an_epoch_are_set_once() -> None:
+    """Oracle: rows of the known epoch are not looked at again; those of another epoch, another size or no epoch are."""
+    decodes = make_batch().decodes
+
+    def after(rows: list[int], size: int, epoch: int) -> list[int]:
+        decodes.set_rows(np.array(rows, dtype=np.int32), size, epoch)
+        found: list[int] = decodes.inputs(size).rows.tolist()
+        return found
+
+    assert after([3, 0], 2, 5) == after([1, 2], 2, 5) == [3, 0]
+    assert after([1, 2], 2, 6) == [1, 2]
+    assert after([2, 1], 2, 0) == [2, 1] and after([1, 2], 2, 0) == [1, 2]
+    assert after([3, 0], 3, 6)[:2] == [3, 0]

@@ -20,7 +20,7 @@ from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.parallel import ParallelSampler
-from tp_engine.sampling.sampler import KernelSampler, Sampler, make_sampler
+from tp_engine.sampling.sampler import GreedySampler, KernelSampler, Sampler, make_sampler
 from tp_engine.sampling.state import SamplingState
 
 VOCAB = 1003
@@ -132,3 +132,17 @@ def test_logits_stay_raw_where_somebody_wants_log_probabilities() -> None:
         logits = torch.zeros(1, 40)
         Sampler(state).sample(logits, ids(0), ids(4))
         assert torch.isfinite(logits).all() == is_copied
+
+
+def test_rows_of_an_epoch_are_judged_once() -> None:
+    """Oracle: row 0 is greedy, row 1 draws; rows of the known epoch are not looked at again until a row enters."""
+    state = SamplingState(max_num_seqs=2, vocab_size=40, device=CPU)
+    filled(state, [RowSampling(temperature=0.0), RowSampling(temperature=1.0)])
+    sampler, position = GreedySampler(Sampler(state), state, None), ids(4)
+    assert sampler.recorded_kind(ids(0), position, 5) == sampler.recorded_kind(ids(1), position, 5) == StepKind()
+    assert sampler.recorded_kind(ids(1), position, 6) is None and sampler.recorded_kind(ids(0), position, 6) is None
+    assert sampler.recorded_kind(ids(0), position) == StepKind() and sampler.recorded_kind(ids(1), position) is None
+    assert sampler.recorded_kind(ids(0), position, 7) == StepKind()
+    state.release(ids(0))
+    state.admit(0, RowSampling(temperature=1.0), ids(0, 1), 2)
+    assert sampler.recorded_kind(ids(0), position, 7) is None
