@@ -81,7 +81,7 @@ def test_refused_lines_do_not_finish_a_custom_id(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_by_one_job(tmp_path: Path) -> None:
-    """Oracle: the second job is told who is in its way."""
+    """Oracle: the error of the second job names the file and the other job."""
     with Results(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another job"):
         Results(tmp_path / "out.jsonl")
 
@@ -91,7 +91,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: bytes) -> 
     """Oracle: the file's bytes, before and after."""
     path = tmp_path / "notes.txt"
     path.write_bytes(text)
-    with pytest.raises(ConfigError, match="line 1 that is no batch result"):
+    with pytest.raises(ConfigError, match="line 1 that is not a batch result"):
         Results(path)
     assert path.read_bytes() == text
 

@@ -130,7 +130,7 @@ def test_a_search_that_has_begun_goes_before_those_that_wait() -> None:
 
 
 def test_all_rounds_but_the_last_are_continued() -> None:
-    """Oracle: the meaning of ``will_continue``: somebody will go on from the request's last block."""
+    """Oracle: the meaning of ``will_continue``: a request will continue from the request's last block."""
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
     flags = []
     while not search.done:

@@ -1,1 +1,1 @@
-"""What Python users call."""
+"""The Python interface, ``LLM``, ``AsyncLLM`` and ``run_batch``, and the requests and answers of the OpenAI API."""

@@ -156,7 +156,9 @@ class InputProcessor:
         assert self.tokenizer is not None
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if not token_ids or max(token_ids) >= self._model.vocab_size:
-            raise RequestError(f"bad_words contains {text!r}, which is no text of this model", param="bad_words")
+            raise RequestError(
+                f"bad_words contains {text!r}, which the vocabulary of this model can not write", param="bad_words"
+            )
         return token_ids
 
     def _check_length(self, num_tokens: int, params: SamplingParams) -> None:

@@ -1,1 +1,1 @@
-"""OpenAI batch files: lines in, requests; results, lines out."""
+"""Batch jobs: OpenAI request lines from a file, result lines to a file."""

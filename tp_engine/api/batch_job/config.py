@@ -117,7 +117,7 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
             if not path.parent.is_dir():
                 raise ConfigError(f"{name} is {value!r}; there is no folder {str(path.parent)!r}")
             if path.exists() and not path.is_file():
-                raise ConfigError(f"{name} is {value!r}, which is no regular file; - writes to standard output")
+                raise ConfigError(f"{name} is {value!r}, which is not a regular file; - writes to standard output")
             for other_name, other in taken:
                 if other != STANDARD_STREAM and _is_same_file(path, Path(other)):
                     raise ConfigError(f"{name} is {value!r}; it must be a file other than {other_name}")

@@ -99,7 +99,7 @@ class ResultFile:
     def _check_torn(self, number: int, text: bytes) -> None:
         """Raise ``ConfigError`` unless this is a torn result: its beginning, or zeros after a power failure."""
         if text[: len(_LINE_START)] != _LINE_START[: len(text)] and text.strip(b"\0"):
-            raise ConfigError(f"{str(self._path)!r} has a line {number} that is no batch result; give another file")
+            raise ConfigError(f"{str(self._path)!r} has a line {number} that is not a batch result; give another file")
 
 
 class StandardOutput:
@@ -205,7 +205,7 @@ class EarlierResults:
             line = msgspec.json.decode(text, type=_WrittenLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
-                f"{str(path)!r} has a line {number} that is no batch result ({error}); give another file"
+                f"{str(path)!r} has a line {number} that is not a batch result ({error}); give another file"
             ) from None
         if line.response is not None and line.custom_id is not None:
             self.answered.add(line.custom_id)

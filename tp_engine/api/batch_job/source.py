@@ -92,8 +92,8 @@ class Source(Closing):
             return stream.readline(limit)
         except (EOFError, OSError, zlib.error) as error:
             raise ConfigError(
-                f"input_file is {self._name!r}, a gzipped file that is damaged after line {number} ({error}); make it "
-                "anew"
+                f"input_file is {self._name!r}, a gzipped file that is damaged after line {number} ({error}); create "
+                "it again"
             ) from None
 
 

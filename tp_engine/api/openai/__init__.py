@@ -1,1 +1,1 @@
-"""The OpenAI API, apart from HTTP: bodies in, the engine's requests; the engine's outputs, bodies out."""
+"""The OpenAI API without HTTP: bodies become engine requests, outputs of the engine become answers."""

@@ -117,7 +117,7 @@ def _check_stream(body: ChatBody | CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs do not come in streams; leave stream out", param="prompt_logprobs")
+        raise RequestError("prompt_logprobs are not available in streams; leave stream out", param="prompt_logprobs")
 
 
 def _engine_id(shape: AnswerShape, number: int) -> str:

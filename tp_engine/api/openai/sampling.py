@@ -34,9 +34,11 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
     _refuse_suffix(body)
     echoes_logprobs = body.echo and body.logprobs is not None
     if echoes_logprobs and body.stream:
-        raise RequestError("echo with logprobs does not come in streams; leave stream out", param="echo")
+        raise RequestError("echo with logprobs is not available in streams; leave stream out", param="echo")
     if body.max_tokens == 0 and (body.stream or not body.echo):
-        raise RequestError("max_tokens is 0; it must be at least 1, but for echo without a stream", param="max_tokens")
+        raise RequestError(
+            "max_tokens is 0; it must be at least 1, except for echo without a stream", param="max_tokens"
+        )
     if body.best_of not in (None, body.n or 1):
         raise RequestError(f"best_of is {body.best_of}; only best_of equal to n is supported", param="best_of")
     given = _given(body)
@@ -139,7 +141,7 @@ def _token_id(text: str) -> int:
 
 def _refuse_in_beam_search(body: GenerationBody) -> None:
     if body.stream:
-        raise RequestError("a beam search knows its answer only at the end; leave stream out", param="stream")
+        raise RequestError("a beam search has no answer before its end; leave stream out", param="stream")
     neutral = SamplingParams()
     for name in _NOT_IN_BEAM_SEARCH:
         value = getattr(body, name)

@@ -1,1 +1,1 @@
-"""Chats: messages to a prompt through a template; generated text to a message with reasoning and tool calls."""
+"""Chats: messages become a prompt, generated text becomes a message with reasoning and tool calls."""

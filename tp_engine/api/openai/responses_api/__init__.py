@@ -1,1 +1,1 @@
-"""The OpenAI Responses API on top of chats: its bodies become chat bodies, chat answers become its items and events."""
+"""The OpenAI Responses API on top of chats: bodies become chat bodies, chat answers become items and events."""
