@@ -82,7 +82,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
     """Logits (tokens, vocabulary) in float64 of a random prompt, without a KV cache."""
     from tp_engine.attention.base import AttentionNeeds
     from tp_engine.attention.registry import select_backend
-    from tp_engine.layers.forward_context import forward_context
+    from tp_engine.layers.attention import forward_context
     from tp_engine.model_config import load_model_config
     from tp_engine.models.causal_lm import build_model
     from tp_engine.ranks.collectives import SingleRank

@@ -12,7 +12,7 @@ import torch
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import implementation, op
-from tp_engine.model_config.activation import SILU
+from tp_engine.model_config.spec import SILU
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

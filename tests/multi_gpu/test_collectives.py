@@ -10,7 +10,7 @@ import torch
 from tp_engine import env
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import op
-from tp_engine.layers.reduce_norm import Composed, Fused
+from tp_engine.layers.residual import Composed, Fused
 from tp_engine.progress import RankProgress
 from tp_engine.ranks import groups as process_groups
 from tp_engine.ranks.collectives import Communicator

@@ -17,7 +17,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight
 from tp_engine.kernels.ops import OPS, implementation
-from tp_engine.model_config.activation import Activation, ActivationKind
+from tp_engine.model_config.spec import Activation, ActivationKind
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (3, 48), (7, 100), (33, 1024)]

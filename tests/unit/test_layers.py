@@ -16,18 +16,16 @@ from tp_engine.attention.base import AttentionShape
 from tp_engine.kernels.heads import apply_rotary, norm_heads
 from tp_engine.kernels.layer_kv import KeyValue
 from tp_engine.kernels.layer_ops import gate
-from tp_engine.layers.attention import attend_fresh
+from tp_engine.layers.attention import attend_fresh, current_metadata, forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.formats import choose_formats
-from tp_engine.layers.forward_context import current_metadata, forward_context
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
-from tp_engine.model_config.activation import SILU
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
+from tp_engine.model_config.spec import SILU, AttentionSpec, NormSpec, QkNormSpec
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import as_stored, sources_of
 

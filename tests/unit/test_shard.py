@@ -16,8 +16,7 @@ from tp_engine.model_config import padded_vocab_size, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.weights.shard import equal_share, kv_head_share, times, vocab_share
-from tp_engine.weights.source import Source, Span, sources_of
+from tp_engine.weights.source import Source, Span, equal_share, kv_head_share, sources_of, times, vocab_share
 
 
 class Somewhere:

@@ -12,7 +12,7 @@ from tests.simulated_ranks import run_ranks
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.kernels.layer_ops import NormRule, add_norm
-from tp_engine.layers.reduce_norm import Composed, Fused, reduce_add_norm
+from tp_engine.layers.residual import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.ranks.reduce_plan import Machine, ReducePlan, plan_reduces, why_not

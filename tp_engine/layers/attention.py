@@ -1,6 +1,14 @@
-"""The attention layer: it knows its shape and its part of the KV cache; a backend does the work."""
+"""The attention layer, and the step's metadata that it reads.
+
+The layer holds its shape and its part of the KV cache; a backend does the work.  The metadata is the only ambient state
+of a forward pass.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +17,35 @@ from tp_engine.attention.base import AttentionBackend, AttentionMetadata, Attent
 from tp_engine.attention.calls import TILE, attend, sinks_by_kv_head
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
-from tp_engine.layers.forward_context import current_metadata
+
+_metadata: ContextVar[Sequence[AttentionMetadata]] = ContextVar("attention_metadata")
+
+
+@contextmanager
+def forward_context(metadata: Sequence[AttentionMetadata]) -> Iterator[None]:
+    """Run a model's forward pass inside of this block.
+
+    ``metadata`` has one entry per group of layers (``kv_layout``).
+    """
+    token = _metadata.set(metadata)
+    try:
+        yield
+    finally:
+        _metadata.reset(token)
+
+
+def current_metadata(group: int = 0) -> AttentionMetadata:
+    """This step's metadata for a group of layers; asserts that ``forward_context`` is active."""
+    metadata = _metadata.get(None)
+    assert metadata is not None, "the model was called outside of forward_context"
+    return metadata[group]
 
 
 class Attention(Layer):
     """Causal attention of one layer over this rank's heads; its blocks are in the tables of KV group ``group``.
 
-    ``kv`` is None until ``bind_kv_cache``: memory is profiled before there is a cache, on new requests whose keys and
-    values are all in the step itself.
+    ``kv`` is None until ``bind_kv_cache``: memory is measured before there is a cache, with new requests whose keys and
+    values are all in the step.
     """
 
     def __init__(self, shape: AttentionShape, backend: AttentionBackend, group: int = 0) -> None:
@@ -34,19 +63,19 @@ class Attention(Layer):
         self.kv = LayerKv(kv_cache, kv_scales)
 
     def unbind_kv_cache(self) -> None:
-        """There is no cache again, as before ``bind_kv_cache``."""
+        """Drop the cache: the layer is as before ``bind_kv_cache``."""
         self.kv = None
 
     def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).
 
-        The inputs may be strided views whose last dimension is contiguous.  Without ``key`` and ``value`` the caller
-        has stored them already.
+        The inputs may be strided views whose last dimension is contiguous.  If ``key`` and ``value`` are None,
+        the caller has stored them already.
         """
         metadata = current_metadata(self.group)
         new = None if key is None or value is None else KeyValue(key, value)
         if self.kv is None:
-            assert new is not None, "there is no cache yet that could hold them"
+            assert new is not None, "keys and values are needed: there is no cache yet"
             return attend_fresh(query, new, metadata, self.shape)
         return self._backend.forward(query, new, self.kv, metadata, self.shape)
 
@@ -67,7 +96,7 @@ def attend_fresh(
 
 
 def _attend_plainly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """One request, by PyTorch's function."""
+    """One request, with PyTorch's function."""
     q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
     length, window = len(query), shape.sliding_window
     mask = None if window is None or length <= window else _visible(0, length, window, query.device)
@@ -80,7 +109,7 @@ def _attend_plainly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 def _attend_by_tiles(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: AttentionShape
 ) -> torch.Tensor:
-    """One request with a softcap or sinks, some queries at a time: the formula's scores take memory."""
+    """One request with a softcap or sinks, in tiles of queries: the scores of all would take much memory."""
     grouped = query.reshape(len(query), shape.num_kv_heads, -1, shape.head_dim).permute(2, 1, 0, 3)
     keys, values = key.transpose(0, 1), value.transpose(0, 1)
     sinks, out = sinks_by_kv_head(shape), torch.empty_like(query)
@@ -100,6 +129,6 @@ def _attend_by_tiles(
 
 
 def _visible(start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(end - start, end), True where the query at a position from ``start`` on sees a key."""
+    """(end - start, end): True where the query at a position from ``start`` to ``end`` sees the key."""
     distance = torch.arange(start, end, device=device).unsqueeze(1) - torch.arange(end, device=device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -1,4 +1,4 @@
-"""What every layer is built with."""
+"""What every layer is built from: its context, and the base class of layers with work after loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerContext:
     path: str = ""
 
     def at(self, name: str) -> LayerContext:
-        """The same for the module ``name`` inside of this one."""
+        """The context of the module ``name`` inside of this one."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def op(self, name: str) -> Callable[..., Any]:
@@ -39,13 +39,13 @@ class LayerContext:
         return op(name, self.device.type)
 
     def can_record(self, *names: str) -> bool:
-        """Whether recordings can hold all these operations."""
+        """Whether recordings can hold all of these operations."""
         return all(is_recordable(name, self.device.type) for name in names)
 
     def parameter(
         self, shape: Sequence[int], sources: Sequence[Source], *, dtype: torch.dtype | None = None
     ) -> nn.Parameter:
-        """A weight that the loader will fill from ``sources``; allocated on the device, without initialisation."""
+        """An uninitialised weight on the device, which the loader fills from ``sources``."""
         values = torch.empty(tuple(shape), dtype=self.dtype if dtype is None else dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=False)
         set_sources(parameter, sources)
@@ -53,19 +53,19 @@ class LayerContext:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank's number."""
         return self.communicator.info.rank
 
     @property
     def world_size(self) -> int:
-        """The ranks that share a layer."""
+        """How many ranks share a layer."""
         return self.communicator.info.world_size
 
 
 class Layer(nn.Module):
-    """A part of the model that has something to do once all weights have their values.
+    """A part of the model; ``finish_loading`` prepares it once all weights have their values.
 
-    ``is_recordable``, once that is done: whether recordings of steps can hold all that it runs.
+    After that, ``is_recordable`` says whether recordings of steps can hold all that it runs.
     """
 
     is_recordable = True

@@ -1,7 +1,7 @@
 """The vocabulary, split over the ranks: embedding and output head.
 
 The vocabulary is padded so that every rank holds the same number of rows; padded rows are zero, no token id points to
-them, and their logits are cut off before anyone sees them::
+them, and their logits are cut off::
 
     vocabulary 203, 2 ranks, alignment 16:   rank 0 [0 .. 111]   rank 1 [112 .. 202, 21 rows of padding]
 """
@@ -23,11 +23,10 @@ from tp_engine.layers.formats.dense import Dense, PanelLinear
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.weights.shard import vocab_share
-from tp_engine.weights.source import Span
+from tp_engine.weights.source import Span, vocab_share
 
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
-"""``lookup(token_ids, first_id, scale)`` as ``kernels.layer_ops.embed``, of a weight of its own."""
+"""``lookup(token_ids, first_id, scale)``: ``kernels.layer_ops.embed`` with a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ class VocabSlice:
 
 
 class VocabParallelEmbedding(Layer):
-    """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the sum over ranks is the answer.
+    """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the result is the sum over ranks.
 
     Rows are multiplied by ``scale``, rounded to their type.
     """
@@ -83,7 +82,7 @@ class VocabParallelEmbedding(Layer):
         self.is_recordable = context.can_record("embed")
 
     def read_from(self, lookup: Lookup) -> None:
-        """Give the weight up: ``lookup`` has its rows."""
+        """Drop the weight and read its rows from ``lookup``."""
         self.weight, self._lookup = None, lookup
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -97,8 +96,8 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LocalLinear):
     """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, in panels too.
 
-    Logits are multiplied by ``scale``, then bounded by ``softcap``.  The weight keeps the model's type, whatever
-    ``quantization`` says: errors here reach the tokens directly.
+    Logits are multiplied by ``scale``, then bounded by ``softcap``.  The weight is never quantised: errors here
+    reach the tokens directly.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class ParallelLMHead(LocalLinear):
 
 
 class _Tied(Dense):
-    """The embedding's weight, which is loaded there."""
+    """The embedding's weight, which the embedding loads."""
 
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
         self._embedding = embedding
@@ -155,7 +154,7 @@ class _Tied(Dense):
 
 
 def _vocab_shape(vocab_size: int, hidden_size: int, num_rows: int, context: LayerContext) -> LinearShape:
-    """This rank's rows of the vocabulary, for which there is room in ``num_rows``."""
+    """This rank's rows of the vocabulary, in a weight of ``num_rows``."""
     rows = vocab_share(vocab_size, context.rank, num_rows)
     part = Part(name=context.path, stored_rows=vocab_size, rows=rows, room=num_rows)
     return LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=(part,))

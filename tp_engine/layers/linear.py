@@ -1,4 +1,4 @@
-"""Linear layers that are split over the ranks (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
+"""Linear layers, split over the ranks (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
 ::
 
@@ -7,10 +7,10 @@
                      [W1]
     y = [x W0' | x W1']        y = x0 W0' + x1 W1'
     every rank has all of x    every rank has its columns of x; all-reduce
-    and gets its columns of y  gives everyone all of y
+    and gets its columns of y  gives every rank all of y
 
 A column-parallel layer followed by a row-parallel one needs a single all-reduce.  Each layer says which rows and
-columns of which stored modules are its own; what they look like in memory is its format's affair (``formats/``).
+columns of which stored modules it holds; its format (``formats/``) decides how they lie in memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ import torch
 
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, LinearShape, Part, Product
-from tp_engine.model_config.activation import Activation
-from tp_engine.model_config.spec import AttentionSpec
-from tp_engine.weights.shard import equal_share, kv_head_share, times
-from tp_engine.weights.source import Decode, Span, as_stored
+from tp_engine.model_config.spec import Activation, AttentionSpec
+from tp_engine.weights.source import Decode, Span, as_stored, equal_share, kv_head_share, times
 
 
 class LocalLinear(Layer):
-    """This rank's part of a linear layer, in its format, and ``bias`` (out,) if it has one.
-
-    ``format`` instead of the context's.
-    """
+    """This rank's part of a linear layer, in ``format`` or else the context's, and ``bias`` (out,) if it has one."""
 
     def __init__(
         self, shape: LinearShape, *, bias: bool, context: LayerContext, format: LinearFormat | None = None
@@ -44,7 +39,7 @@ class LocalLinear(Layer):
         self._product: Product | None = None
 
     def finish_loading(self) -> None:
-        """Make the product of the loaded weights; those that it does not keep are given up."""
+        """Make the product of the loaded weights, then drop the parameters."""
         assert self._product is None, "finish_loading was called twice"
         weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
         self._product = self._format.finish(weights, self.shape)
@@ -62,7 +57,7 @@ class LocalLinear(Layer):
 
 
 class GatedColumnParallelLinear(LocalLinear):
-    """``activation(gate(x), up(x))``: (N, in) -> (N, size / world size); a rank holds its share of both.
+    """``activation(gate(x), up(x))``: (N, in) -> (N, size / world size); a rank holds its share of each.
 
     ::
 
@@ -116,7 +111,7 @@ class QKVParallelLinear(LocalLinear):
 
 
 class RowParallelLinear(LocalLinear):
-    """(N, in / world size) -> (N, out), summed over the ranks; the bias is added by rank 0 alone, hence once."""
+    """(N, in / world size) -> (N, out), summed over the ranks; only rank 0 adds the bias."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
         columns = equal_share(in_size, context.rank, context.world_size)
@@ -138,7 +133,7 @@ class RowParallelLinear(LocalLinear):
 def _parts(
     context: LayerContext, fused_name: str | None, modules: list[tuple[str, int, Span, Decode]]
 ) -> tuple[Part, ...]:
-    """``modules`` (name, rows, this rank's rows, their order) below ``context``, stored one by one or all in one."""
+    """The parts of ``modules`` (name, rows, own rows, their order), stored below ``context`` one by one or fused."""
     if fused_name is None:
         return tuple(
             Part(name=context.at(name).path, stored_rows=size, rows=own, room=own.size, order=order)

@@ -8,8 +8,7 @@ from tp_engine.kernels.heads import HeadNorm
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
-from tp_engine.weights.shard import equal_share, kv_head_share, times
-from tp_engine.weights.source import Decode, Source, Span, whole
+from tp_engine.weights.source import Decode, Source, Span, equal_share, kv_head_share, times, whole
 
 
 class Norm(Layer):
@@ -36,10 +35,10 @@ class Norm(Layer):
 
 
 class QKNorm(Layer):
-    """Normalises the query and key heads of a layer, before they turn.
+    """Normalises the query and key heads of a layer before they turn.
 
-    Each head by itself, in ``prepare_heads``; or (``spans_heads``) all heads of all ranks together, by ``normalise``.
-    ``order`` is that of a head's elements, as the projections have it.
+    ``prepare_heads`` normalises each head alone; with ``spans_heads``, ``normalise`` normalises all heads of all ranks
+    together.  ``order`` is the order of a head's elements, as in the projections.
     """
 
     def __init__(self, spec: QkNormSpec, attention: AttentionSpec, order: Decode, *, context: LayerContext) -> None:
@@ -69,7 +68,7 @@ class QKNorm(Layer):
         return context.parameter((taken.size,), (source,))
 
     def finish_loading(self) -> None:
-        """Lay out a weight for each head."""
+        """Write out a weight for each head."""
         num_heads, num_kv_heads = self._counts
         dim = self._attention.head_dim
         of_query, of_key = self.q_weight.view(-1, dim), self.k_weight.view(-1, dim)
@@ -77,7 +76,7 @@ class QKNorm(Layer):
 
     @property
     def head_norm(self) -> HeadNorm | None:
-        """How each head is normalised by itself; None where all are together."""
+        """How each head is normalised alone; None if all heads are normalised together."""
         if self._spec.spans_heads:
             return None
         assert self._weights is not None, "finish_loading comes first"
@@ -92,7 +91,7 @@ class QKNorm(Layer):
     def normalise(self, heads: torch.Tensor) -> None:
         """Normalise queries and keys of ``heads`` (N, H + 2 KV, head_dim) in place, over all ranks; a collective.
 
-        Ranks that share a KV head count it once each, so the width that their sum is of counts it as often.
+        Each rank that shares a KV head counts it, so the width of the sum counts it as often.
         """
         attention, (num_heads, num_kv_heads) = self._attention, self._counts
         squares = self._squares(heads, num_heads, num_kv_heads)

@@ -1,6 +1,6 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), in the half-split order of transformers' Llama.
 
-Checkpoints whose pairs are neighbours have the rows of their query and key projections reordered when they are read
+If the pairs of a checkpoint are neighbours, the rows of its query and key projections are reordered when they are read
 (``interleaved_to_halves``), so that every model turns in the same way: scores are sums over pairs, in any order.
 """
 
@@ -18,7 +18,7 @@ from tp_engine.weights.source import Decode, as_stored
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of every position, computed once in float32, kept in ``dtype``."""
+    """Cosines and sines of every position, computed once in float32 and kept in ``dtype``."""
 
     table: torch.Tensor
     query_scale: torch.Tensor | None
@@ -36,12 +36,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("query_scale", scale, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """How the heads of tokens at ``positions`` (N,) int64 turn."""
+        """The rotation of the heads of tokens at ``positions`` (N,) int64."""
         return Rotation(self.table, positions, self.query_scale)
 
 
 def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
-    """What happens to the rows of query and key heads when they are read."""
+    """The decoding of the stored rows of query and key heads."""
     if spec is None or not spec.is_interleaved:
         return as_stored
     return partial(interleaved_to_halves, head_dim=head_dim, rotary_dim=spec.rotary_dim)
@@ -67,7 +67,7 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
     if spec.kind == "yarn":
         return _yarn(spec, frequencies)
     if spec.kind == "longrope":
-        # One choice for all positions: cached keys must not depend on how long their request became.
+        # One choice for all positions: cached keys must not depend on the final length of their request.
         is_long = max_model_len > spec.original_max_position
         return frequencies / torch.tensor(spec.long_factor if is_long else spec.short_factor)
     if spec.kind == "proportional":

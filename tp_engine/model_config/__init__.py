@@ -29,7 +29,7 @@ def load_model_config(
 ) -> tuple[ModelSpec, Path]:
     """Find ``model`` (a folder or a hub name) and parse its config.json and generation_config.json.
 
-    Returns the configuration and the local folder with the model's files, of which a hub name brings ``files``.  Raises
+    Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.  Raises
     ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
@@ -52,7 +52,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:
-    """The longest prompt plus output in tokens: ``requested``, or all positions that the model was made for."""
+    """The longest prompt plus output in tokens: ``requested``, or all of the model's positions."""
     if requested is None:
         return model.max_position
     if requested > model.max_position:
@@ -76,7 +76,7 @@ def check_tensor_parallel(model: ModelSpec, world_size: int) -> None:
 
 
 def _split_problem(model: ModelSpec, world_size: int) -> str | None:
-    """What forbids this world size.  The vocabulary never does: it is padded."""
+    """What forbids this world size.  The vocabulary is padded, so it fits every size."""
     if world_size < 1:
         return "it must be at least 1"
     for layer in model.distinct_layers:

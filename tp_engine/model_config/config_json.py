@@ -1,6 +1,6 @@
-"""Reading a model's config.json so that no option of it is ever ignored by accident.  No torch.
+"""Reading a model's config.json so that no option is ignored by accident.  No torch.
 
-Every key is taken by whoever understands it, is known not to matter for inference, or is refused by name.
+Every key is taken by a reader, is known not to matter for inference, or is refused by name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ IRRELEVANT_KEYS = frozenset(
     }
 )
 
-# Of a model with a text part and others: keys of the others, and keys of the whole that hold for the text part too.
+# For a model with a text part and others: keys of the others, and keys of the whole that hold for the text part too.
 _OTHER_PARTS = re.compile(
     r"(vision|audio|image|video|visual|projector|multimodal|mm)_|.*_token_(id|index)$|spatial_merge_size$"
 )
@@ -73,7 +73,7 @@ class ConfigJson:
         self._taken: set[str] = set()
 
     def text_part(self) -> ConfigJson:
-        """The text part of a model that has others too: ``text_config``, or, in older files, keys beside theirs."""
+        """The text part of a model with several parts: ``text_config``, or, in older files, keys beside the others'."""
         whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE}
         inner = self._values.get("text_config")
         if isinstance(inner, dict):
@@ -110,15 +110,15 @@ class ConfigJson:
         return str(self.require("architectures", list)[0])
 
     def peek(self, name: str) -> Any:
-        """The value of ``name``, of any type, None where it is absent; it is not taken."""
+        """The value of ``name``, of any type, without taking it; None if it is absent."""
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether the key is there at all, null or not."""
+        """Whether the key is present, even as null."""
         return name in self._values
 
     def is_taken(self, name: str) -> bool:
-        """Whether a reader has dealt with the key."""
+        """Whether a reader has taken the key."""
         return name in self._taken
 
     def skip(self, *names: str) -> None:
@@ -126,7 +126,7 @@ class ConfigJson:
         self._taken.update(names)
 
     def require(self, name: str, kind: type[T]) -> T:
-        """Like ``take``, for a key without which the model is not known."""
+        """Like ``take``, for a key that must be present."""
         value = self.take(name, kind)
         if value is None:
             raise ConfigError(f"{self._origin} has no {name}; is this the configuration of a complete model?")
@@ -163,13 +163,13 @@ class ConfigJson:
         return tuple(float(value) for value in values or [])
 
     def expect(self, name: str, kind: type[T], supported: T) -> None:
-        """Take an option of which only one value is supported, which is also its default."""
+        """Take an option that has one supported value, which is also its default."""
         value = self.take(name, kind, supported)
         if value != supported:
             raise ConfigError(f"{self._origin}: {name} is {value!r}; this engine supports only {supported!r}")
 
     def finish(self, ignored: frozenset[str] = IRRELEVANT_KEYS) -> None:
-        """Refuse every key that nobody took; a null, false or empty one asks for nothing and may stay."""
+        """Refuse every key that was not taken, unless its value is null, false or empty, which asks for nothing."""
         unknown = {
             name: value
             for name, value in self._values.items()

@@ -1,4 +1,7 @@
-"""What nearly all config.json files say in the same words, and the parts of a ``ModelSpec`` that follow.  No torch."""
+"""The keys that nearly all config.json files share, and the parts of a ``ModelSpec`` that follow from them.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.model_config.activation import Activation, ActivationKind
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.rope import PLAIN, RopeRules, RopeSpec, read_rope
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from tp_engine.model_config.spec import (
+    Activation,
+    ActivationKind,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Names of transformers -> ours.
@@ -20,7 +30,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class DecoderReader:
     """Takes the common keys of ``config``; a family's reader takes its own, then calls ``model``.
 
-    ``defaults`` are what the family means by absent sizes.
+    ``defaults`` are the family's values for absent sizes.
     """
 
     def __init__(
@@ -59,7 +69,7 @@ class DecoderReader:
         return value
 
     def norm(self, name: str, **changes: Any) -> NormSpec:
-        """A norm with the model's epsilon, called ``name`` in the checkpoint."""
+        """A norm with the model's epsilon; ``name`` is the checkpoint's."""
         return NormSpec(name=name, eps=self.eps, **changes)
 
     def attention(self, **changes: Any) -> AttentionSpec:
@@ -109,9 +119,9 @@ class DecoderReader:
     def windows(
         self, window: int | None, is_windowed: Callable[[int], bool], *, is_free: bool = True
     ) -> tuple[int | None, ...]:
-        """Each layer's window: of those for which ``is_windowed`` says so, or as ``layer_types`` has it.
+        """Each layer's window: ``window`` for the layers that ``is_windowed`` selects, or as ``layer_types`` says.
 
-        Only ``is_free`` families may have a ``layer_types`` that departs from the rule.
+        ``layer_types`` may depart from ``is_windowed`` only if ``is_free``.
         """
         implied = tuple(window if is_windowed(index) else None for index in range(self.num_layers))
         types = self.config.take("layer_types", list)
@@ -132,7 +142,7 @@ class DecoderReader:
     def model(
         self, layers: tuple[LayerSpec, ...], ropes: tuple[RopeSpec, ...], *, tied: bool = False, **changes: Any
     ) -> ModelSpec:
-        """The whole; refuses what is left in the configuration.  ``tied`` where ``tie_word_embeddings`` is absent."""
+        """The whole model; refuses keys that were not taken.  ``tied`` is the default of ``tie_word_embeddings``."""
         config = self.config
         usual = {
             "architecture": config.architecture,
@@ -170,7 +180,7 @@ class DecoderReader:
         return Activation(ACTIVATIONS[name])
 
     def _read_dtype(self) -> str:
-        """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``; float32 where neither is given."""
+        """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``; float32 if neither is given."""
         classic = self.config.take("torch_dtype", str, "float32")
         name = str(self.config.take("dtype", str, classic)).removeprefix("torch.")
         if name not in DTYPES:

@@ -1,4 +1,4 @@
-"""Rotary embedding settings of a model, in both of the spellings that checkpoints use.  No torch."""
+"""Rotary embedding settings of a model, in both spellings that checkpoints use.  No torch."""
 
 from __future__ import annotations
 
@@ -44,9 +44,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:
-    """What a family says of its rotations: the base where none is given, the share of a head that turns where none is
-    given (None: always all of it), the order of pairs, and whether three positions per token (``mrope``) are described,
-    which are equal for text."""
+    """A family's rules for its rotations.
+
+    ``theta`` is the default base and ``partial`` the default share of a head that turns (None: always all of it).
+    ``is_interleaved``: the elements of a pair are neighbours.  ``is_multimodal``: the keys describe three positions per
+    token (``mrope``), which are equal for text.
+    """
 
     theta: float = DEFAULT_THETA
     partial: float | None = None
@@ -67,7 +70,7 @@ class _Reading(NamedTuple):
     rotary_dim: int
 
     def positive(self, key: str) -> float:
-        """A factor that must be there."""
+        """A required factor, above 0."""
         value = self.config.require(key, float)
         if value <= 0:
             raise ConfigError(f"config.json: {self.name} has {key} {value}; it must be above 0")
@@ -77,8 +80,8 @@ class _Reading(NamedTuple):
 def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: RopeRules = PLAIN) -> RopeSpec:
     """Read ``rope_theta`` and ``rope_scaling`` (classic), or ``rope_parameters`` (transformers 5).
 
-    As in transformers, ``rope_scaling`` goes before ``rope_parameters``, a ``rope_theta`` inside of either goes before
-    the one beside it, and an ``original_max_position_embeddings`` beside them before the one inside.
+    As in transformers, ``rope_scaling`` has precedence over ``rope_parameters``, a ``rope_theta`` inside of either
+    over the one beside it, and an ``original_max_position_embeddings`` beside them over the one inside.
     """
     name, chosen = take_rope_values(config)
     theta = config.take("rope_theta", float)
@@ -95,7 +98,7 @@ def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: Ro
 
 
 def take_rope_values(config: ConfigJson) -> tuple[str, Mapping[str, Any]]:
-    """The key that describes the rotation, and its object; an empty one where there is none."""
+    """The key that describes the rotation, and its object; an empty object if there is none."""
     scaling, parameters = config.take("rope_scaling", dict), config.take("rope_parameters", dict)
     return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
 

@@ -1,12 +1,12 @@
 """A model as data: what each layer is made of, what all share, and how the checkpoint names it.  No torch.
 
-A family's reader (``families/``) writes a ``ModelSpec``; everything else reads it: the decoder, the weights, the KV
-layout, the attention backend, the memory profile, the advice and the rules of divisibility::
+A family's reader (``families/``) writes a ``ModelSpec``; the decoder, the weights, the KV layout, the attention
+backends, the measurement of memory, the advice and the rules of divisibility read it::
 
     residual -> input_norm -> attention -> attention_out_norm -(+)-> mlp_norm -> mlp -> mlp_out_norm -(+)->
 
-A norm that is None is not there.  In a *parallel* layer attention and MLP read the same normalised input, and both are
-added at once.
+A norm may be None: absent.  In a *parallel* layer attention and MLP read the same normalised input, and both outputs
+are added at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from tp_engine.kv_layout import KvKind, KvLayout, lay_out
-from tp_engine.model_config.activation import SILU, Activation
 from tp_engine.model_config.rope import RopeSpec
+
+ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
+
+_CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(ActivationKind))}
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """How an MLP joins its gate and up (kernels/layer_ops.py has the formulas).
+
+    ``alpha`` and ``limit`` are for ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
+    """
+
+    kind: ActivationKind
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def code(self) -> int:
+        """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
+        return _CODES[self.kind]
+
+
+SILU = Activation("silu")
+"""The activation of SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +116,7 @@ class LayerSpec:
 
     @property
     def norms(self) -> Iterator[NormSpec]:
-        """Those that are there."""
+        """The norms that are present."""
         for norm in (self.input_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm):
             if norm is not None:
                 yield norm
@@ -102,8 +126,8 @@ class LayerSpec:
 class CheckpointNames:
     """How a checkpoint departs from the names ``model.*`` and ``lm_head.*``.
 
-    ``spellings`` are the replacements of those two prefixes in the order in which they are tried.  Tensors whose names
-    begin with one of ``skipped`` belong to parts that a text engine does not run.
+    ``spellings`` are the replacements of those two prefixes, tried in order.  Tensors whose names begin with one of
+    ``skipped`` belong to parts that a text engine does not run.
     """
 
     spellings: tuple[tuple[str, str], ...] = (("model.", "lm_head."),)
@@ -138,7 +162,7 @@ class ModelSpec:
 
     @property
     def distinct_layers(self) -> dict[LayerSpec, int]:
-        """Each kind of layer and how many there are, in the order in which they first come."""
+        """Each kind of layer and how many there are, in order of first occurrence."""
         counts: dict[LayerSpec, int] = {}
         for layer in self.layers:
             counts[layer] = counts.get(layer, 0) + 1

@@ -67,7 +67,7 @@ class CausalLM(nn.Module):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether recordings of steps can hold all that the model runs, once ``finish_loading`` was called."""
+        """Whether recordings of steps can hold all that the model runs; known after ``finish_loading``."""
         parts = [module for module in self.modules() if isinstance(module, Layer)]
         return all(part.is_recordable for part in parts) and all(join.is_recordable for join in self._joins)
 
@@ -79,9 +79,9 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within, one layer of each kind runs, and one more: the others need the same memory, one after the other.
+        """Within this context only one layer of each kind runs, and the second: the others need no further memory.
 
-        A second layer has what the first has not: a part of the residual stream that waits to be added.
+        Before the second layer, unlike the first, a part waits to be added to the residual stream.
         """
         first_of_kind = {spec: index for index, spec in reversed(list(enumerate(self._specs)))}
         run, self._run = self._run, sorted({*first_of_kind.values(), *range(min(2, len(self._specs)))})
@@ -95,8 +95,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``.
 
-        With ``wanted`` (n,) int64, the tokens whose outputs are read: (n, hidden), theirs.  The last layer does no
-        more for the others than to store their keys and values, and attend.
+        With ``wanted`` (n,) int64, the tokens whose outputs are read: (n, hidden), only theirs.  For the other tokens
+        the last layer only stores keys and values, and attends.
         """
         rotations = [rope(positions) for rope in self.ropes]
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
@@ -118,7 +118,7 @@ class CausalLM(nn.Module):
 def _make_joins(
     layers: Sequence[DecoderLayer], specs: Sequence[LayerSpec], final_norm: Norm, context: LayerContext
 ) -> list[Join]:
-    """What comes before each layer, and behind the last: the end of the layer before, and the norm of what follows."""
+    """The joins before each layer and after the last: the output norm of the layer before, the norm of the next."""
     out_norms = [None, *(layer.mlp_out_norm for layer in layers)]
     next_norms = [*(layer.input_norm for layer in layers), final_norm]
     scales = [1.0, *(spec.residual_scale for spec in specs)]
@@ -137,7 +137,7 @@ def build_model(
 ) -> CausalLM:
     """This rank's part of the model, its weights allocated on ``device`` but not yet set.
 
-    ``quantization`` is that of ``EngineConfig``; ``finish_loading`` of the model applies it.
+    ``quantization`` is ``EngineConfig``'s; the model's ``finish_loading`` applies it.
     """
     context = LayerContext(
         communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(quantization)

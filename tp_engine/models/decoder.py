@@ -1,4 +1,7 @@
-"""One decoder layer, built from its ``LayerSpec``.  Nothing here knows of ranks: the layers do."""
+"""One decoder layer, built from its ``LayerSpec``.
+
+The modules that it is built from split themselves over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,19 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.heads import Rotation
-from tp_engine.layers.attention import Attention
+from tp_engine.layers.attention import Attention, current_metadata
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.forward_context import current_metadata
 from tp_engine.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from tp_engine.weights.shard import equal_share
-from tp_engine.weights.source import Source, Span
+from tp_engine.weights.source import Source, Span, equal_share
 
 
 class SelfAttention(Layer):
-    """Projections, rotation, attention, this rank's part of the projection back; ``group`` is that of its blocks."""
+    """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class GatedMLP(Layer):
 
 
 class DecoderLayer(Layer):
-    """One layer.  What lies between two layers is the model's: ``input_norm`` and ``mlp_out_norm`` are for that."""
+    """One layer.  The model joins it to its neighbours with ``input_norm`` and ``mlp_out_norm``."""
 
     def __init__(
         self,
@@ -129,10 +130,10 @@ class DecoderLayer(Layer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` (N, hidden) is what attention reads, ``residual`` the stream, which is added to in place.
+        """Attention reads ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
-        Returns this rank's part of the layer's last output, not yet added, and the stream; both of the tokens
-        ``wanted`` (n,) int64 alone, if given: of the others only keys and values are needed.
+        Returns this rank's part of the layer's last output, not yet added, and the stream.  With ``wanted`` (n,) int64,
+        both are of these tokens only: the others need only their keys and values.
         """
         part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
         residual = only(wanted, residual)
@@ -144,7 +145,7 @@ class DecoderLayer(Layer):
 
 
 def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Those of ``tokens`` (N, ...) that are ``wanted`` (n,) int64; all without it."""
+    """The ``wanted`` (n,) int64 of ``tokens`` (N, ...); all of them if it is None."""
     return tokens if wanted is None else tokens.index_select(0, wanted)
 
 

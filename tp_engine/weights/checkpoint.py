@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 class Checkpoint:
-    """An open checkpoint: one safetensors file, several, or those that an index names.  A context manager.
+    """An open checkpoint: one or several safetensors files, or the files that an index names.  A context manager.
 
     Several threads may read from it at once.
     """
@@ -74,13 +74,13 @@ class Checkpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """The tensor's type as stored; the file's own name of a type that PyTorch does not have."""
+        """The tensor's type as stored; if PyTorch lacks the type, its name in the file."""
         stored = str(self._files[name].get_slice(name).get_dtype())
         return _DTYPES.get(stored, stored)
 
     def read(self, name: str, source: Source) -> torch.Tensor:
-        """What ``source`` takes of tensor ``name``, as stored: a view of the mapped file, whose pages are read when it
-        is."""
+        """The part of tensor ``name`` that ``source`` takes, as stored: a view of the mapped file, read page by page on
+        access."""
         window = tuple(slice(span.start, span.start + span.size) for span in source.taken)
         tensor: torch.Tensor = self._files[name].get_slice(name)[window]
         return tensor

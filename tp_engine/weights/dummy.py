@@ -1,7 +1,7 @@
-"""Random weights: the same model for the same seed, whatever the world size and the device.
+"""Random weights: the same model for the same seed, for every world size and device.
 
-One pool of random numbers is drawn.  A tensor is the pool repeated, from a place that its name decides; a prime number
-of them keeps rows from repeating.  So every rank can copy any part of any tensor without drawing the rest::
+One pool of random numbers is drawn.  A tensor is the pool repeated, from an offset that its name decides; the pool's
+size is prime, so rows do not repeat.  A rank can thus copy any part of any tensor without drawing the rest::
 
     pool      [ 0 1 2 3 4 | 0 1 2 3 4 | ...        held twice, so that a stretch of up to one pool is one slice
     tensor            [ 3 4 0 | 1 2 3 | ... ]      rows of 3, starting at 3
@@ -18,12 +18,12 @@ import torch
 from tp_engine.weights.source import Source, Spans
 
 POOL_SIZE = 4_194_301
-# Uniform numbers, which are quick to draw, with the standard deviation at which models are usually initialised.
+# Uniform numbers are quick to draw; models are usually initialised with this standard deviation, 0.02.
 HALF_WIDTH = 0.02 * math.sqrt(3.0)
 
 
 class DummyWeights:
-    """What ``sources`` take of tensors that do not exist.
+    """The values that ``sources`` take, without a checkpoint.
 
     Sources with an ``init`` are constant; everything else is uniform with mean 0 and standard deviation 0.02.
     """
@@ -40,7 +40,7 @@ class DummyWeights:
         pass
 
     def names(self) -> set[str]:
-        """Exactly the tensors that the model wants."""
+        """Exactly the tensors that the model needs."""
         return set(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -48,11 +48,11 @@ class DummyWeights:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of all."""
+        """The type of all tensors."""
         return self._dtype
 
     def read(self, name: str, source: Source) -> torch.Tensor:
-        """What ``source`` takes, on the device."""
+        """The values that ``source`` takes, on the device."""
         if source.init is not None:
             return self._pool.new_full([span.size for span in source.taken], source.init)
         return self._read(self._offset(name), source.shape, source.taken)

@@ -1,4 +1,4 @@
-"""Fill this rank's parameters from a checkpoint, completely or not at all: its slices alone, straight to the device."""
+"""Fill all of this rank's parameters from a checkpoint, or fail: only the rank's slices are read, to the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tp_engine.weights.transfer import Copy, for_each, num_threads_for
 
 Stored: TypeAlias = Checkpoint | DummyWeights
 
-# Types that are converted into one another; tensors of any other type are read as they are, or not at all.
+# These types are converted into one another; a tensor of any other type must have the parameter's type.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NEVER_NEEDED = re.compile(r"\.rotary_emb\.inv_freq$")
 _MODEL, _HEAD, _EMBEDDING = "model.", "lm_head.", "model.embed_tokens.weight"
@@ -73,7 +73,7 @@ def load_weights(
         def load(item: _Item, copy: Copy) -> int:
             return _load(stored, item, copy)
 
-        # Random weights are on the device already.
+        # Random weights are already on the device.
         num_threads = 1 if load_format == "dummy" else num_threads_for(first.device, info.local_world_size)
         bytes_read = for_each(items, load, first.device, num_threads)
     num_tensors = len({item.name for item in items})
@@ -90,7 +90,7 @@ def _open(
 
 
 def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, found: set[str]) -> list[_Item]:
-    """Every source of every parameter, in the spelling in which the checkpoint has the embedding."""
+    """Every source of every parameter, in the spelling that the checkpoint uses for the embedding."""
     spellings = spec.names.spellings
     chosen = next((one for one in spellings if _spell(_EMBEDDING, one) in found), spellings[0])
     return [
@@ -108,7 +108,7 @@ def _spell(name: str, spelling: tuple[str, str]) -> str:
 
 
 def _load(stored: Stored, item: _Item, copy: Copy) -> int:
-    """Copy one source's part to its place; returns the bytes read."""
+    """Copy one source's part to its target; returns the bytes read."""
     if not all(span.size for span in item.source.taken):
         return 0
     values = stored.read(item.name, item.source)
@@ -122,7 +122,7 @@ def _load(stored: Stored, item: _Item, copy: Copy) -> int:
 
 
 def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec) -> None:
-    """Refuse a checkpoint that is not exactly the one that the configuration describes."""
+    """Raise ``WeightError`` unless the checkpoint is exactly what the configuration describes."""
     found = stored.names()
     expected = {item.name: item.source.shape for item in items}
     shapes = {name: stored.shape(name) for name in expected.keys() & found}
@@ -161,7 +161,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _clear_uncovered(name: str, parameter: torch.Tensor) -> None:
-    """Zero a parameter that its sources do not fill; assert that they stay within it."""
+    """Zero a parameter that its sources fill only in part; assert that they stay within it."""
     num_filled = 0
     for source in sources_of(parameter):
         num_filled += math.prod(span.size for span in source.target)

@@ -1,4 +1,4 @@
-"""Where a parameter's values come from: each parameter says it itself, and the loader only obeys.
+"""Where a parameter's values come from: each parameter has its sources, and the loader follows them.
 
 ::
 
@@ -9,8 +9,15 @@
     |                           |            |           |
     +---------------------------+            +-----------+
 
-Several sources may fill one parameter, and several parameters may take parts of one stored tensor.  What no source
-fills is zero.
+Several sources may fill one parameter, and several parameters may take parts of one stored tensor.  Elements without a
+source are zero.
+
+Which part of a dimension belongs to which rank::
+
+    equal     [r * n, (r + 1) * n)                query heads, inner sizes
+    KV heads  those of the rank's KV heads        fewer heads than ranks repeat (K=2, W=4: 0 0 1 1)
+    vocab     [r * n, (r + 1) * n) of the         the last ranks may get fewer rows, or none
+              padded vocabulary
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from torch import nn
 
 
 class Span(NamedTuple):
-    """``size`` elements from ``start`` on, along one dimension."""
+    """``size`` elements along one dimension, beginning with ``start``."""
 
     start: int
     size: int
@@ -32,7 +39,7 @@ class Span(NamedTuple):
 
 Spans: TypeAlias = tuple[Span, ...]
 Decode: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Pure: what was taken, as stored -> what goes into the parameter."""
+"""A pure function: the taken values, as stored -> the parameter's values."""
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:
@@ -49,8 +56,8 @@ def whole(shape: Sequence[int]) -> Spans:
 class Source:
     """Part of the stored tensor ``name`` of ``shape``: the spans ``taken``, decoded, go to the spans ``target``.
 
-    ``name`` is in the usual spelling (``model.layers.3.mlp.up_proj.weight``), whatever the checkpoint's.  ``init`` is
-    the value of dummy weights; None: random.
+    ``name`` is in the usual spelling (``model.layers.3.mlp.up_proj.weight``); the loader translates it to the
+    checkpoint's.  ``init`` is the value of dummy weights; None: random.
     """
 
     name: str
@@ -62,11 +69,36 @@ class Source:
 
 
 def set_sources(parameter: nn.Parameter, sources: Sequence[Source]) -> None:
-    """Let ``parameter`` say where it comes from."""
+    """Attach ``sources`` to ``parameter``."""
     parameter._sources = tuple(sources)  # type: ignore[attr-defined]
 
 
 def sources_of(parameter: torch.Tensor) -> tuple[Source, ...]:
-    """What ``set_sources`` was told."""
+    """The sources that ``set_sources`` attached."""
     sources: tuple[Source, ...] = parameter._sources  # type: ignore[attr-defined]
     return sources
+
+
+def equal_share(size: int, rank: int, world_size: int) -> Span:
+    """One of ``world_size`` equal parts; the configuration checks ensure that ``size`` divides."""
+    assert size % world_size == 0, f"{size} is not divisible by {world_size}"
+    share = size // world_size
+    return Span(rank * share, share)
+
+
+def kv_head_share(num_kv_heads: int, rank: int, world_size: int) -> Span:
+    """The KV heads of one rank.  Ranks that share a head count as one part."""
+    num_parts = min(num_kv_heads, world_size)
+    assert world_size % num_parts == 0, f"{num_kv_heads} KV heads on {world_size} ranks"
+    return equal_share(num_kv_heads, rank * num_parts // world_size, num_parts)
+
+
+def vocab_share(vocab_size: int, rank: int, num_rows: int) -> Span:
+    """The token ids of one rank, which holds up to ``num_rows``."""
+    start = min(rank * num_rows, vocab_size)
+    return Span(start, min(num_rows, vocab_size - start))
+
+
+def times(heads: Span, head_dim: int) -> Span:
+    """The rows of ``heads``, each of ``head_dim``."""
+    return Span(heads.start * head_dim, heads.size * head_dim)

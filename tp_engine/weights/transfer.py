@@ -1,4 +1,4 @@
-"""From the mapped file to the parameter, on the CPU directly, to a GPU by several threads at once.
+"""From the mapped file to the parameter: directly on a CPU, by several threads at once to a GPU.
 
 ::
 
@@ -6,8 +6,8 @@
     CUDA   file's pages -> page-locked room -> parameter              each thread has a room and a stream of its own:
                                                                       one waits for the disk while another copies
 
-Reading a mapped file means waiting for its pages, which several threads do at the same time.  numpy copies into the
-room, in one thread and without Python's lock; torch would start all of its threads in each of ours.
+Reading a mapped file waits for its pages, so several threads wait at the same time.  numpy copies into the room, in one
+thread and without Python's lock; torch would start all of its threads in each of these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 class StagedCopy:
-    """Copies tensors of the host to ``device`` through a room of ``room_bytes``, page-locked for CUDA."""
+    """Copies tensors of the host to ``device`` through a room of ``room_bytes``; for CUDA it is page-locked."""
 
     def __init__(self, device: torch.device, room_bytes: int = _ROOM_BYTES) -> None:
         is_cuda = device.type == "cuda"
@@ -39,7 +39,7 @@ class StagedCopy:
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """``values`` to ``target``, of the same shape; done when it returns."""
+        """Copy ``values`` to ``target``, of the same shape; returns when that is done."""
         row_bytes = max(values[:1].nbytes, 1)
         num_rows = len(self._room) // row_bytes
         assert num_rows > 0, f"a row of {row_bytes} bytes is larger than the room"
@@ -56,21 +56,21 @@ class StagedCopy:
 
 
 def copy_directly(values: torch.Tensor, target: torch.Tensor) -> None:
-    """``values`` to ``target``, in the calling thread."""
+    """Copy ``values`` to ``target`` in the calling thread."""
     target.copy_(values)
 
 
 def num_threads_for(device: torch.device, local_world_size: int) -> int:
-    """Threads that load to ``device``: this rank's share of the cores for CUDA, up to 8."""
+    """How many threads load to ``device``: for CUDA this rank's share of the cores, up to 8."""
     if device.type != "cuda":
         return 1
     return min(max(len(os.sched_getaffinity(0)) // local_world_size, 1), _MAX_THREADS)
 
 
 def for_each(items: Iterable[Item], act: Callable[[Item, Copy], int], device: torch.device, num_threads: int) -> int:
-    """The sum of ``act(item, copy)`` over ``items``, which several threads take in order; the first failure is raised.
+    """The sum of ``act(item, copy)`` over ``items``, which the threads take in order; raises the first failure.
 
-    One thread, the caller's, copies directly.
+    With one thread the caller copies directly.
     """
     if num_threads == 1:
         return sum(act(item, copy_directly) for item in items)
@@ -87,6 +87,6 @@ def for_each(items: Iterable[Item], act: Callable[[Item, Copy], int], device: to
 
 
 def _as_integers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.signedinteger]]:
-    """The same memory for numpy, which knows no bfloat16."""
+    """The same memory as integers, because numpy has no bfloat16."""
     array: np.ndarray[tuple[int, ...], np.dtype[np.signedinteger]] = tensor.view(_INTEGERS[tensor.itemsize]).numpy()
     return array

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
-from tp_engine.layers.forward_context import forward_context
+from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import MASK_TOKENS, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
-from tp_engine.layers.forward_context import forward_context
+from tp_engine.layers.attention import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs

@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-/* What the gate goes through.  Mirrored in model_config/activation.py. */
+/* What the gate goes through.  Mirrored in model_config/spec.py. */
 enum { NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
 
 /* x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is gelu's tanh formula without the loss of digits below 0. */

@@ -17,7 +17,7 @@ from tp_engine.kernels.heads import HeadNorm, Heads, Rotation
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.layout import DTYPE_CODES
-from tp_engine.model_config.activation import Activation
+from tp_engine.model_config.spec import Activation
 
 MAX_HEAD_DIM = 256
 

@@ -20,7 +20,7 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
 from tp_engine.kernels.plain_attention import attend
-from tp_engine.model_config.activation import Activation, ActivationKind
+from tp_engine.model_config.spec import Activation, ActivationKind
 
 _ACTIVATIONS = tuple(Activation(kind) for kind in get_args(ActivationKind))
 

@@ -8,12 +8,12 @@ from tp_engine.layers.formats.base import LinearFormat
 from tp_engine.layers.formats.dense import Dense
 from tp_engine.layers.formats.int8 import Int8, check_int8
 
-# Each name: what to check on a kind of device, and the format.
+# Each name: the check of a device's type, and the format.
 QUANTIZATIONS: dict[str, tuple[Callable[[str], None], Callable[[], LinearFormat]]] = {"int8": (check_int8, Int8)}
 
 
 def check_quantization(name: str | None, device_type: str) -> None:
-    """Raise ``ConfigError`` unless linear weights can be kept so on ``device_type``."""
+    """Raise ``ConfigError`` unless ``device_type`` can hold linear weights in the format ``name``."""
     if name is not None:
         QUANTIZATIONS[name][0](device_type)
 

@@ -1,9 +1,9 @@
-"""What a linear layer's weights look like on disk and in memory is its format's affair.
+"""The interface of formats: how a linear layer's weights lie on disk and in memory.
 
 ::
 
     create    shapes, types and sources of its parameters        before a byte is read
-    finish    those parameters, loaded -> a product              once; what it does not keep is given up
+    finish    those parameters, loaded -> a product              once; the parameters are dropped afterwards
     product   (N, in) -> (N, out)                                in every step
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tp_engine.layers.context import LayerContext
-from tp_engine.model_config.activation import Activation
+from tp_engine.model_config.spec import Activation
 from tp_engine.weights.source import Decode, Source, Span, as_stored
 
 
@@ -25,7 +25,7 @@ from tp_engine.weights.source import Decode, Source, Span, as_stored
 class Part:
     """Rows of a product that come from one stored module: ``rows`` of the ``stored_rows`` of module ``name``.
 
-    There is ``room`` for so many rows here; those that are not filled are zero.  ``order`` is what happens to them.
+    They lie in ``room`` rows, of which the rest are zero; ``order`` decodes them.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """One product on this rank: its ``parts`` one above the other, of which it has ``columns`` of ``stored_columns``.
+    """One product on this rank: its ``parts`` one above the other, ``columns`` of their ``stored_columns``.
 
-    With an ``activation``, the parts are gate and up, and the product ends with theirs.
+    With an ``activation``, the parts are gate and up, and the product ends with the activation of both.
     """
 
     stored_columns: int
@@ -53,7 +53,7 @@ class LinearShape:
         return sum(part.room for part in self.parts)
 
     def sources(self, tensor: str, *, is_vector: bool = False) -> tuple[Source, ...]:
-        """Where rows of the stored modules' ``tensor`` go that has one value, or one row, for each output."""
+        """The sources of the stored modules' ``tensor``, which has one row, or one value, for each output."""
         sources, first = [], 0
         for part in self.parts:
             target = Span(first, part.rows.size)
@@ -86,4 +86,4 @@ class LinearFormat(Protocol):
         """The parameters of a layer of ``shape``, by name."""
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
-        """The product of the loaded ``parameters``, on their device.  Raises ``ConfigError`` if it can not be had."""
+        """The product of the loaded ``parameters``, on their device.  Raises ``ConfigError`` if it can not be made."""

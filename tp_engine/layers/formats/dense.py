@@ -1,6 +1,6 @@
 """Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
 
-On a GPU by PyTorch's library; of a single row, which is a decode step of one request, by a Triton kernel.
+On a GPU, PyTorch's library computes it; for a single row, which is a decode step of one request, a Triton kernel.
 On a CPU:
 
 ==========  ========================================  ==============================
@@ -13,15 +13,15 @@ bfloat16    with instructions for matrices of it      oneDNN, the weight packed
 bfloat16    any other                                 C, the weight in panels
 ==========  ========================================  ==============================
 
-Of gate and up, one weight, the activation's product is wanted: C with panels makes it of its sums, which then need not
-be stored; with the others it is an operation of its own.
+Gate and up are one weight, and the result is the activation of both: C with panels applies it to its sums, which are
+never stored; with the others it is an operation of its own.
 
 The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
 from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
-packed is a copy in another order, after which the original is given up.
+packed is a copy in another order; the original is then freed.
 
-oneDNN's functions belong to torch's private interface, so they are probed, and their result is compared before it is
-trusted.  What is missing, C or oneDNN, the other one does, or ``F.linear``, which also has odd sizes of 16 bits.
+oneDNN's functions belong to torch's private interface, so they are tried, and their result is compared before it is
+used.  If C or oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd sizes of 16 bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tp_engine.kernels.native.linear import PackedWeight, fits_panels
 from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.formats.base import LinearShape, Product
-from tp_engine.model_config.activation import Activation
+from tp_engine.model_config.spec import Activation
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -67,7 +67,7 @@ class PlainLinear:
 
 
 class PanelLinear:
-    """C with the weight in panels, for any number of rows; with an ``activation`` its product of gate and up."""
+    """C with the weight in panels, for any number of rows; with an ``activation``, it ends with that of gate and up."""
 
     is_recordable = True
 
@@ -92,7 +92,7 @@ class PackedLinear:
 
 
 class OneRowLinear:
-    """Triton for one row, ``F.linear`` for more; with an ``activation`` its product of gate and up."""
+    """Triton for one row, ``F.linear`` for more; with an ``activation``, it ends with that of gate and up."""
 
     is_recordable = True
 
@@ -110,7 +110,7 @@ class OneRowLinear:
 
 
 class ThenGate:
-    """The activation's product of what another product makes of gate and up, on ``device_type``."""
+    """The activation of what another product makes of gate and up, on ``device_type``."""
 
     def __init__(self, product: Product, activation: Activation, device_type: str) -> None:
         self.is_recordable = product.is_recordable and is_recordable("gate", device_type)
@@ -125,9 +125,9 @@ _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
 def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
-    """The fastest product that is known to work for this weight (out, in).  Called once its values are final.
+    """The fastest product that works for this weight (out, in).  Call it once its values are final.
 
-    With an ``activation``, the weight is gate and up, one above the other, and the product is the activation's of both.
+    With an ``activation``, the weight is gate and up, one above the other, and the product ends with that of both.
     """
     if takes_one_row(weight, is_gated=activation is not None):
         return OneRowLinear(weight, activation)
@@ -143,7 +143,7 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
 
 
 def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
-    """Whether a single row's product is Triton's: on a GPU, where the weight divides into its blocks."""
+    """Whether Triton multiplies a single row: on a GPU, if the weight divides into the kernel's blocks."""
     if not (runs_triton(weight.device.type) and has_triton()):
         return False
     from tp_engine.kernels.one_row_linear_triton import takes_weight
@@ -157,18 +157,18 @@ def runs_triton(device_type: str) -> bool:
 
 
 def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, if they take this weight."""
+    """The compiled kernels, if they support this weight."""
     is_taken = weight.device.type == "cpu" and weight.is_contiguous() and fits_panels(weight)
     return native_library() if is_taken else None
 
 
 def _has_matrices(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
-    """Whether the processor has instructions for matrices of this type, which oneDNN uses."""
+    """Whether the processor has matrix instructions for this type, which oneDNN uses."""
     return weight.dtype == torch.bfloat16 and bool(library.has_bfloat16_matrices())
 
 
 def _packed(weight: torch.Tensor) -> PackedLinear | None:
-    """oneDNN's method, unless it is missing or wrong."""
+    """oneDNN's product, unless it is missing or wrong."""
     if weight.dtype not in PACKED_DTYPES:
         return None
     try:

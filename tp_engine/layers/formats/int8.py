@@ -8,15 +8,15 @@
     out[n, o] = scale[n] * w_scale[o] * (sum_i u[n, i] w[o, i] - 128 sum_i w[o, i]) + bias[o]
                                         int32                    a constant of the weight
 
-Under tensor parallelism each rank quantises its own shard: of a column-parallel weight that changes nothing, as a row
-of it has its scale either way; of a row-parallel one each rank has scales for its own columns, which are finer.
+Each rank quantises its own part of a weight.  For a column-parallel weight that changes nothing, because a row has its
+scale either way; for a row-parallel weight the scales become finer, because each rank has its own for its columns.
 
-oneDNN's product with a packed weight (``torch.ops.onednn.qlinear_pointwise``) takes one scale for all of ``x``; it is
-given 1, and the rows' scales are applied before and after it (``kernels/int8_rows.py``).  It was chosen over
+oneDNN's product with a packed weight (``torch.ops.onednn.qlinear_pointwise``) takes one scale for all of ``x``: 1
+here; the rows' scales are applied before and after it (``kernels/int8_rows.py``).  It was chosen over
 ``torch.ops.quantized.linear_dynamic``, whose one scale for all rows lets a request change its neighbours' results and
 whose quantised tensors PyTorch has deprecated; over ``torch._weight_int8pack_mm``, which computes in floats; and over
 ``torch._int_mm``, which keeps no packed weight.  docs/benchmarks.md has the times.  The functions belong to torch's
-private interface, so they are probed, and their results compared, before they are trusted.
+private interface, so they are tried, and their results compared, before they are used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _trusted: dict[torch.Size, bool] = {}
 
 
 class Int8(Dense):
-    """Loaded as dense, then quantised."""
+    """Weights that are loaded as dense, then quantised."""
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
         """See ``LinearFormat``."""
@@ -51,7 +51,7 @@ class Int8(Dense):
 class Int8Linear:
     """A weight (out, in) as int8 in oneDNN's blocked order; the original is no longer needed.
 
-    Raises ``AttributeError`` or ``RuntimeError`` where oneDNN can not take it.
+    Raises ``AttributeError`` or ``RuntimeError`` if oneDNN can not take it.
     """
 
     is_recordable = False
@@ -89,18 +89,18 @@ def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
     """The product of ``weight``, compared with plain arithmetic once per shape.  Raises ``ConfigError``."""
     codes, scales = quantise_weight(weight)
     try:
-        method = Int8Linear(codes, scales)
+        product = Int8Linear(codes, scales)
         if weight.shape not in _trusted:
-            _trusted[weight.shape] = _agrees(method, codes, scales)
+            _trusted[weight.shape] = _agrees(product, codes, scales)
     except (AttributeError, RuntimeError) as error:
         raise _refusal(f"oneDNN refuses a weight of shape {tuple(weight.shape)}: {error}") from error
     if not _trusted[weight.shape]:
         raise _refusal(f"oneDNN's product with a weight of shape {tuple(weight.shape)} is wrong")
-    return method
+    return product
 
 
 def check_int8(device_type: str) -> None:
-    """Raise ``ConfigError`` unless int8 weights can be had on ``device_type``; tried on a small product, once."""
+    """Raise ``ConfigError`` unless ``device_type`` can have int8 weights; tries a small product, once."""
     if device_type != "cpu":
         raise ConfigError(
             f"quantization is int8, which is for CPUs, but the model runs on {device_type}; leave quantization out, or "
@@ -123,14 +123,14 @@ def _problem() -> str | None:
     return None if agrees else "this machine's products of 8-bit integers are not exact"
 
 
-def _agrees(method: Int8Linear, codes: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether products equal those in float64 to within float32's rounding: one row of largest codes, one of random."""
+def _agrees(product: Int8Linear, codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether the products of a row of largest codes and of a random row equal float64's up to float32's rounding."""
     x = torch.randint(1, 256, (2, codes.shape[1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x[0] = 255
     wide = x.double() - CODE_OFFSET
     expected = torch.stack([(codes * row).sum(1, dtype=torch.float64) for row in wide]) * scales
     size = (x.double() @ torch.ones(codes.shape[1]).double()).max() * LARGEST_CODE * scales.max()
-    return bool((method.products(x) - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size)
+    return bool((product.products(x) - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size)
 
 
 def _refusal(found: str) -> ConfigError:

@@ -1,7 +1,7 @@
-"""The architectures that the engine runs: one file each, found by itself.  No torch.
+"""The architectures that the engine runs: one file per family, found automatically.  No torch.
 
-A file says which ``ARCHITECTURES`` of config.json it describes, and its ``read`` turns the configuration into a
-``ModelSpec``.  docs/architecture.md tells how to add one.
+A file lists the ``ARCHITECTURES`` of config.json that it describes, and its ``read`` turns the configuration into a
+``ModelSpec``.  docs/models.md tells how to add one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import LayerSpec, ModelSpec
 
 ARCHITECTURES = ("Cohere2ForCausalLM",)
-# Of the released files: what is always so.
+# Values that all released files have.
 _FIXED = {
     "use_embedding_sharing": True,
     "use_gated_activation": True,
@@ -18,7 +18,7 @@ _FIXED = {
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Layers with all keys do not turn; logits are multiplied by ``logit_scale``."""
+    """Layers without a window do not turn queries and keys; logits are multiplied by ``logit_scale``."""
     reader = DecoderReader(config, eps_key="layer_norm_eps", eps=1e-5)
     for key, value in _FIXED.items():
         config.expect(key, bool, value)

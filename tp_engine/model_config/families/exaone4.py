@@ -1,4 +1,4 @@
-"""EXAONE 4: norms on the blocks' outputs, normalised heads; in the hybrid ones layers with all keys do not turn."""
+"""EXAONE 4: norms on the blocks' outputs, normalised heads; in hybrid models, layers without a window do not turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARCHITECTURES = ("Exaone4ForCausalLM",)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Without ``sliding_window`` all layers see all keys, and turn."""
+    """Without ``sliding_window``, all layers see all keys and turn."""
     reader = DecoderReader(config, eps=1e-5)
     window, pattern = reader.take_window(4096), _read_pattern(config)
     windows = reader.windows(window, lambda index: window is not None and (index + 1) % pattern != 0)
@@ -27,7 +27,7 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def _read_pattern(config: ConfigJson) -> int:
-    """Every how many layers one has all keys: a number, or a string such as ``LLLG``."""
+    """The period of layers without a window: a number, or a string such as ``LLLG``."""
     pattern = config.peek("sliding_window_pattern")
     config.skip("sliding_window_pattern")
     if pattern is None or pattern == 0:

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms on the blocks' outputs alone, queries and keys normalised over all heads together."""
+"""OLMo 2 and OLMo 3: norms on the blocks' outputs only, queries and keys normalised over all heads together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _THETA = 500_000.0  # OLMo 3's
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """OLMo 3 has three layers with a window for each one with all keys, and scales the rotation of the latter alone."""
+    """OLMo 3: of every four layers, three have a window; only the rotation of the fourth is scaled."""
     reader = DecoderReader(config, eps=1e-5)
     has_windows = config.architecture == "Olmo3ForCausalLM"
     window = reader.take_window(4096) if has_windows else None
@@ -30,7 +30,7 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def _read_ropes(reader: DecoderReader) -> tuple[RopeSpec, RopeSpec]:
-    """Of the layers with all keys, and of those with a window."""
+    """The rotations of the layers without a window, and of those with one."""
     sizes = {"head_dim": reader.head_dim, "max_position": reader.max_position}
     rules = RopeRules(theta=reader.number("rope_theta", _THETA))
     name, values = take_rope_values(reader.config)

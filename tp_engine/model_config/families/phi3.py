@@ -1,4 +1,7 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections on disk, LongRoPE, in part of a head for the last."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections on disk, LongRoPE.
+
+In Phi-4-mini only a part of each head turns.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama whose output projection has a bias of its own option."""
+"""Seed-OSS: Llama with a separate option for the bias of the output projection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ARCHITECTURES = ("SeedOssForCausalLM",)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """``attention_bias`` is about query, key and value, ``attention_out_bias`` about the output."""
+    """``attention_bias`` is for query, key and value, ``attention_out_bias`` for the output."""
     reader = DecoderReader(config, defaults={"head_dim": 128})
     attention = reader.attention(
         qkv_bias=reader.flag("attention_bias", True), out_bias=reader.flag("attention_out_bias")

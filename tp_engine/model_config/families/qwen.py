@@ -1,0 +1,41 @@
+"""Qwen2, Qwen2.5 and Qwen3 (dense); the text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.rope import RopeRules
+from tp_engine.model_config.spec import USUAL_NAMES, AttentionSpec, CheckpointNames, ModelSpec, QkNormSpec
+
+_QWEN2 = ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+_QWEN3 = ("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")
+ARCHITECTURES = _QWEN2 + _QWEN3
+WRAPPED = CheckpointNames(
+    spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("visual.", "model.visual.")
+)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Qwen2 has biases on query, key and value; Qwen3 normalises every query and key head before it turns.
+
+    Qwen3 has biases only with ``attention_bias``, and its ``head_dim`` is free.
+    """
+    is_qwen3, is_wrapped = config.architecture in _QWEN3, not config.architecture.endswith("ForCausalLM")
+    reader = DecoderReader(config.text_part() if is_wrapped else config)
+    bias = reader.flag("attention_bias") if is_qwen3 else True
+
+    def attention(window: int | None) -> AttentionSpec:
+        qk_norm = QkNormSpec(eps=reader.eps) if is_qwen3 else None
+        return reader.attention(qkv_bias=bias, out_bias=is_qwen3 and bias, qk_norm=qk_norm, window=window)
+
+    layers = (reader.pre_norm_layer(attention(window), reader.mlp()) for window in take_windows(reader))
+    rope = reader.rope(RopeRules(is_multimodal=is_wrapped))
+    return reader.model(tuple(layers), (rope,), names=WRAPPED if is_wrapped else USUAL_NAMES)
+
+
+def take_windows(reader: DecoderReader) -> tuple[int | None, ...]:
+    """With ``use_sliding_window``, layers from ``max_window_layers`` on have a window; defaults as in transformers."""
+    window = reader.take_window(4096)
+    enabled = reader.flag("use_sliding_window")
+    first = reader.config.take("max_window_layers", int, 28) or 0
+    return reader.windows(window if enabled else None, lambda index: index >= first)
