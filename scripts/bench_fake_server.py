@@ -68,7 +68,7 @@ class InstantEngine:
         ]
 
     def step(self) -> StepOutput:
-        """A token for everybody; the last ones come as records with their reason."""
+        """One token for each running request; a request that ends gets a record with its reason."""
         time.sleep(max(0.0, self._next_s - time.monotonic()))
         self._next_s = max(self._next_s + self._step_s, time.monotonic())
         self._num_steps += 1

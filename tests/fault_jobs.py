@@ -210,7 +210,7 @@ def job(
 
 
 def port_is_free(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Whether no process listens there any more."""
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.socket() as probe:
         probe.settimeout(2.0)

@@ -24,23 +24,22 @@ def processor_name() -> str:
 def read_bandwidth(num_bytes: int = 1 << 30, repeats: int = 7) -> float:
     """Bytes per second at which torch's threads read a large tensor (a sum in fp32); the best of several."""
     values = torch.ones(num_bytes // 4)
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        values.sum()
-        best = min(best, time.perf_counter() - started)
-    return num_bytes / best
+    return num_bytes / _best_seconds(values.sum, repeats)
 
 
 def cpu_matmul_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 40) -> float:
     """Floating-point operations per second of a square matrix product with torch's threads; the best of several."""
     left, right = torch.randn(2, size, size).to(dtype)
+    return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right), repeats)
+
+
+def _best_seconds(run: Callable[[], object], repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()
-        torch.mm(left, right)
+        run()
         best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best
+    return best
 
 
 def copy_bandwidth(num_bytes: int = 4 << 30, repeats: int = 10) -> float:

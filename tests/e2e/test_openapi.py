@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI schema: whatever it allows, and whatever it forbids, none is a 5xx."""
+"""Requests made from the server's own OpenAPI schema: allowed or forbidden by it, none gets a 5xx."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_death_of_the_frontend_ends_the_job() -> None:
 
 
 def test_death_of_rank_0_ends_the_frontend() -> None:
-    """Oracle: the frontend is gone within seconds of a SIGKILL that nobody could catch."""
+    """Oracle: the frontend is gone within seconds of a SIGKILL, which no process can catch."""
     with started("--port", "0") as job:
         job.url()
         frontend = job.frontend()

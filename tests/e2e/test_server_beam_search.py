@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.frontend import DEADLINE_S, END_OF_TURN, RunningServer, new_engine, running_server, wait_until
+from tests.e2e.frontend import END_OF_TURN, RunningServer, wait_until
 
 # The fake engine repeats a prompt's first token; candidates are it and the ids after it, each 0.5 less likely.
 BEAMS = {"use_beam_search": True, "length_penalty": 0.0}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(new_engine(step_delay_s=0.002)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as made:
-        yield made
 
 
 def test_completion(client: openai.OpenAI) -> None:

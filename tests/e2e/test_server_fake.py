@@ -5,30 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.frontend import DEADLINE_S, RunningServer, new_engine, running_server, wait_until
+from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server, wait_until
 from tp_engine.server.config import ServerConfig
 
 TEXT = "héllo 😀 中文 wörld"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    """One server for all tests that leave it as it was."""
-    with running_server(new_engine(step_delay_s=0.002)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as made:
-        yield made
 
 
 def test_completion(client: openai.OpenAI) -> None:
@@ -225,7 +211,7 @@ def test_the_engine_is_watched(server: RunningServer) -> None:
         time.sleep(2.3)
         return num_samples() >= before + 2
 
-    wait_until(grows_by_itself, "samples that nobody asked for")
+    wait_until(grows_by_itself, "samples that no client asked for")
     page = server.client.get("/engine").json()
     assert page["model"]["name"] == "demo" and page["requests"]["running"] == 0
     assert page["history"]["age_s"] == sorted(page["history"]["age_s"], reverse=True)

@@ -150,8 +150,8 @@ def test_the_queue_is_bounded_whatever_its_callers_do() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_reader_that_stops_reading_holds_a_bounded_number_of_updates(n: int) -> None:
-    """Oracle: while nobody reads, the mailbox holds 64 updates and one per 256 tokens of each sequence; the stream is
-    whole when the reader goes on, in far fewer writes than tokens."""
+    """Oracle: while the client does not read, the mailbox holds 64 updates and one per 256 tokens of each sequence;
+    the stream is whole when the reader goes on, in far fewer writes than tokens."""
     num_tokens = 4000
 
     async def scenario(app: FastAPI, state: ServerState) -> None:

@@ -56,14 +56,14 @@ class Case:
 
     @property
     def is_alone(self) -> bool:
-        """A script whose ranks are not there yet, or not yet on the board: nobody can say anything about its end."""
+        """A script whose ranks are not there yet, or not yet on the board: no rank can report its end."""
         if self.kind != "script" or self.rank != 0 or self.action in ("raise", "oom"):
             return False
         return self.phase == "import" or (self.phase == "group_init" and self.action in ("exit", "kill"))
 
     @property
     def outlives_its_ranks(self) -> bool:
-        """A user's script that sleeps or is stopped itself: its ranks end, but nobody may end the script."""
+        """A user's script that sleeps or is stopped itself: its ranks end, but the engine must not end the script."""
         return self.kind == "script" and self.rank == 0 and self.action in ("stop", "sleep")
 
 
@@ -107,7 +107,7 @@ def run_case(case: Case, folder: Path, gate: Gate | None = None) -> Outcome:
         ended_s = time.monotonic()
         if asking is not None and code is not None:
             problems += asking.problems()
-            problems += [] if port_is_free(asking.url) else [f"somebody still listens at {asking.url}"]
+            problems += [] if port_is_free(asking.url) else [f"a process still listens at {asking.url}"]
         if code is not None:
             problems += _wrong_code(case, code) + _missing_words(case, running) + _record_problems(case, running)
         return Outcome(case, ended_s - struck_s, code, tuple(problems), running.text() if problems else "")
@@ -144,7 +144,7 @@ def _wrong_code(case: Case, code: int) -> list[str]:
         expected = 0
     if case.kind == "script" and case.rank == 0 and expected is not None:
         return [] if code == expected else [f"exit code {code}, expected {expected}"]
-    return [] if code != 0 else ["exit code 0 although nobody asked for a stop"]
+    return [] if code != 0 else ["exit code 0 although no stop was asked for"]
 
 
 def _missing_words(case: Case, running: Job) -> list[str]:
@@ -161,9 +161,9 @@ def _missing_words(case: Case, running: Job) -> list[str]:
 
 
 def _record_problems(case: Case, running: Job) -> list[str]:
-    """Once there is a board, whoever ends the job leaves a record that names the culprit.
+    """Once there is a board, the process that ends the job leaves a record that names the culprit.
 
-    Rank 0 may be dead before anybody else is on the board, if its process ends while the ranks meet.
+    Rank 0 may be dead before another rank is on the board, if its process ends while the ranks meet.
     """
     if case.phase in ("import", "shutdown") or case.is_alone:
         return []

@@ -43,7 +43,7 @@ class Storm:
 
     @property
     def is_unnoticed(self) -> bool:
-        """A user's script that does not call the engine: it is told in the log, but nobody may end the script."""
+        """A user's script that does not call the engine: the log says so, and the engine must not end the script."""
         return self.kind == "script" and self.moment == "idle" and self.target not in ("0", "agent")
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def run_storm(storm: Storm, folder: Path, gate: Gate | None = None) -> StormOutc
             if asking is not None and storm.target != "agent" and storm.what == "kill" and storm.target != "0":
                 problems += asking.problems()
             if asking is not None and not port_is_free(asking.url):
-                problems.append(f"somebody still listens at {asking.url}")
+                problems.append(f"a process still listens at {asking.url}")
         except AssertionError as error:
             problems.append(str(error).partition("\n")[0])
         return StormOutcome(
@@ -151,12 +151,12 @@ def _limit_s(storm: Storm) -> float:
         return DETECTION_S
     if storm.moment != "loading":
         return DETECTION_S + HARD_LIMIT_S
-    # The limit counts from the last progress of the others, who still start.  Stopped before it is on the board, a rank
-    # of torchrun's can be ended by the agent alone.
+    # The limit counts from the last progress of the others, which still start.  Only the agent can end a rank of
+    # torchrun's that stops before it is on the board.
     return DETECTION_S + _OTHERS_START_S + STARTUP_LIMIT_S + (_AGENT_KILLS_S if storm.kind != "script" else 0.0)
 
 
 def _wrong_code(storm: Storm, code: int) -> list[str]:
     """torchrun itself reports a signal that it got as a failure, so that only ours are judged: a death is never 0."""
     is_signal = storm.what in ("term", "int", "term twice")
-    return [] if is_signal or code != 0 else ["exit code 0 although nobody asked for a stop"]
+    return [] if is_signal or code != 0 else ["exit code 0 although no stop was asked for"]

@@ -8,8 +8,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+# A small engine whose LLM starts a second rank itself.
+TWO_RANKS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "device": "cpu",
+    "num_gpu_blocks_override": 32,
+    "max_model_len": 64,
+    "flight_recorder_dir": "",
+}
 
 
 def torchrun(

@@ -1,4 +1,4 @@
-"""Ranks that fail, each in its own way: the job ends in time, says who and where, and leaves nothing.
+"""Ranks that fail, each in its own way: the job ends in time, names the rank and the place, and leaves nothing.
 
 A few cells of the matrix that ``scripts/test_faults`` runs whole; ``tests/faults/cases.py`` says what each must show.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.cases import Case, run_case
 from tests.faults.gate import Gate
-from tests.ranks.launch import ROOT, torchrun
+from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import PlanError, RankError
 from tp_engine.plan import StepPlan
@@ -33,13 +33,6 @@ CELLS = [
     Case("serve", 0, "sample", "stop"),
     Case("script", 2, "step_begin", "kill", num_ranks=4),
 ]
-OPTIONS = {
-    "tensor_parallel_size": 2,
-    "device": "cpu",
-    "num_gpu_blocks_override": 32,
-    "max_model_len": 64,
-    "flight_recorder_dir": "",
-}
 BATCH = str(ROOT / "launch" / "batch.py")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -59,9 +52,9 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 def test_equal_inputs_are_found_equal(folder: Path) -> None:
     """Oracle: the tokens of a run without the comparison; chunked prefill, several requests."""
     prompts = [list(range(5, 25)), [9, 9, 9], [7]]
-    with LLM(str(folder), **{**OPTIONS, "tensor_parallel_size": 1}) as llm:
+    with LLM(str(folder), **{**TWO_RANKS, "tensor_parallel_size": 1}) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
-    checked = {**OPTIONS, "check_inputs": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    checked = {**TWO_RANKS, "check_inputs": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
     with LLM(str(folder), **checked) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     assert found == expected
@@ -69,7 +62,7 @@ def test_equal_inputs_are_found_equal(folder: Path) -> None:
 
 def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
     """Oracle: rank 0's own table is tampered with, as a wrong plan would; with the comparison the step ends the job."""
-    with LLM(str(folder), **OPTIONS, check_inputs=True) as llm:
+    with LLM(str(folder), **TWO_RANKS, check_inputs=True) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         llm.engine._worker._runner._batch._token_ids.fill_(3)  # type: ignore[union-attr]
         llm.engine._worker._runner._batch.apply = lambda plan: None  # type: ignore[method-assign, union-attr]
@@ -80,7 +73,7 @@ def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
 
 def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> None:
     """Oracle: rank 0 sends a step five too high; rank 1 refuses it, and its error is rank 0's."""
-    with LLM(str(folder), **OPTIONS) as llm:
+    with LLM(str(folder), **TWO_RANKS) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         expected = llm.engine._scheduler.next_step_id
         llm.engine._publish(StepPlan(step_id=expected + 5))

@@ -14,17 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ranks.launch import ROOT, torchrun
+from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
 from tp_engine import LLM, AsyncLLM, SamplingParams
 from tp_engine.errors import EngineDeadError
 
-OPTIONS: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "device": "cpu",
-    "num_gpu_blocks_override": 32,
-    "max_model_len": 64,
-    "flight_recorder_dir": "",
-}
 PROMPT = [5, 9, 13, 7]
 
 # No ``if __name__ == "__main__"``: starting ranks must not run the script again.
@@ -46,7 +39,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[int]:
     """The oracle: one rank."""
-    with LLM(str(folder), **{**OPTIONS, "tensor_parallel_size": 1}) as llm:
+    with LLM(str(folder), **{**TWO_RANKS, "tensor_parallel_size": 1}) as llm:
         return answer(llm)
 
 
@@ -99,7 +92,7 @@ def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
 
 def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
     """kill -9 of rank 1 while idle: the next call fails naming it, and closing leaves nothing behind."""
-    with LLM(str(folder), **OPTIONS) as llm:
+    with LLM(str(folder), **TWO_RANKS) as llm:
         answer(llm)
         (rank,) = (child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline()))
         rank.send_signal(signal.SIGKILL)
@@ -132,7 +125,7 @@ def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int])
     async def run() -> None:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        async with AsyncLLM(str(folder), **OPTIONS) as llm:
+        async with AsyncLLM(str(folder), **TWO_RANKS) as llm:
 
             async def leave_early() -> None:
                 async for _ in llm.stream(PROMPT, long):
@@ -160,7 +153,7 @@ def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
     limits: dict[str, Any] = {"hang_soft_limit_s": 1.0, "hang_hard_limit_s": 2.0}
 
     async def run() -> None:
-        async with AsyncLLM(str(folder), **OPTIONS, **limits) as llm:
+        async with AsyncLLM(str(folder), **TWO_RANKS, **limits) as llm:
             stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
             await anext(stream)
             (rank0,) = (child for child in psutil.Process().children() if "service_process" in child.cmdline()[-1])

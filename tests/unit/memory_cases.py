@@ -14,7 +14,7 @@ from tp_engine.worker.device import MemorySnapshot
 
 
 class FakeDevice:
-    """A GPU shared with another process; the test sets who holds what, in bytes."""
+    """A GPU shared with another process; the test sets what each holds, in bytes."""
 
     type = "cuda"
 

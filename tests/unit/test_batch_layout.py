@@ -1,4 +1,4 @@
-"""Which of a step's tokens somebody reads.  Oracle: the picture in the module's text, by hand."""
+"""Which of a step's tokens are read later.  Oracle: the picture in the module's text, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tp_engine.worker.batch_layout import make_layout
         ([7, 2], {}, [], None),  # all, in order
         ([7, 2], {5: 3, 1: 2}, [True, False], [0, 1, 4]),
         ([], {5: 3, 1: 2}, [False, True], [4]),
-        ([], {5: 3}, [False], [0]),  # nobody reads any, and an empty batch is spared
+        ([], {5: 3}, [False], [0]),  # no token is read, and an empty batch is not run
     ],
 )
 def test_wanted_tokens(

@@ -17,7 +17,7 @@ def test_a_contiguous_pool_by_hand() -> None:
     """Oracle: worked out: 2 reservations of 8 tokens, 16 requests of 4 tokens in and 4 out, always two at a time.
 
     After the steps of a request 4, 5, 6 and 0 tokens are in the pool, for with the fourth it is gone.  From the first
-    end, step 4, to the last step with somebody waiting, step 28, that is 6 whole turns and a seventh 0.
+    end, step 4, to the last step with a request waiting, step 28, that is 6 whole turns and a seventh 0.
     """
     trace = Trace(name="t", max_len=8, num_reservations=2, prompt=(4, 4), total=8, documented=(0, 0))
     found = occupancy(trace, trace.max_len)

@@ -260,7 +260,7 @@ def test_llama_cpp_gets_a_converted_checkpoint(stand_in: Path) -> None:
 
 
 def test_a_run_with_a_peer(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: one JSON line with both engines, the ratio, the limit that was measured, and who was left out and why."""
+    """Oracle: one JSON line with both engines, the ratio, the measured limit, and the engines that were left out."""
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
     (stand_in / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))

@@ -106,7 +106,7 @@ def test_samples() -> None:
 
 
 def test_however_many_look_the_engine_is_asked_once() -> None:
-    """Oracle: the engine's count of questions; nobody who leaves takes the answer from the others."""
+    """Oracle: the engine's count of questions; a client that leaves does not take the answer from the others."""
 
     async def scenario(app: App) -> None:
         engine = app.service.engine

@@ -194,7 +194,7 @@ def test_a_stopped_rank_explains_a_stuck_step() -> None:
 
 
 def test_a_rank_that_is_late_does_not_explain_a_stuck_step() -> None:
-    """Oracle: 5 s of silence do not make 32 s without progress; who is behind does."""
+    """Oracle: 5 s of silence do not make 32 s without progress; the rank that is behind does."""
     jobs = Jobs(3)
     jobs.begin(1, ranks=[0, 1, 2], collectives=1)
     jobs.progresses[0].collective()
@@ -237,7 +237,7 @@ def no_code(_rank: int) -> int | None:
 
 
 def test_the_cause_is_told_from_its_consequences() -> None:
-    """Oracle: the order of the rules: killed, then the first to fail by itself, then whom the others blame."""
+    """Oracle: the order of the rules: killed, then the first to fail by itself, then the rank that the others blame."""
     board = JobBoard.create(4)
     for slot in board.slots:
         slot.state = State.READY

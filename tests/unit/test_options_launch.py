@@ -111,7 +111,7 @@ def test_failures_of_the_job(error: Exception, code: int, traceback: bool, capfd
 
 
 def test_help_and_configuration_are_printed_once(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: rank 0's output, nobody else's."""
+    """Oracle: rank 0's output, and no other rank's."""
     with pytest.raises(SystemExit) as ended:
         run("--help")
     assert ended.value.code == 0

@@ -36,7 +36,7 @@ class Loading(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that logs whatever it likes."""
+    """A process that logs what the test tells it to."""
     with subprocess.Popen([sys.executable, "-c", "import time; print('up!'); time.sleep(60)"]) as process:
         yield process
         process.kill()

@@ -1,4 +1,4 @@
-"""The web page without a browser: its files, their types, what a browser may do with them, and who gets them."""
+"""The web page without a browser: its files, their types, what a browser may do, and the requests."""
 
 from __future__ import annotations
 

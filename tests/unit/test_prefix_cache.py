@@ -82,7 +82,7 @@ def test_first_block_stays_canonical(cache: PrefixCache) -> None:
 
 
 def test_equal_tokens_after_another_parent_are_no_hit(cache: PrefixCache) -> None:
-    """A block counts only behind what it was computed behind, be it a block, a salt or the middle of a run."""
+    """A block counts only behind what it was computed behind: a block, a salt or the middle of a run."""
     publish(cache, [0, 1], tokens(1, 2, 3, 4, 1, 2, 3, 4))
     assert match(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4)) == [0, 1]
     assert match(cache, tokens(9, 9, 9, 9, 1, 2, 3, 4)) == []

@@ -1,4 +1,4 @@
-"""Processes that must not outlive who started them.  Oracle: the kernel's own table of processes."""
+"""Processes that must not outlive the process that started them.  Oracle: the kernel's own table of processes."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_a_called_reader_has_a_moment_until_the_message_is_there(monkeypatch: py
 
 
 def test_a_call_waits_for_nobody(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: one reader's ring is full, so nobody is called, and the others lose no slot by it."""
+    """Oracle: one reader's ring is full, so no reader is called, and the others lose no slot by it."""
     writer, (quick, slow) = ring(2, num_slots=2, slot_bytes=24, spin_s=1e-6)
     for number in range(2):
         writer.write(bytes([number]), 1.0)

@@ -1,4 +1,4 @@
-"""The ring's shared memory: nobody else can open it, and nothing of it is left."""
+"""The ring's shared memory: no other process can open it, and nothing of it is left."""
 
 from __future__ import annotations
 

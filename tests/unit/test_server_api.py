@@ -242,7 +242,7 @@ def test_max_tokens_beyond_the_context(name: str) -> None:
         assert (refused.status, error["code"]) == (400, "context_length_exceeded")
         assert f"maximum context length is {CONTEXT} tokens" in error["message"]
         nearly_full = await app.post("/v1/completions", {"prompt": [5] * (CONTEXT - 3)})
-        assert nearly_full.status == 200  # nobody asked for the 16 tokens that do not fit
+        assert nearly_full.status == 200  # the request did not ask for the 16 tokens that do not fit
         assert error_of(await app.post("/v1/completions", {"prompt": [5] * CONTEXT}))["code"] == error["code"]
 
     serve(scenario)

@@ -1,4 +1,4 @@
-"""Who may come in, and where from: keys, origins, Unix sockets, certificates, generation defaults."""
+"""Which requests may come in, and from where: keys, origins, Unix sockets, certificates, generation defaults."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_ranks_that_can_share_memory_do() -> None:
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
     """All keep the library, or, where symmetric memory is required, all fail and name that rank.
 
-    Nobody begins to map the others' memory, which could wait for long, unless all have theirs.
+    No rank begins to map the others' memory, which could wait for long, before all have theirs.
     """
 
     def body(library: Communicator) -> None:

@@ -65,7 +65,7 @@ def test_gpus_warm_up() -> None:
 def test_nothing_is_left_of_the_first_steps(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: the tokens of an engine that has not warmed up; its phase is told, and nobody counts its steps."""
+    """Oracle: the tokens of an engine that has not warmed up; its phase is reported, and its steps are not counted."""
     folder, found = checkpoint("qwen3"), []
     for is_warm in (False, True):
         monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)

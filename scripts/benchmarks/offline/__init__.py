@@ -1,1 +1,1 @@
-"""Whole engines without HTTP: who takes part, how they take turns, and the figures."""
+"""Whole engines without HTTP: which take part, how they take turns, and the figures."""

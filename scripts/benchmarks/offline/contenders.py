@@ -1,4 +1,4 @@
-"""Who takes part in the offline benchmark, with which options, and how a group of them is run."""
+"""The engines of the offline benchmark, their options, and how a group of them is run."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,15 +24,25 @@ def own_server(
 
     Raises ``RuntimeError`` with the end of the log if it ends, or is not ready within ``start_s``.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     port_file = log.resolve().with_name(f"{log.name}.port")
     port_file.unlink(missing_ok=True)
-    command = [*(torchrun if num_ranks > 1 else [sys.executable]), script]
-    command += ["--port", "0", "--port-file", str(port_file), *arguments]
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=_environment())
-    try:
+    with started_server([script, "--port-file", str(port_file), *arguments], num_ranks, log, _environment()) as process:
         yield _wait_ready(process, port_file, log, start_s)
+
+
+@contextmanager
+def started_server(
+    command: Sequence[str], num_ranks: int, log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a server on a free port, alone or under torchrun; it is stopped, and waited for, at the end."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launcher = torchrun if num_ranks > 1 else [sys.executable]
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [*launcher, *command, "--port", "0"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+    try:
+        yield process
     finally:
         end_process(process, timeout_s=_STOP_S)
 

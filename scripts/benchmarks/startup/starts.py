@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,13 +16,12 @@ from typing import IO, Any
 import httpx
 
 from benchmarks.offline.peers import SCRIPTS, peer_environment
+from benchmarks.serving.launch import started_server
 from benchmarks.startup.one_start import ANSWER, PROMPT
-from tp_engine.engine.processes import end_process
 
 ROOT = SCRIPTS.parent
 _MODULE = "benchmarks.startup.one_start"
 _POLL_S = 0.01
-_STOP_S = 40.0
 _LAST_CHARS = 2000
 
 
@@ -74,19 +72,13 @@ def api_start(engine: str, python: str, spec: Mapping[str, Any], *, timeout_s: f
 
 def server_start(spec: Mapping[str, Any], *, size: int, timeout_s: float) -> Start:
     """``launch/serve.py`` until ``GET /health`` answers 200, then one completion of one token."""
-    arguments = ["launch/serve.py", "--port", "0", "--model", str(spec["model"])]
-    arguments += [f"--{name.replace('_', '-')}={value}" for name, value in spec["options"].items()]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command = [*([sys.executable] if size == 1 else ranks), *arguments]
-    with tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+    command = ["launch/serve.py", "--model", str(spec["model"])]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in spec["options"].items()]
+    with tempfile.TemporaryDirectory() as name:
+        log, environment = Path(name) / "log", own_environment(int(spec["threads"]))
         used_s, begin_s = _children_cpu_s(), time.monotonic()
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=ROOT, env=own_environment(int(spec["threads"])), text=False
-        )
-        try:
-            marks, within = _follow_server(process, Path(log.name), begin_s, timeout_s)
-        finally:
-            end_process(process, timeout_s=_STOP_S)
+        with started_server(command, size, log, environment) as process:
+            marks, within = _follow_server(process, log, begin_s, timeout_s)
     return Start(
         ready_s=marks["ready"],
         first_token_s=marks["first token"],
