@@ -1,4 +1,4 @@
-"""Rank 0's engine from its parts: worker, plan channel, scheduler."""
+"""Builds rank 0's engine from its parts: worker, plan channel, scheduler."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tp_engine.worker.worker import Worker
 
 
 def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, leave: Callable[[bool], None]) -> Engine:
-    """Start this rank's worker, open the plan channel to the others, and put the scheduler on top.
+    """Start this rank's worker, open the plan channel to the other ranks, and add the scheduler.
 
-    ``leave`` sees the ranks end that this process started; it is told whether the job has failed.
+    ``leave`` waits for the ranks that this process started to end; its argument says whether the job has failed.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
-        undo.enter_context(job.reporting())  # before the groups close, which the others take for a death
-        compiler = make_compiler(effective)  # keeps the GIL for a while: later it would hold up steps
+        undo.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
+        compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
         worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
         undo.callback(worker.close)
         num_blocks = worker.start()
@@ -76,7 +76,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int) -> SchedulerLimits:
 
 
 def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
-    """What a frontend must know of this engine."""
+    """What a frontend must know about this engine."""
     config, model = effective.config, effective.model
     return ModelInfo(
         model=config.model,

@@ -24,26 +24,25 @@ _LINGER_MS = 1000
 
 
 class EngineEvents(Protocol):
-    """What the client reports to its owner, always from the event loop's thread."""
+    """What the client reports to its owner, always in the event loop's thread."""
 
     def on_output(self, output: StepOutput) -> None:
-        """What one step, or an abort, added."""
+        """The output of one step, or of an abort."""
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
         """The engine refused a request."""
 
     async def keep_up(self) -> None:
-        """Return when the next message may be given; others wait in the socket."""
+        """Return when the owner can take the next message; until then messages wait in the socket."""
 
     def on_ended(self, error: EngineDeadError) -> None:
-        """No delta will come any more.  Called once."""
+        """No output follows.  Called once."""
 
 
 class EngineClient:
-    """One connection to an ``EngineService``; make it with ``connect``, inside a running event loop.
+    """One connection to an ``EngineService``; create it with ``connect``, in a running event loop.
 
-    ``error`` is None while the engine lives and says afterwards how it ended; ``stopped`` is True if that was asked
-    for.
+    ``error`` is None while the engine lives, and then says how it ended; ``stopped`` is True if it was told to stop.
     """
 
     model_info: ModelInfo
@@ -61,13 +60,13 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[ModelInfo] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._answers: deque[asyncio.Future[Any]] = deque()  # to questions, in the order in which they were asked
+        self._answers: deque[asyncio.Future[Any]] = deque()  # to questions, in the order of the questions
         self._listener = loop.create_task(self._listen())
         self._watcher = loop.create_task(self._watch())
 
     @classmethod
     async def connect(cls, address: str, events: EngineEvents, *, timeout_s: float) -> Self:
-        """Connect and wait for the engine's ``Ready``; ``EngineDeadError`` if it does not come in time."""
+        """Connect and wait for the engine's ``Ready``; ``EngineDeadError`` if it does not arrive in time."""
         client = cls(address, events)
         try:
             client._send(messages.Hello())
@@ -88,21 +87,21 @@ class EngineClient:
         self._send(messages.AddRequest(request=request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; nothing happens for unknown ids or if the engine has ended."""
+        """End requests; ignores unknown ids, and does nothing if the engine has ended."""
         self._send(messages.AbortRequests(request_ids=list(request_ids)))
 
     async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
-        """How the engine stands; it answers between two steps."""
+        """The scheduler's counters; the engine answers between two steps."""
         stats: SchedulerStats = await self._ask(messages.GetStats(), timeout_s)
         return stats
 
     async def report(self, view: ViewLimits | None, *, timeout_s: float) -> EngineReport:
-        """How the whole job stands; it answers between two steps."""
+        """The state of the whole job; the engine answers between two steps."""
         report: EngineReport = await self._ask(messages.GetReport(view=view), timeout_s)
         return report
 
     async def act(self, action: Action, *, timeout_s: float = 150.0) -> dict[str, Any]:
-        """Have the engine do something; ``RequestError`` if it refuses."""
+        """Let the engine do ``action``; ``RequestError`` if it refuses."""
         acted: messages.Acted = await self._ask(messages.Act(action=action), timeout_s)
         if acted.refusal is not None:
             raise RequestError(acted.refusal)
@@ -113,7 +112,7 @@ class EngineClient:
         self._send(messages.Stop())
 
     def give_up(self, reason: str) -> None:
-        """Take the engine for dead."""
+        """Treat the engine as dead."""
         self._end(reason, stopped=False)
 
     async def wait_ended(self, *, timeout_s: float | None = None) -> bool:
@@ -122,7 +121,7 @@ class EngineClient:
         return bool(done)
 
     async def close(self) -> None:
-        """Disconnect.  The engine takes that for the death of this process unless it was told to stop before."""
+        """Disconnect.  An engine that was not told to stop takes this for the death of this process."""
         for task in (self._listener, self._watcher):
             task.cancel()
         await asyncio.gather(self._listener, self._watcher, return_exceptions=True)
@@ -148,7 +147,7 @@ class EngineClient:
             self._socket.send(messages.encode(message))
 
     async def _listen(self) -> None:
-        # Polling before receiving, because cancelling a poll loses no message.
+        # Poll before receiving, because a cancelled poll loses no message.
         while True:
             await self._socket.poll()
             await self._receive_all(self._events.keep_up)
@@ -167,7 +166,7 @@ class EngineClient:
             raise
 
     async def _watch(self) -> None:
-        """What rank 0 had sent before it died is still delivered, its reason above all."""
+        """When rank 0 has disconnected, deliver what it sent before, such as the reason of its end."""
         await self._monitor.poll()
         self._listener.cancel()
         await self._receive_all()
@@ -204,6 +203,6 @@ class EngineClient:
         for waiting in waiters:
             if not waiting.done():
                 waiting.set_exception(self.error)
-                waiting.exception()  # marks it as seen: nobody may be waiting
+                waiting.exception()  # marks it as retrieved, because there may be no waiter
         self._ended.set_result(None)
         self._events.on_ended(self.error)

@@ -1,12 +1,12 @@
-"""The loop that rank 0 turns: schedule -> publish -> run -> update.
+"""Rank 0's loop: schedule -> publish -> run -> update.
 
-With ``num_ahead`` = 1 the plan of the next step is in the ring before this one runs, so that no rank waits for rank 0
-between two steps; what sampling adds to that step reaches the ranks from device to device::
+With ``num_ahead`` = 1 the plan of the next step is in the ring before this step runs, so no rank waits for rank 0
+between two steps; the sampled tokens reach the next step on the devices::
 
     rank 0    plan 1  plan 2 | run 1 | update 1  plan 3 | run 2 | update 2  plan 4 | run 3 | ...
     rank 1                   | run 1 |                  | run 2 |                  | run 3 | ...
 
-A device that runs by itself (CUDA) is given the next step before the result of this one is waited for::
+On a device that runs by itself (CUDA), the host launches the next step before it waits for the result of this one::
 
     host      launch 1  launch 2  wait 1  update 1  plan 3  launch 3  wait 2  update 2 ...
     device    | run 1          | run 2                    | run 3                      ...
@@ -41,8 +41,8 @@ _TRACE_S = 120.0
 class Engine:
     """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
 
-    ``num_ahead`` plans are sent before the oldest step runs.  ``job`` knows how the other ranks are; ``echoes``
-    compares what they received.  ``leave`` is called once at the end, after the stop plan: it sees the other ranks end.
+    ``num_ahead`` plans are sent before the oldest step runs.  ``job`` watches the other ranks; ``echoes`` compares what
+    they received.  ``leave`` is called once, after the stop plan, and waits for the other ranks to end.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running, or a step that was sent has not run yet."""
+        """Whether a request is waiting or running, or a plan was made whose step has not ended."""
         return self._scheduler.has_unfinished or self._num_in_flight > 0
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request; ``RequestError`` leaves the engine as it was."""
+        """Queue a request; a ``RequestError`` leaves the engine unchanged."""
         self._check_alive()
         if not request.is_constrained:
             self._scheduler.add(request)
@@ -97,9 +97,9 @@ class Engine:
         return self._scheduler.abort(request_ids)
 
     def step(self) -> StepOutput:
-        """Run one step on all ranks and return what it added; empty when there is nothing to do.
+        """Run one step on all ranks and return its output, which is empty if there is nothing to do.
 
-        While all requests wait for their grammars, it waits for a moment too.
+        If all requests wait for their grammars, this waits for one of them, a few milliseconds at most.
         """
         self._check_alive()
         try:
@@ -119,13 +119,13 @@ class Engine:
             raise
 
     def stats(self) -> SchedulerStats:
-        """Requests, blocks and counters as they stand."""
+        """Requests, blocks and counters now."""
         return self._scheduler.stats()
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
         """The scheduler and every rank's steps and memory; with ``view`` also the pool and the running sequences.
 
-        Costs a fraction of a millisecond, and steps nothing: they leave their times on the job's board anyway.
+        This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.
         """
         self._statistics.update()
         return EngineReport(
@@ -139,17 +139,17 @@ class Engine:
         )
 
     def memory_growth_bytes(self) -> int:
-        """Bytes of device memory that rank 0 holds beyond what it held when it became ready, without the KV cache."""
+        """Bytes of device memory that rank 0 has taken since it became ready, without the KV cache."""
         return self._worker.memory_growth_bytes()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False while requests hold some."""
+        """Forget all cached blocks; False if requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
 
     def profile(self, control: Control) -> list[StepOutput]:
-        """Begin or end a trace of all ranks' steps, and see it written; returns what the steps in flight added.
+        """Begin or end a trace of all ranks' steps, wait until it is written, and return the output of steps in flight.
 
-        ``RequestError`` where there is no folder for traces.
+        ``RequestError`` if no folder for traces is configured.
         """
         self._check_alive()
         if self.configuration()["profile"] is None:
@@ -175,7 +175,7 @@ class Engine:
         return self._worker.configuration
 
     def check_health(self) -> None:
-        """Raise ``RankError`` if a rank has died; cheap enough for every turn of an idle loop."""
+        """Raise ``RankError`` if a rank has died; cheap enough for each round of an idle loop."""
         self._job.check()
 
     def check_integrity(self) -> None:
@@ -198,7 +198,7 @@ class Engine:
             self._leave()
 
     def _stop_ranks(self) -> None:
-        """Run what was sent, then tell the others that it was all."""
+        """Run the plans in flight, then send the stop plan."""
         try:
             while self._num_in_flight:
                 self._finish_oldest()
@@ -212,14 +212,14 @@ class Engine:
 
     @property
     def _num_in_flight(self) -> int:
-        """Steps whose plans have been made and whose results have not been taken."""
+        """Steps whose plans have been made and whose results have not been taken yet."""
         return len(self._sent) + len(self._launched) + (self._held is not None)
 
     def _send_plans(self) -> None:
-        """Make and send plans as far ahead as may be.
+        """Make and send plans, up to ``num_ahead`` ahead.
 
-        A plan that may not fit into the ring is held back until no step is in flight: ranks that run one do not read,
-        and could not end it while rank 0 waits for them to.
+        A plan that may not fit into the ring is held back until no step is in flight: ranks that run a step do not read
+        the ring, and could not end the step while rank 0 waits for room.
         """
         self._send_held()
         self._call_ranks()
@@ -230,7 +230,7 @@ class Engine:
             self._send(plan)
 
     def _call_ranks(self) -> None:
-        """Ranks that have nothing to do wake up while rank 0 takes in a result and makes a plan."""
+        """Wake idle ranks now, so that they wake up while rank 0 makes the next plan."""
         if self._num_in_flight == 0 and self._scheduler.has_unfinished and self._publisher is not None:
             self._publisher.call()
 
@@ -244,7 +244,7 @@ class Engine:
         self._sent.append(plan)
 
     def _finish_oldest(self) -> tuple[StepPlan, StepResult]:
-        """Run the oldest plan, as every other rank does, and wait for its result."""
+        """Run the oldest plan on this rank, as the other ranks do, and wait for its result."""
         self._send_held()
         while self._sent and (self._worker.runs_by_itself or not self._launched):
             self._launch(self._sent.popleft())

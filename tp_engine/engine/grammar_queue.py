@@ -1,4 +1,4 @@
-"""Grammars compile on threads of their own while the engine's loop turns.
+"""Compiles grammars on threads of their own while the engine's loop runs.
 
 ::
 
@@ -35,7 +35,7 @@ _NO_TOKENIZER = "structured output needs a fast tokenizer (a tokenizer.json), wh
 
 
 def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
-    """The compiler for this model, or why there is none; up to some seconds for a large vocabulary."""
+    """The compiler for this model, or why there is none; takes some seconds for a large vocabulary."""
     config, model = effective.config, effective.model
     source = config.tokenizer or str(effective.model_path)
     try:
@@ -52,7 +52,7 @@ def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
 class GrammarQueue:
     """The requests of a scheduler that wait for their grammars.  ``fill_masks`` is for that scheduler.
 
-    All methods are the engine's own thread's.
+    Only the engine's own thread calls the methods.
     """
 
     def __init__(self, compiler: GrammarCompiler | RequestError, vocab_size: int) -> None:
@@ -67,7 +67,7 @@ class GrammarQueue:
     def add(self, request: EngineRequest, scheduler: Scheduler) -> None:
         """Queue a request with a grammar or banned words.
 
-        ``RequestError``, and nothing is changed, if that can not be served.
+        ``RequestError``, without any change, if the request can not be served.
         """
         params = request.params.structured_outputs
         if params is None:
@@ -98,7 +98,7 @@ class GrammarQueue:
                 future.cancel()
 
     def settle(self, scheduler: Scheduler) -> list[SequenceDelta]:
-        """Let those run whose grammars are there; the last records of those whose can not be compiled."""
+        """Let requests run whose grammars are compiled; returns the last deltas of those whose grammars failed."""
         if not self._is_done.is_set():
             return []
         self._is_done.clear()
@@ -106,7 +106,7 @@ class GrammarQueue:
         while not self._done.empty():
             request_id = self._done.get()
             future = self._waiting.get(request_id)
-            if future is None or not future.done():  # aborted; and perhaps another of the same name has come since
+            if future is None or not future.done():  # aborted; another request may have the same id by now
                 continue
             del self._waiting[request_id]
             words = self._words.pop(request_id, ())
@@ -120,12 +120,12 @@ class GrammarQueue:
         return failed
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until some grammar is done, or nothing compiles, or for ``timeout_s``."""
+        """Wait until a grammar is done, ``timeout_s`` at most; returns at once if none compiles."""
         if self._waiting:
             self._is_done.wait(timeout_s)
 
     def close(self) -> None:
-        """End the threads, when they have compiled what they are at."""
+        """End the threads after their current grammars, without waiting for them."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 

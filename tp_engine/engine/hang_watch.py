@@ -1,14 +1,14 @@
-"""Is the job hung, and through whom?  Looks at the board and decides; touches no process.
+"""Decides from the board whether the job hangs, and which ranks cause it; touches no process.
 
 ::
 
-    stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  One that only
-              holds its interpreter for long (an import, a library's call) uses some, or is still starting
-    stuck     a step, the start or the end does not get ahead: no rank reaches another phase, collective or step, and,
-              where CPU time proves life, the ranks use less than a tenth of one core
+    stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  A rank that
+              holds its interpreter for long (an import, a library's call) uses CPU time, or is still starting
+    stuck     a step, the start or the end makes no progress: no rank reaches another phase, collective or step, and,
+              if CPU time proves life, the ranks use less than a tenth of one core
 
-Time counts from the last progress.  A process that was not running itself (Ctrl-Z of the whole job, a machine that
-slept) begins to count anew.
+Time counts from the last progress.  If this process itself was paused (Ctrl-Z of the whole job, a machine
+that slept), time counts from the end of the pause.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """``culprits``: the ranks that hold up the others, empty where that can not be told.
+    """``culprits``: the ranks that hold up the others, empty if that is not known.
 
-    At the age ``hard_s`` it ends the job.
+    At the age ``hard_s`` the hang ends the job.
     """
 
     culprits: tuple[int, ...]
@@ -55,12 +55,12 @@ class Hang:
 
     @property
     def is_hard(self) -> bool:
-        """Whether it ends the job."""
+        """Whether the hang ends the job."""
         return self.age_s >= self.hard_s
 
 
 class HangWatch:
-    """``rank``'s view of the job; ``look`` is to be called every half second or so."""
+    """``rank``'s view of the job; the watchdog calls ``look`` about every half second."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class HangWatch:
         self._begin(now_ns)
 
     def look(self, now_ns: int) -> Hang | None:
-        """What is wrong now, if anything is: hard before soft, stopped before stuck."""
+        """The hang that exists now, if any: hard before soft, stopped before stuck."""
         if now_ns - self._looked_ns > _GAP_S * 1e9:
             self._begin(now_ns)
         self._note_progress(now_ns)
@@ -87,7 +87,7 @@ class HangWatch:
         return next((hang for hang in found if hang.is_hard), found[0] if found else None)
 
     def acting_rank(self, hang: Hang) -> int:
-        """The lowest rank that is there and not a culprit ends the job; rank 0 where nobody is."""
+        """The rank that ends the job: the lowest one that is present and no culprit, or rank 0 if there is none."""
         able = [slot.rank for slot in self._board.slots if slot.state in _PRESENT and slot.rank not in hang.culprits]
         return min(able, default=0)
 
@@ -111,9 +111,9 @@ class HangWatch:
         self._signature, self._cpu_ns, self._looked_ns = signature, cpu_ns, now_ns
 
     def _note_life(self, now_ns: int) -> None:
-        """What the kernel says of the processes that do not beat: one that uses CPU time lives.
+        """Ask the kernel about processes without a recent beat: a process that uses CPU time lives.
 
-        While it starts it may also wait for a disk, with its interpreter held: the start's own limit judges that.
+        A starting rank may also wait for a disk while it holds its interpreter; the limit of the start covers that.
         """
         for slot in self._board.slots:
             if slot.pid and now_ns - slot.heartbeat_ns > _LATE_S * 1e9:
@@ -126,7 +126,7 @@ class HangWatch:
         return any(slot.state in (State.ABSENT, State.STARTING) for slot in self._board.slots)
 
     def _is_busy(self) -> bool:
-        """Whether somebody owes the others something: a step, the start, or the end."""
+        """Whether a rank is in a step, in the start or in the end, so that progress is expected."""
         if self._is_starting():
             return True
         present = [slot for slot in self._board.slots if slot.state in _PRESENT]
@@ -139,7 +139,7 @@ class HangWatch:
         return (now_ns - max(slot.heartbeat_ns, lived_ns, self._counting_from_ns)) / 1e9
 
     def _stopped(self, now_ns: int) -> Hang | None:
-        """Each culprit has been silent for the limit itself: one that a busy machine holds up for a moment is none."""
+        """Each culprit has been silent for the limit; a rank that a busy machine delays for a moment is none."""
         silence_s = {slot.rank: self._silence_s(slot, now_ns) for slot in self._board.slots}
         age_s = max(silence_s.values())
         if age_s < self._limits.soft_s:
@@ -154,7 +154,7 @@ class HangWatch:
         soft_s, hard_s = (limits.startup_s / 2, limits.startup_s) if starting else (limits.soft_s, limits.hard_s)
         if age_s < soft_s:
             return None
-        # One that a busy machine holds up for a moment does not explain the whole time.
+        # A rank that a busy machine delays for a moment does not explain the whole time.
         silent_s = max(_SILENT_S, age_s / 2)
         silent = tuple(slot.rank for slot in self._board.slots if self._silence_s(slot, now_ns) > silent_s)
         if silent:
@@ -162,7 +162,7 @@ class HangWatch:
         return self._hang(self._behind(), age_s, hard_s, "stuck: the job has not got ahead")
 
     def _behind(self) -> tuple[int, ...]:
-        """The ranks that the others wait for; nobody where all are equally far."""
+        """The ranks that the others wait for; none if all are equally far."""
         slots = [slot for slot in self._board.slots if slot.state not in (State.LEFT, State.FAILED)]
         if stopping := tuple(slot.rank for slot in slots if slot.state == State.STOPPING):
             return stopping
@@ -180,7 +180,7 @@ class HangWatch:
 
 
 def _place(slot: RankSlot) -> tuple[int, ...]:
-    """How far a rank is; a rank that sleeps in a phase is behind one that waits in that phase's next collective."""
+    """How far a rank is; one that sleeps in a phase is behind one that waits in that phase's next collective."""
     if slot.state in (State.ABSENT, State.STARTING):
         return (slot.state, slot.phase, slot.count)
     if slot.phase >= RankPhase.STEP_BEGIN and slot.busy_since_ns:

@@ -1,4 +1,4 @@
-"""From the job's board to a flight record: what whoever ends a job abnormally leaves for people to read."""
+"""Which rank ended the job and why, found on the job's board, and the flight record of the job for people to read."""
 
 from __future__ import annotations
 
@@ -18,38 +18,46 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import RankError
 from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot, State, split_echo
+from tp_engine.ipc.rank_slot import (
+    NUM_RECORDS,
+    RECORD_FIELDS,
+    RankSlot,
+    State,
+    process_start,
+    process_vitals,
+    split_echo,
+)
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase
 
 ExitCode: TypeAlias = Callable[[int], int | None]
-"""How a rank's process ended (negative: by a signal), where this process is its parent; else None."""
+"""How a rank's process ended (negative: by a signal) if this process is its parent, else None."""
 
 _TAIL_LINES = 25
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """``rank`` ended the job; ``message`` says how, ``details`` are its last words (a traceback, or nothing)."""
+    """``rank`` ended the job; ``message`` says how, ``details`` is its traceback, or empty."""
 
     rank: int
     message: str
     details: str = ""
 
     def error(self) -> RankError:
-        """The error for the caller: with the end of the last words."""
+        """The error for the caller, with the end of ``details``."""
         lines = self.details.rstrip().splitlines()[-_TAIL_LINES:]
         return RankError(self.rank, "\n  | ".join([self.message, *lines]))
 
 
 def find_incident(board: JobBoard, own_rank: int, gone: Collection[int], exit_code: ExitCode) -> Incident | None:
-    """Who is behind what can be seen now; None while nobody has failed.  ``gone``: ranks whose process has ended.
+    """The cause of what the board shows now; None while no other rank has failed.  ``gone``: ranks whose process ended.
 
     ::
 
-        a process that ended without a word (killed)          is the cause, whatever the others say
-        else the first that failed by itself                  is the cause; later failures follow from it
-        else whom the first failure blames                    is the cause, this rank itself maybe
+        a process that ended without a report (killed)        is the cause, whatever the others report
+        else the first rank that failed by itself             is the cause; later failures follow from it
+        else the rank that the first failure blames           is the cause; it may be this rank
     """
     silent = [rank for rank in gone if board.slots[rank].state not in (State.LEFT, State.FAILED)]
     if silent:
@@ -97,7 +105,7 @@ logger = get_logger(__name__)
 
 
 class FlightRecorder:
-    """Writes at most one record of one engine, from any thread of one process; ``writer`` is who that is."""
+    """Writes at most one record of one engine, from any thread of one process, which ``writer`` names."""
 
     def __init__(self, board: JobBoard, config: EngineConfig, *, writer: str) -> None:
         self._board = board
@@ -108,9 +116,9 @@ class FlightRecorder:
         self._path: Path | None = None
 
     def write(self, cause: str, culprit: int | None = None) -> Path | None:
-        """Save the board as it is, and log where; later calls only return the path of the first.
+        """Save the board and log the path; later calls only return the path of the first.
 
-        Never raises, and takes seconds at most.  None if no record is wanted or it could not be written.
+        Never raises, and takes seconds at most.  None if no record is wanted or if it could not be written.
         """
         with self._lock:
             if self._written:
@@ -127,7 +135,7 @@ class FlightRecorder:
 
 
 def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: int | None, writer: str) -> FlightRecord:
-    """Everything that the board says now."""
+    """All that the board shows now."""
     now = datetime.datetime.now(datetime.UTC)
     return FlightRecord(
         format=FORMAT,
@@ -174,7 +182,7 @@ def _rank(slot: RankSlot, input_echoes: list[int]) -> RankRecord:
 
 
 def _steps(slot: RankSlot, digests: dict[int, int]) -> list[StepRecord]:
-    """The records in the order of their steps; rows that an earlier step has left are no longer its neighbours'."""
+    """The records in the order of their steps, without those of steps more than ``NUM_RECORDS`` before the last."""
     rows = [dict(zip(RECORD_FIELDS, row, strict=True)) for row in slot.records.copy().tolist()]
     last = max(row["step_id"] for row in rows)
     rows = sorted((row for row in rows if row["step_id"] > max(0, last - NUM_RECORDS)), key=lambda row: row["step_id"])
@@ -188,14 +196,14 @@ def _steps(slot: RankSlot, digests: dict[int, int]) -> list[StepRecord]:
 
 
 def process_state(pid: int, started_ticks: int) -> str:
-    """``alive``, ``stopped``, ``gone``, or ``none`` where no process has registered; see ``RankRecord.process``."""
+    """``alive``, ``stopped``, ``gone``, or ``none`` if no process has registered; see ``RankRecord.process``."""
     if pid == 0:
         return "none"
+    state, _ = process_vitals(pid)
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
+        is_same = process_start(pid) == started_ticks
+    except ProcessLookupError:
         return "gone"
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] in "ZX" or int(fields[19]) != started_ticks:
+    if state in "ZX" or not is_same:
         return "gone"
-    return "stopped" if fields[0] in "Tt" else "alive"
+    return "stopped" if state in "Tt" else "alive"

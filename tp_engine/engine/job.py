@@ -1,4 +1,4 @@
-"""This process's membership in a job: its slot of the board, its phases, its watchdog.
+"""This rank's membership in a job: its slot of the board, its phases, its watchdog.
 
 ::
 
@@ -36,10 +36,10 @@ _OWN_FAULT = (WeightError, PlanError)
 
 
 class Job:
-    """Made by ``create`` or ``attach``; ``progress`` takes the phases.  End it with ``close``.
+    """Created by ``create`` or ``attach`` and ended by ``close``; ``progress`` takes the rank's phases.
 
-    ``ends_process``: this process is ours alone.  ``same_parent``: torchrun started all ranks, so that each may end the
-    others; else rank 0 started them, and it alone may.
+    ``ends_process``: this process belongs to the engine alone.  ``same_parent``: torchrun started all ranks, so each
+    may end the others; otherwise rank 0 started them, and only rank 0 may.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Job:
         same_parent: bool,
         pulse: Pulse | None = None,
     ) -> Job:
-        """Rank 0's, with a new board for ``config.tensor_parallel_size`` ranks.  ``pulse`` is kept beating."""
+        """Rank 0's membership, with a new board; the watchdog keeps ``pulse`` beating."""
         board = JobBoard.create(config.tensor_parallel_size)
         return cls(board, progress, config, 0, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
 
@@ -89,11 +89,11 @@ class Job:
     def attach(
         cls, address: str, progress: RankProgress, config: EngineConfig, rank: int, *, same_parent: bool = False
     ) -> Job:
-        """Another rank's; its process is always ours alone.  ``RankError`` if rank 0 has ended."""
+        """Another rank's membership; its process always belongs to the engine.  ``RankError`` if rank 0 has ended."""
         return cls(JobBoard.open(address), progress, config, rank, ends_process=True, same_parent=same_parent)
 
     def adopt(self, children: ChildRanks) -> None:
-        """Watch the ranks that this process has started, from now on."""
+        """Watch the ranks that this process has started."""
 
         def exit_code(rank: int) -> int | None:
             code = children.exit_code(rank)
@@ -120,7 +120,7 @@ class Job:
         return True
 
     def wait_step(self, step_id: int, *, timeout_s: float) -> None:
-        """Wait until every rank has ended the step; ``RankError`` if one fails, ``TimeoutError`` if one is late."""
+        """Wait until every rank has ended the step; ``RankError`` if a rank fails, ``TimeoutError`` if one is late."""
         deadline_s = monotonic() + timeout_s
         while late := [slot.rank for slot in self.board.slots if slot.step_done < step_id]:
             self.check()
@@ -129,20 +129,20 @@ class Job:
             sleep(0.001)
 
     def ready(self) -> None:
-        """The start is over."""
+        """The start has ended."""
         self.slot.state = State.READY
 
     def stopping(self) -> None:
-        """The stop that was asked for has begun."""
+        """The requested stop has begun."""
         if self.slot.state != State.FAILED:
             self.slot.state = State.STOPPING
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Within, an error is left on the board before anything is cleaned up, so that it precedes its consequences."""
+        """A context that writes an error to the board before any clean-up, so that it precedes its consequences."""
         return _Reporting(self)
 
     def report(self, error: BaseException) -> None:
-        """Leave ``error`` with its traceback on the board, for all ranks to see."""
+        """Write ``error`` with its traceback to the board, where all ranks see it."""
         culprit = error.rank if isinstance(error, (RankError, MemoryBudgetError)) else None
         blamed = None if culprit == self.rank else culprit
         is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
@@ -150,14 +150,14 @@ class Job:
         self.slot.fail("".join(text), blamed_rank=blamed)
 
     def blame(self, error: BaseException) -> None:
-        """Raise ``RankError`` if another rank is behind this rank's ``error``; return if it is this rank's own.
+        """Raise ``RankError`` if another rank caused this rank's ``error``; return if it is this rank's own.
 
-        A collective fails as soon as a dying peer's sockets close, which is shortly before its process has ended.
+        A collective fails as soon as a dying peer's sockets close, shortly before its process has ended.
         """
         self.report(error)
-        if not isinstance(error, Exception):  # a stop that was asked for: no rank is behind it
+        if not isinstance(error, Exception):  # a requested stop: no rank caused it
             return
-        if isinstance(error, MemoryBudgetError):  # agreed on: every rank raises the same, and it names the one
+        if isinstance(error, MemoryBudgetError):  # the ranks have agreed: all raise it, and it names the rank
             self._record_own(error, self.rank if error.rank is None else error.rank)
             return
         may_follow = isinstance(error, RuntimeError) and not isinstance(error, _OWN_FAULT)
@@ -177,7 +177,7 @@ class Job:
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """Within, an error is reported, and raised as ``RankError`` if another rank is behind it."""
+        """A context that reports an error, and raises it as ``RankError`` if another rank caused it."""
         try:
             yield
         except BaseException as error:
@@ -185,10 +185,10 @@ class Job:
             raise
 
     def leave(self) -> None:
-        """The orderly end: say so, and see the others leave.
+        """Leave in order: mark this rank as left, and wait until the others have left.
 
-        ``RankError`` for one that failed meanwhile, or that is still there after some seconds; that one is hung, and is
-        killed where torchrun is everybody's parent, because nobody else would.
+        ``RankError`` for a rank that failed meanwhile or has not left after some seconds.  Such a rank hangs; it is
+        killed where this rank may, because torchrun, as the parent of all ranks, would not do it.
         """
         if self.slot.state == State.FAILED:
             return
@@ -213,7 +213,7 @@ class Job:
             self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", culprit)
 
     def _record(self, incident: Incident) -> None:
-        """Leave a flight record: rank 0 does, or rank 1 where rank 0 is the reason and could not by itself."""
+        """Rank 0 writes the flight record; rank 1 does if rank 0 is the cause and could not write one."""
         has_written = self.board.slots[0].state == State.FAILED and self.board.slots[0].blamed_rank is None
         if self.rank == (1 if incident.rank == 0 else 0) and not (incident.rank == 0 and has_written):
             self._recorder.write(str(incident.error()), incident.rank)
@@ -223,7 +223,7 @@ class Job:
 
 
 class _Reporting(contextlib.AbstractContextManager[None]):
-    """A class, because a generator that an ExitStack forgets would end with an error of its own."""
+    """A class, because a generator that an ``ExitStack`` drops would end with an error of its own."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

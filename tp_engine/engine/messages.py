@@ -1,4 +1,4 @@
-"""What crosses the local socket between the frontend process and rank 0: msgpack of these records, never pickle.
+"""The messages between the frontend process and rank 0 on the local socket, as msgpack, never pickle.
 
 ::
 
@@ -25,7 +25,7 @@ CODE_UNAVAILABLE = "service_unavailable"
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend must know of the model and the engine.
+    """What a frontend must know about the model and the engine.
 
     ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
     ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.
@@ -48,7 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base of all messages: an array whose first element names the class."""
+    """Base of all messages; each is an array whose first element names the class."""
 
 
 class Hello(_Message, frozen=True, kw_only=True):
@@ -103,13 +103,13 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 class Added(_Message, frozen=True, kw_only=True):
-    """All that one step, or an abort, added."""
+    """The output of one step, or of an abort."""
 
     output: StepOutput
 
 
 class Rejected(_Message, frozen=True, kw_only=True):
-    """A ``RequestError``: this request was not queued, nothing else changed."""
+    """A ``RequestError``: the request was not queued, and nothing else changed."""
 
     request_id: str
     message: str
@@ -130,7 +130,7 @@ class Report(_Message, frozen=True, kw_only=True):
 
 
 class Acted(_Message, frozen=True, kw_only=True):
-    """The answer to ``Act``; ``refusal`` says why nothing was done."""
+    """The answer to ``Act``; ``refusal`` says why it was refused, if it was."""
 
     result: dict[str, Any]
     refusal: str | None = None
@@ -155,7 +155,7 @@ _ARRAY_TYPES = {kind: dtype for dtype, kind in _ARRAY_KINDS.items()}
 
 
 def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes]:
-    """Arrays travel as (kind, shape, bytes)."""
+    """An array as (kind, shape, bytes)."""
     kind = _ARRAY_KINDS.get(value.dtype) if isinstance(value, np.ndarray) else None
     if kind is None:
         raise TypeError(f"{value!r} can not cross the socket: it is no array of int32 or float32")
@@ -164,7 +164,7 @@ def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def _decode_array(annotation: Any, value: Any) -> npt.NDArray[Any]:
-    """The inverse; the array is read-only and shares the message's memory."""
+    """The array again; it is read-only and shares the message's memory."""
     kind, shape, data = value
     dtype = _ARRAY_TYPES[kind]
     if dtype != _expected_dtype(annotation):
@@ -190,10 +190,10 @@ def encode(message: ToEngine | ToFrontend) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """What the frontend sent; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
+    """A message of the frontend; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
     return _to_engine.decode(data)
 
 
 def decode_to_frontend(data: bytes) -> ToFrontend:
-    """What rank 0 sent; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
+    """A message of rank 0; ``msgspec.ValidationError`` (a ``ValueError``) for anything else."""
     return _to_frontend.decode(data)

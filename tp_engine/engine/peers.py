@@ -1,7 +1,7 @@
-"""Another process, held so that its end is seen and a signal can not hit a stranger that got its number.
+"""Other processes, held by handles: their end is seen, and a signal can not reach a later process with the same pid.
 
-A pidfd does both.  Kernels before 5.3 and some sandboxes have none: there the start time tells a process from the next
-one with its number, and whoever waits for an end looks twice a second.
+A pidfd does both.  Kernels before 5.3 and some sandboxes have no pidfds: there the start time identifies the process,
+and a wait for its end looks twice a second.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LOOK_S = 0.5
 
 
 class ProcessHandle:
-    """``pid``, which started at ``started_ticks`` if that is known; ``ProcessLookupError`` if that one has ended.
+    """Process ``pid``, which started at ``started_ticks`` if given; ``ProcessLookupError`` if it has ended.
 
-    ``descriptor``: readable once it has ended; None where the kernel has no pidfds.
+    ``descriptor`` is readable once the process has ended; None if the kernel has no pidfds.
     """
 
     def __init__(self, pid: int, started_ticks: int | None = None) -> None:
@@ -38,7 +38,7 @@ class ProcessHandle:
             raise
 
     def has_ended(self) -> bool:
-        """Whether it has; a zombie has."""
+        """Whether the process has ended; a zombie has."""
         if self.descriptor is not None:
             return bool(select.select([self.descriptor], [], [], 0.0)[0])
         try:
@@ -47,14 +47,14 @@ class ProcessHandle:
             return True
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Wait for the process to end."""
         if self.descriptor is not None:
             select.select([self.descriptor], [], [])
         while not self.has_ended():
             time.sleep(_LOOK_S)
 
     def kill(self) -> None:
-        """SIGKILL, also for one that is stopped; nothing happens if it has ended."""
+        """Send SIGKILL, which also ends a stopped process; does nothing if it has ended."""
         try:
             if self.descriptor is not None:
                 signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
@@ -64,7 +64,7 @@ class ProcessHandle:
             pass
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -80,7 +80,7 @@ def _open(pid: int) -> int | None:
 
 
 class Peers:
-    """The ranks other than ``rank``, as they register on the board, or earlier where they are children (``adopt``)."""
+    """The processes of the ranks other than ``rank``, once they register on the board, or once ``adopt`` names them."""
 
     def __init__(self, board: JobBoard, rank: int) -> None:
         self._others = [slot for slot in board.slots if slot.rank != rank]
@@ -88,11 +88,11 @@ class Peers:
         self._gone: dict[int, None] = {}  # a set in the order of the ends
 
     def adopt(self, rank: int, pid: int) -> None:
-        """A child that this process has just started, and not yet waited for."""
+        """Hold a child that this process has just started and not yet waited for."""
         self._handles[rank] = ProcessHandle(pid)
 
     def refresh(self) -> list[int]:
-        """Find the ranks that have registered since; returns the descriptors to poll."""
+        """Hold the ranks that have registered since the last call; returns the descriptors to poll."""
         for slot in self._others:
             if slot.pid and slot.rank not in self._handles and slot.rank not in self._gone:
                 try:
@@ -103,30 +103,30 @@ class Peers:
         return [handle.descriptor for handle in living if handle.descriptor is not None]
 
     def gone(self) -> list[int]:
-        """The ranks whose process has ended, first the one that was noticed first."""
+        """The ranks whose process has ended, in the order in which that was noticed."""
         for rank, handle in self._handles.items():
             if rank not in self._gone and handle.has_ended():
                 self._gone[rank] = None
         return list(self._gone)
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """SIGKILL for those that are still there, also where they are stopped."""
+        """Send SIGKILL to those of ``ranks`` that still run, stopped ones included."""
         for rank in ranks:
             if rank in self._handles and rank not in self._gone:
                 self._handles[rank].kill()
 
     def kill_all(self) -> None:
-        """SIGKILL for every other rank that has not left."""
+        """Send SIGKILL to every other rank that has not left."""
         self.kill(slot.rank for slot in self._others if slot.state != State.LEFT)
 
     def missing(self) -> list[int]:
-        """The ranks that have neither left nor ended in another way."""
+        """The ranks that have neither left, nor failed, nor ended."""
         gone = self.gone()
         final = (State.LEFT, State.FAILED)
         return [slot.rank for slot in self._others if slot.rank not in gone and slot.state not in final]
 
     def close(self) -> None:
-        """Let go of the processes."""
+        """Close all handles."""
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()

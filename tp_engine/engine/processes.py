@@ -1,4 +1,4 @@
-"""Parents and children: every rank knows its parent and dies with it; only processes that we started are killed."""
+"""Parents and children: every rank ends with its parent, and a parent kills only the processes that it started."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
     """End this process with exit code 1 when ``parent_pid`` has ended, ``grace_s`` later; the second call does nothing.
 
-    A thread waits for the parent's end in the kernel.  The kernel's own parent-death signal is of no use: it fires when
-    the parent's *thread* ends, which in a program that builds engines in threads is not when the parent does.
+    A thread waits for the parent's end in the kernel.  The kernel's own parent-death signal does not help: it fires
+    when the parent's *thread* ends, and a program may start engines in threads.
     """
     if parent_pid in _watched_parents:
         return
@@ -35,7 +35,7 @@ def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
         parent = ProcessHandle(parent_pid)
     except ProcessLookupError:
         os._exit(1)
-    if os.getppid() != parent_pid:  # it had ended before, and its number belongs to another process
+    if os.getppid() != parent_pid:  # the parent has ended, and another process has its pid
         os._exit(1)
 
     def watch() -> None:
@@ -49,10 +49,10 @@ def die_with_parent(parent_pid: int, *, grace_s: float = 0.0) -> None:
 def die_with_launcher(*, grace_s: float = 0.0) -> None:
     """``die_with_parent`` for a rank that torchrun or another launcher started.
 
-    An agent that was killed while this process was still importing has left it to process 1, which never ends.
+    If the agent was killed while this process still imported, the parent is process 1, which never ends.
     """
     parent_pid = os.getppid()
-    if parent_pid == 0:  # this is the first process of a container
+    if parent_pid == 0:  # this process is the first of a container
         return
     if parent_pid == 1 and env.has_torchrun_agent() and not _is_python(parent_pid):
         os._exit(1)
@@ -60,7 +60,7 @@ def die_with_launcher(*, grace_s: float = 0.0) -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether a process looks like one that runs torchrun, as the first process of a container may."""
+    """Whether the process seems to run torchrun, as the first process of a container may."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -69,7 +69,7 @@ def _is_python(pid: int) -> bool:
 
 
 def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
-    """SIGTERM, which torchrun passes to all ranks; after ``timeout_s`` it is killed, and its ranks end with it."""
+    """Send SIGTERM, which torchrun passes to all ranks; kill after ``timeout_s``, which ends the ranks too."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -80,14 +80,14 @@ def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
 
 
 def ignore_interrupts() -> None:
-    """The first act of a child's main: the terminal's Ctrl-C reaches every process, and its parent decides."""
+    """A child's main calls this first: the terminal's Ctrl-C reaches every process, and the parent decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """A child that starts within has SIGINT blocked until ``ignore_interrupts``: Python would print a traceback."""
+    """A child that starts within has SIGINT blocked until ``ignore_interrupts``, so Python prints no traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -96,24 +96,24 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 def note_started(process: subprocess.Popen[bytes]) -> None:
-    """Let ``kill_started`` know a child that lives for this process alone."""
+    """Register a child that lives for this process alone with ``kill_started``."""
     _started.add(process)
 
 
 def kill_started() -> None:
-    """Kill the children that were noted, from any thread: this process is about to end without closing anything.
+    """Kill the registered children, from any thread, before this process ends without closing anything.
 
-    By themselves they would end too, seconds later, and log that their parent has gone.
+    Otherwise they would end seconds later, and log that their parent has gone.
     """
     for process in list(_started):
         process.kill()
 
 
 class ChildRanks:
-    """Processes of ranks that this process started: each runs a module and reads its orders from standard input.
+    """Processes of ranks that this process started: each runs a module and reads its spec from standard input.
 
-    The module's main begins with ``ignore_interrupts``.
-    The first of ``inputs`` is for ``first_rank``, the others for the ranks that follow.
+    The module's main begins with ``ignore_interrupts``.  The first of ``inputs`` is for ``first_rank``, the others for
+    the ranks after it.
     """
 
     def __init__(self, module: str, inputs: Sequence[bytes], *, first_rank: int = 1) -> None:
@@ -149,11 +149,11 @@ class ChildRanks:
         return self._children[rank - self._first_rank].poll()
 
     def is_alive(self) -> bool:
-        """Whether all of them run."""
+        """Whether all these processes run."""
         return all(child.poll() is None for child in self._children)
 
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
-        """Wait until ``ready()``, failing early when a rank ends."""
+        """Wait until ``ready()``; ``RankError`` as soon as a rank ends."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             self.check()
@@ -163,7 +163,7 @@ class ChildRanks:
             time.sleep(0.01)
 
     def wait(self, *, timeout_s: float) -> None:
-        """Wait for all ranks to end by themselves; kill those that have not by then."""
+        """Wait for all ranks to end by themselves; kill those that still run after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):

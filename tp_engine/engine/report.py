@@ -1,4 +1,6 @@
-"""From the steps that all ranks note on the job's board to distributions.  Read when somebody asks, never by a step.
+"""Rank 0's report on the whole job: the scheduler, every rank's steps and memory.
+
+``StepStatistics`` makes it from the steps that all ranks record on the job's board, on request; no step pays for it.
 
 ::
 
@@ -6,8 +8,8 @@
     rank q    ....step s - 1 done | | received, begun |<- skew ->|  step time    | done
                                                       |<------->| rank q's collective wait, at least
 
-A step counts once all ranks have ended it.  Where nothing decoded in a step there may have been nothing to do before
-it, so only the time since rank 0 published its plan counts as waiting.
+A step counts once all ranks have ended it.  Before a step without decodes there may have been nothing to do, so only
+the time since rank 0 published its plan counts as waiting.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """How many values fell into each bucket since the start, the last one without an upper bound, and their sum."""
+    """The number of values in each bucket since the start (the last has no upper bound), and their sum."""
 
     counts: list[int]
     total: float
@@ -45,13 +47,13 @@ class Distribution:
 class RankReport:
     """One rank, from its slot of the job's board.
 
-    ``plan_wait``: seconds between the end of a step and the arrival of the next plan while there was work to do.
-    ``step_time``: seconds that steps took on this rank; on ranks of a GPU other than 0, until all was launched.
-    ``collective_wait``: seconds between this rank's begin of a step and the last rank's, which it must at least wait
-    in the step's first collective.  ``collective_s``: seconds in collectives, waiting included, where the host does
-    them (CPU).  ``num_last`` steps were begun by this rank last.  ``recent_step_s`` are its last steps' times, oldest
-    first.  ``memory`` has bytes by line of the ledger (``MEMORY_LINES`` of the board), ``resident_bytes`` the process's
-    host memory now, ``startup_s`` has seconds by phase of its start.
+    ``plan_wait``: seconds from the end of a step to the arrival of the next plan while there was work to do.
+    ``step_time``: seconds that steps took on this rank; on GPU ranks other than 0, until all kernels were launched.
+    ``collective_wait``: seconds from this rank's begin of a step to the last rank's, which this rank waits at least in
+    the step's first collective.  ``collective_s``: seconds in collectives, waits included, if the host does them (CPU).
+    ``num_last``: steps that this rank began last.  ``recent_step_s``: times of its last steps, oldest first.
+    ``memory``: bytes by line of the ledger (``MEMORY_LINES``).  ``resident_bytes``: the process's host memory now.
+    ``startup_s``: seconds by phase of its start.
     """
 
     rank: int
@@ -75,9 +77,9 @@ class RankReport:
 class EngineReport:
     """The job at one moment.
 
-    ``step_tokens`` are tokens per step, ``plan_bytes`` bytes per plan sent, ``step_skew`` seconds between the first and
-    the last rank's begin of a step (the latter two are empty for one rank).  Steps that came and went between two
-    reports, beyond the last 512, are in no distribution: ``num_missed_steps`` counts them.
+    ``step_tokens``: tokens per step.  ``plan_bytes``: bytes per plan sent.  ``step_skew``: seconds from the first to
+    the last rank's begin of a step (the last two are empty for one rank).  ``num_missed_steps``: steps between two
+    reports, beyond the last 512, which are in no distribution.
     """
 
     stats: SchedulerStats
@@ -93,13 +95,13 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 _NS = 1e-9
 _RECENT = 32
-_MARGIN = 16  # records that the ranks may be about to write over
+_MARGIN = 16  # records that the ranks may overwrite soon
 _PAGE_BYTES = mmap.PAGESIZE
 _FIELD = {name: index for index, name in enumerate(RECORD_FIELDS)}
 
 
 class StepStatistics:
-    """Totals since the start over the steps of all ranks; ``update`` takes in what has ended since the last call."""
+    """Totals since the start over the steps of all ranks; ``update`` adds the steps since the last call."""
 
     def __init__(self, board: JobBoard) -> None:
         self._slots = board.slots
@@ -111,12 +113,12 @@ class StepStatistics:
         self._ranks = [_RankTally() for _ in board.slots]
 
     def update(self) -> None:
-        """Count all steps that every rank has ended, as far as their records are still there."""
+        """Count the steps that every rank has ended and whose records still exist."""
         last = min(slot.step_done for slot in self._slots)
         first = max(self._last_counted + 1, last - NUM_RECORDS + _MARGIN)
         if last < first:
             return
-        steps = np.arange(first - 1, last + 1)  # the step before the first, for the end of its waiting
+        steps = np.arange(first - 1, last + 1)  # with the step before the first, whose end begins the first wait
         records = np.stack([slot.records[steps % NUM_RECORDS] for slot in self._slots])
         is_there = ((records[:, :, _FIELD["step_id"]] == steps) & (records[:, :, _FIELD["done_ns"]] > 0)).all(axis=0)
         self._count(records, is_there)
@@ -124,12 +126,12 @@ class StepStatistics:
         self._last_counted = last
 
     def rank_reports(self) -> list[RankReport]:
-        """One for each rank, as of the last ``update``; what is not a step's is as of now."""
+        """One for each rank: steps as of the last ``update``, everything else as of now."""
         now_ns = time.monotonic_ns()
         return [_report(slot, tally, now_ns) for slot, tally in zip(self._slots, self._ranks, strict=True)]
 
     def _count(self, records: Int64s, is_there: npt.NDArray[np.bool_]) -> None:
-        """``records``: (ranks, steps, fields), of which the first step only ends the waiting for the second."""
+        """``records``: (ranks, steps, fields); the first step is not counted, its end begins the second step's wait."""
         columns = {name: records[:, :, index] for name, index in _FIELD.items()}
         counted, follows = is_there[1:], is_there[:-1]
         started, done, received = (columns[name][:, 1:] for name in ("started_ns", "done_ns", "received_ns"))
@@ -156,7 +158,7 @@ class StepStatistics:
 
 
 class _Tally:
-    """Values by bucket; ``bounds`` are the buckets' upper ends, included."""
+    """Values by bucket; ``bounds`` are the buckets' inclusive upper ends."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = np.array(bounds)

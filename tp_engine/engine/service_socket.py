@@ -1,7 +1,7 @@
-"""Rank 0's end of the local socket: a Unix socket in a private folder that is gone once the frontend has connected.
+"""Rank 0's end of the local socket: a Unix socket in a private folder, removed once the frontend has connected.
 
-There is exactly one peer, so both ends are zmq PAIR sockets.  The kernel closes the connection of a process that dies,
-however it dies; the socket's monitor reports it, and no heartbeat is needed.
+There is exactly one peer, so both ends are zmq PAIR sockets.  The kernel closes the connection of every process that
+ends, and the socket's monitor reports it, so no heartbeat is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LINGER_MS = 2000
 
 
 def new_address() -> str:
-    """An address of our own: a path in a new folder that only this user may enter (mode 0700)."""
+    """A new address: a path in a new folder that only this user may enter (mode 0700)."""
     folder = tempfile.mkdtemp(prefix="tp_engine-")
     path = os.path.join(folder, "engine")
     if len(os.fsencode(path)) > _MAX_PATH:
@@ -64,7 +64,7 @@ class ServiceSocket:
             raise
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """All messages that are here, after waiting at most ``timeout_s`` for the first, for ``wake`` or for an end.
+        """All messages that have arrived; waits up to ``timeout_s`` for the first, for ``wake`` or for the peer's end.
 
         ``peer_gone`` is set once the peer has left and all that it sent has been returned.
         """
@@ -78,23 +78,23 @@ class ServiceSocket:
         return messages
 
     def send(self, message: ToFrontend) -> None:
-        """Queue a message for the peer; one that has gone is noted in ``peer_gone``."""
+        """Queue a message for the peer; sets ``peer_gone`` if the peer has left."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             self.peer_gone = True
 
     def wake(self) -> None:
-        """End the current or the next wait; nothing happens after ``close``, for a signal may come at any time."""
+        """End the current or the next wait; does nothing after ``close``, because a signal may come at any time."""
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     def hide(self) -> None:
-        """Remove the socket's name, so that nothing is left behind however this process ends."""
+        """Remove the socket's file, so that none is left however this process ends."""
         remove_address(self._address)
 
     def close(self) -> None:
-        """Deliver what was sent, as far as the peer still reads, and close."""
+        """Close the socket, after delivering what was sent if the peer still reads."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

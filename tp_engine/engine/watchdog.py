@@ -1,12 +1,12 @@
-"""The thread that sees to it that no process of a job waits for ever: it shows signs of life, and looks at the others.
+"""The watchdog thread of each rank: it shows signs of life and watches the others, so that no rank waits for ever.
 
-It sleeps in the kernel until another rank's process ends, or half a second has passed.
+It sleeps in the kernel until another rank's process ends, or for half a second.
 
 ::
 
-    a rank died or failed   log who, where and its last words; give this rank's main thread a moment to fail by itself
-                            (gloo raises when a peer's sockets close); then end:
-                              a process that is ours alone    exit code 1
+    a rank died or failed   log which rank, where, and its traceback; give this rank's main thread a moment to fail by
+                            itself (gloo raises when a peer's sockets close); then end:
+                              a process of the engine alone   exit code 1
                               a user's script (LLM)           kill the other ranks, abort the collectives: the blocked
                                                               call raises in the caller's thread, which asks ``check``
     hung, soft limit        every rank logs the stacks of all its threads, once
@@ -48,9 +48,9 @@ _LAST_RESORT_S: Final = 5.0
 class Watchdog:
     """``rank``'s watchdog over ``board``.
 
-    ``ends_process``: this process is ours alone and may be ended.  ``may_kill``: whether other ranks may be killed (by
-    the parent of all, or by any rank where torchrun is the parent of all).  ``exit_code`` tells how a child ended.
-    ``on_incident`` and ``abort`` are called once, from the watchdog's thread; they must not raise for long.
+    ``ends_process``: this process belongs to the engine alone and may be ended.  ``may_kill``: this rank may kill other
+    ranks, as their parent, or because torchrun is the parent of all.  ``exit_code`` tells how a child ended.
+    ``on_incident`` and ``abort`` are called once, from the watchdog's thread.
     """
 
     def __init__(self, board: JobBoard, rank: int, limits: HangLimits, *, ends_process: bool, may_kill: bool) -> None:
@@ -70,7 +70,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=f"watchdog of rank {rank}", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class Watchdog:
             raise incident.error()
 
     def adopt(self, rank: int, pid: int) -> None:
-        """Watch a child that this process has just started, before it is on the board."""
+        """Watch a child that this process has just started, before it registers on the board."""
         with self._lock:
             self.peers.adopt(rank, pid)
         os.eventfd_write(self._wake, 1)
@@ -92,7 +92,7 @@ class Watchdog:
             return self.peers.missing()
 
     def end_missing(self, why: str) -> None:
-        """Name the ranks that have not left as the incident, and kill them where this rank may."""
+        """Report the ranks that have not left as the incident, and kill them if this rank may."""
         with self._lock:
             missing = self.peers.missing()
             if missing and self.incident is None:
@@ -101,7 +101,7 @@ class Watchdog:
                 self.peers.kill(missing)
 
     def stop(self) -> None:
-        """End the thread; the process stays as it is.  Safe to call twice."""
+        """End the thread, not the process.  Safe to call twice."""
         if self._over.is_set():
             return
         self._over.set()
@@ -114,7 +114,7 @@ class Watchdog:
         self._forget_owner()
 
     def _forget_owner(self) -> None:
-        """Without callbacks: they hold on to the job, which holds on to this."""
+        """Drop the callbacks: they refer to the job, which refers to this object."""
         self.exit_code: Callable[[int], int | None] = lambda rank: None
         self.on_incident: Callable[[Incident], None] = lambda incident: None
         self.abort: Callable[[], None] = lambda: None
@@ -156,9 +156,9 @@ class Watchdog:
             self._end_job(incident)
 
     def _find(self) -> Incident | None:
-        """The incident, as soon as there is one.
+        """The incident, once there is one.
 
-        What is noticed first may be a consequence, and a rank that has failed takes a moment to end: look again soon.
+        The first thing noticed may be a consequence, and a rank that has failed takes a moment to end: so look twice.
         """
         with self._lock:
             if self.incident is None and not self._over.is_set() and (seen := self._look_around()) is not None:
@@ -177,7 +177,7 @@ class Watchdog:
         if incident is None:
             return
         self.incident = incident
-        details = f"\nits last words:\n{incident.details}" if incident.details else ""
+        details = f"\nit reported:\n{incident.details}" if incident.details else ""
         logger.error("rank %d: %s%s", incident.rank, incident.message, details)
         with contextlib.suppress(Exception):
             self.on_incident(incident)
@@ -188,7 +188,7 @@ class Watchdog:
             logger.warning("the job seems to hang: %s\n%s", hang.text, _stacks())
         self.hang = hang
         if hang is None or not hang.is_hard or (self._board.world_size == 1 and not self._ends_process):
-            return None  # a user's own process, which nobody waits for, may sit in a debugger
+            return None  # no rank waits for a user's own process of one rank: it may be in a debugger
         is_acting = self._hangs.acting_rank(hang) == self._slot.rank
         if not is_acting and hang.age_s < hang.hard_s + _LAST_RESORT_S:
             return None
@@ -211,7 +211,7 @@ class Watchdog:
                 self._beat()
 
     def _end_after(self, grace_s: float) -> None:
-        """End this process unless its main thread is quicker."""
+        """End this process after ``grace_s``, unless its main thread ends it before."""
         if self._over.wait(grace_s):
             return
         if self._slot.state == State.FAILED and self._over.wait(_OWN_FAILURE_GRACE_S):
@@ -227,7 +227,7 @@ class Watchdog:
 
 
 def _stacks() -> str:
-    """The stacks of all threads of this process but the caller's."""
+    """The stacks of all threads of this process except the caller's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = [
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

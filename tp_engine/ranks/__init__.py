@@ -1,1 +1,1 @@
-"""Who is there: ranks, process groups and collectives.  The only door to torch.distributed."""
+"""Ranks, process groups and collectives.  The only door to torch.distributed."""

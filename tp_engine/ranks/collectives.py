@@ -1,6 +1,6 @@
 """The collectives that layers call, behind one interface.
 
-NCCL on CUDA, gloo on CPU, gloo through the host where ranks share a GPU, nothing at all for one rank.
+NCCL on CUDA, gloo on CPU, gloo through the host if ranks share a GPU, the identity for one rank.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.rank import RankInfo
 
-# The name that newer versions of torch want; older ones have only the other.
+# Newer versions of torch have renamed it.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Communicator(Protocol):
-    """Collectives over the tensor-parallel ranks.  Every rank calls the same one, in the same order.
+    """Collectives over the tensor-parallel ranks.  Every rank calls the same collectives in the same order.
 
-    ``can_capture``: recorded steps may hold them, as a CUDA graph does, or, on CPUs, a tape.
+    ``can_capture``: a recorded step may contain them (a CUDA graph, or a tape on CPUs).
     """
 
     info: RankInfo
@@ -34,7 +34,7 @@ class Communicator(Protocol):
         """Concatenate the ranks' tensors along the last dimension, in rank order."""
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Like ``all_gather``, on rank 0 only; None elsewhere."""
+        """Like ``all_gather``, but only rank 0 gets the result; None on other ranks."""
 
 
 class SingleRank:
@@ -58,7 +58,7 @@ class SingleRank:
 class ProcessGroupCommunicator:
     """Collectives through a torch.distributed process group (NCCL or gloo).
 
-    gloo's are over when they return, so their time, waiting for the other ranks included, is noted for the board.
+    gloo's collectives have ended when they return, so their time, including the wait for other ranks, is recorded.
     """
 
     def __init__(self, info: RankInfo, group: dist.ProcessGroup, progress: RankProgress) -> None:
@@ -78,7 +78,7 @@ class ProcessGroupCommunicator:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._progress.collective()
         started_ns = monotonic_ns()
-        if tensor.dim() == 1:  # nothing to rearrange, so nothing to copy
+        if tensor.dim() == 1:  # 1-D parts need no rearranging, so no copy
             whole = tensor.new_empty(self.info.world_size * len(tensor))
             _all_gather_flat(whole, tensor.contiguous(), group=self._group)
             self._collected(started_ns)
@@ -98,13 +98,13 @@ class ProcessGroupCommunicator:
 
 
 def _nothing(_started_ns: int) -> None:
-    """A device's collectives are only launched here: how long they take, the host does not know."""
+    """For devices: the host only launches their collectives, so it can not measure them."""
 
 
 class StagedCommunicator:
-    """Collectives of device tensors through the host: they wait for the device, and a CUDA graph can not hold them.
+    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph can not contain them.
 
-    ``host`` does them with tensors on the CPU.
+    ``host`` runs them with tensors on the CPU.
     """
 
     can_capture = False

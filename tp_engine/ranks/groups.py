@@ -26,12 +26,12 @@ from tp_engine.ranks.symmetric_memory import TorchOwnMemory, with_symmetric_memo
 
 logger = get_logger(__name__)
 
-# The watchdog knows whom the others wait for, a library's timeout does not: it is the second to speak.
+# The watchdog knows which rank the others wait for, and a library's timeout does not, so the watchdog reports first.
 _AFTER_WATCHDOG_S = 5.0
 
 
 class HostGroup:
-    """Small collectives on the CPU.  For one rank every call is the identity."""
+    """Small collectives on the CPU; the identity for one rank."""
 
     def __init__(self, info: RankInfo, group: dist.ProcessGroup | None) -> None:
         self.info = info
@@ -72,9 +72,9 @@ class HostGroup:
 
 
 class RankGroups:
-    """This process's membership: who it is, how it talks to the others, and what they know of it (``progress``).
+    """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
 
-    ``close`` leaves.
+    ``close`` leaves the groups.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RankGroups:
         collective_s: float = 0.0,
         store: Store | None = None,
     ) -> None:
-        """``store`` is what the groups met with: torch uses it later too, and its Python part lives here alone."""
+        """``store``: the groups met through it.  Torch uses it later too, so a reference to it must be kept."""
         self.info = info
         self.communicator = communicator
         self.host = host
@@ -102,9 +102,9 @@ class RankGroups:
         self._store = store
 
     def use_shared_memory(self, *, is_required: bool) -> None:
-        """Make ``communicator`` all-reduce through shared memory, if all ranks are CPUs of one host and can.
+        """Let ``communicator`` all-reduce through shared memory if all ranks, CPUs of one host, can.
 
-        A collective.  Raises ``RankError`` where ``is_required`` and a rank can not.
+        A collective.  ``RankError`` if ``is_required`` and a rank can not.
         """
         self.communicator = with_shared_memory(
             self.communicator,
@@ -125,10 +125,10 @@ class RankGroups:
         is_required: bool,
         fuses_norm: bool = False,
     ) -> None:
-        """Let ``communicator`` be one that all-reduces through shared memory, if all ranks can; a collective.
+        """Let ``communicator`` all-reduce through symmetric memory if all ranks can.
 
-        ``device`` is this rank's and current; ``largest_bytes`` are those of a step's largest tensor.  Raises
-        ``RankError`` where ``is_required`` and a rank can not.
+        A collective.  ``device`` is this rank's current device; ``largest_bytes`` is the size of a step's largest
+        tensor.  ``RankError`` if ``is_required`` and a rank can not.
         """
         group = self._device_group
         assert group is not None, "a world of one has nothing to share"
@@ -147,9 +147,9 @@ class RankGroups:
         )
 
     def abort(self) -> None:
-        """End the collectives between devices that are under way, from any thread: they raise, as later ones do.
+        """Abort the running collectives between devices, from any thread: they raise, and later ones do too.
 
-        For NCCL alone; gloo's raise by themselves when a peer ends.
+        Only for NCCL; gloo's collectives raise by themselves when a peer ends.
         """
         if self._owns_default and dist.is_initialized() and dist.get_backend() == "nccl":
             _abort_process_group()
@@ -183,9 +183,8 @@ def join(
     """Meet the other ranks and return the groups; every rank calls this.
 
     ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every
-    collective between devices.  ``shares_devices``: some GPU has several ranks.  ``check`` is called again and again
-    while this rank waits for the others, and raises when one has died.  Raises ``RankError`` when the others do not
-    come in time.
+    collective between devices.  ``shares_devices``: some GPU has several ranks.  ``check`` is called repeatedly while
+    this rank waits for the others, and raises if one has died.  ``RankError`` if the others do not join in time.
     """
     backend = "nccl" if device_type == "cuda" and not shares_devices else "gloo"
     if dist.is_initialized():
@@ -194,14 +193,14 @@ def join(
             "this process already has a torch.distributed process group; before starting an engine, close the other "
             "one or call torch.distributed.destroy_process_group()",
         )
-    if info.is_first:  # should it die before anybody else is here, nobody else can say where it was
+    if info.is_first:  # if rank 0 dies before another rank is here, only this line says where it was
         logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
     progress.reach(RankPhase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())
     try:
         _meet(watched, info, progress)
-        # NCCL's own threads use the store too, and should not depend on Python.
+        # NCCL's own threads use the store too, and must not depend on Python.
         store = watched if backend == "gloo" else store
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
         host = dist.new_group(backend="gloo", timeout=start)
@@ -227,7 +226,7 @@ def join(
 
 
 def _meet(store: WatchedStore, info: RankInfo, progress: RankProgress) -> None:
-    """All ranks are here: whoever dies later is missed in a collective, not in a rendezvous."""
+    """Wait until all ranks are here; a rank that dies later is then missed in a collective, not in a rendezvous."""
     keys = [f"rank {rank} joins" for rank in range(info.world_size)]
     store.set(keys[info.rank], "1")
     progress.done()

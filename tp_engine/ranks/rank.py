@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Agreeing(Protocol):
-    """The collective on the host that the decision needs."""
+    """The host collective that ``all_do`` needs."""
 
     info: RankInfo
 
@@ -40,9 +40,9 @@ class Agreeing(Protocol):
 
 
 def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *, is_required: bool) -> Result | None:
-    """What ``body``, which never returns None, returns; None on every rank if it fails on any.
+    """The result of ``body``, which is never None; None on every rank if ``body`` fails on any rank.
 
-    Says why in the log, or, where ``is_required``, in a ``RankError``: ``what`` has failed, ``option`` asked for it.
+    The reason is logged, or raised as ``RankError`` if ``is_required``: ``what`` has failed, ``option`` asked for it.
     """
     result: Result | None = None
     try:

@@ -1,4 +1,4 @@
-"""Which all-reduce a tensor takes: pure rules on its size, the number of ranks and what their GPUs can do.
+"""Chooses the all-reduce of a tensor, from its size, the number of ranks and what their GPUs can do.
 
 ::
 
@@ -9,8 +9,8 @@
     TWO_SHOT   every rank adds up its part, then gives it to all: twice the signals, about twice the bytes
     MULTIMEM   the switch adds and distributes (NVLink SHARP)
 
-The limits are those that other engines publish for the same operations (vLLM's custom and symmetric-memory all-reduce,
-PyTorch's intra-node all-reduce); on this engine they are not yet measured.
+The limits are published ones for the same operations (vLLM's custom and symmetric-memory all-reduce, PyTorch's
+intra-node all-reduce); they are not yet measured on this engine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tp_engine.units import KIB, MIB
 MIN_CAPABILITY = (8, 0)
 FUSION_CAPABILITY = (9, 0)
 ALIGNMENT = 16
-"""Tensors of another multiple of bytes, or at another address, go to the library."""
+"""Tensors whose size or address is no multiple of this, in bytes, go to the library."""
 
 SHARED_SLOT_BYTES = 256 * KIB
-"""On CPUs, tensors go through shared memory in pieces of this, which stay in the cores' caches."""
+"""On CPUs, tensors go through shared memory in pieces of this size, which stay in the cores' caches."""
 
 _ONE_SHOT_LIMITS = {2: 1 * MIB, 4: 512 * KIB, 8: 256 * KIB}
 _TWO_SHOT_LIMIT = 8 * MIB
@@ -47,9 +47,9 @@ class Method(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found: the lowest compute ``capability`` of the ranks' GPUs, and whether each can read all others.
+    """The ranks' GPUs: their lowest compute ``capability``, and whether each can read the memory of all others.
 
-    ``has_multicast``: a switch between them adds and distributes, which is known once memory is shared.
+    ``has_multicast``: a switch between them adds and distributes; known once memory is shared.
     """
 
     world_size: int
@@ -60,7 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducePlan:
-    """The largest tensors, in bytes, of each method; 0 where it is not used.  Larger ones go to the library."""
+    """The largest tensor of each method, in bytes; 0 if the method is not used.  Larger tensors go to the library."""
 
     one_shot_bytes: int = 0
     two_shot_bytes: int = 0
@@ -83,7 +83,7 @@ class ReducePlan:
 
 
 def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
-    """The plan for tensors of up to ``largest_bytes``; ``why_not`` has found nothing against it."""
+    """The plan for tensors of up to ``largest_bytes``, on a machine for which ``why_not`` is None."""
     largest = -(-largest_bytes // ALIGNMENT) * ALIGNMENT
     multicasts = (
         machine.has_multicast
@@ -98,12 +98,12 @@ def plan_reduces(machine: Machine, largest_bytes: int) -> ReducePlan:
 
 
 def shared_two_shot_bytes(world_size: int) -> int:
-    """On CPUs, pieces of more than this take two shots.  Two ranks never do: each reads as much either way."""
+    """On CPUs, larger pieces take two shots.  With two ranks none does: each rank would read as many bytes."""
     return SHARED_SLOT_BYTES if world_size == 2 else _SHARED_ONE_SHOT_LIMIT
 
 
 def why_not(machine: Machine, dtype: str) -> str | None:
-    """What keeps these ranks from symmetric memory, with tensors of ``dtype`` (``float32``), or None."""
+    """Why these ranks can not use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they can."""
     if machine.world_size not in _ONE_SHOT_LIMITS:
         sizes = ", ".join(map(str, _ONE_SHOT_LIMITS))
         return f"symmetric memory is for {sizes} ranks, and there are {machine.world_size}"

@@ -41,10 +41,10 @@ def with_shared_memory(
     is_required: bool,
     slot_bytes: int = SHARED_SLOT_BYTES,
 ) -> Communicator:
-    """``library`` with all-reduces through shared memory, or, where a rank can not, as it is.
+    """``library`` with all-reduces through shared memory, or ``library`` itself if a rank can not use it.
 
-    A collective of ranks on one host.  ``check`` is called during waits, and raises when the job has failed; a
-    collective takes ``timeout_s`` at most.  Raises ``RankError`` instead where ``is_required``.
+    A collective of ranks on one host.  ``check`` is called during waits, and raises if the job has failed; a collective
+    takes ``timeout_s`` at most.  If ``is_required``, a rank that can not use it raises ``RankError`` on all ranks.
     """
     together = partial(all_do, host, "shared memory", "shm", is_required=is_required)
     slots = _shared_slots(host, slot_bytes, together)
@@ -63,7 +63,7 @@ def with_shared_memory(
 def _shared_slots(
     host: Agreeing, slot_bytes: int, together: Callable[[Callable[[], TensorSlots | str]], TensorSlots | str | None]
 ) -> TensorSlots | None:
-    """The slots, mapped by every rank; rank 0 makes them."""
+    """The slots, which rank 0 creates and every rank maps."""
     info = host.info
     own = together(lambda: TensorSlots.create(info.world_size, slot_bytes) if info.is_first else "another rank's")
     if own is None:
@@ -78,7 +78,7 @@ def _shared_slots(
 
 
 def _make_exchange(slots: TensorSlots, host: Agreeing, patience: Patience) -> Exchange:
-    """The compiled one where every rank has it."""
+    """The compiled exchange if every rank has it, else the Python one."""
     rank, spin_s = host.info.rank, _spin_s(host)
     compiled = native_library()
     words = host.all_gather_bytes(b"" if compiled is None else b"1")
@@ -99,16 +99,16 @@ def _make_exchange(slots: TensorSlots, host: Agreeing, patience: Patience) -> Ex
 
 
 def _spin_s(host: Agreeing) -> float:
-    """How long a wait may spin before it blocks: 0 if the ranks have fewer cores than there are ranks."""
+    """How long a wait spins before it blocks; 0 if there are fewer cores than ranks."""
     mine = ",".join(map(str, os.sched_getaffinity(0)))
     cores = {core for theirs in host.all_gather_bytes(mine.encode()) for core in theirs.decode().split(",")}
     return _SPIN_S if len(cores) >= host.info.world_size else 0.0
 
 
 def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -> int:
-    """All-reduce and gather random tensors of each kind; a collective.  The number of results, all as they should be.
+    """All-reduce and gather random tensors of each dtype; a collective.  Returns the number of correct results.
 
-    A rank that finds a difference goes on, as the others do, and raises ``RuntimeError`` at the end.
+    A rank that finds a difference continues with the others, and raises ``RuntimeError`` at the end.
     """
     generator = torch.Generator().manual_seed(made.info.rank)
     wrong, num_results = [], 0
@@ -132,7 +132,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Exchange(Protocol):
-    """One rank's end; every rank calls the same, in the same order."""
+    """One rank's end; every rank calls the same methods in the same order."""
 
     slot_bytes: int
 
@@ -144,7 +144,7 @@ class Exchange(Protocol):
 
 
 class Patience:
-    """What ends the waits of a collective: ``check``, which raises when the job has failed, and the time-out."""
+    """Ends the waits of a collective: ``check`` raises if the job has failed, and there is a timeout."""
 
     def __init__(self, check: Callable[[], None], *, timeout_s: float) -> None:
         self.started_ns = 0
@@ -152,16 +152,16 @@ class Patience:
         self._timeout_s = timeout_s
 
     def late(self, rank: int) -> None:
-        """Some time has been spent waiting for ``rank``; ``RankError`` if that was too much, or in vain."""
+        """Called while waiting for ``rank``; raises ``RankError`` if the job has failed or the time is up."""
         self._check()
         if monotonic_ns() - self.started_ns > self._timeout_s * 1e9:
             raise RankError(rank, f"did not come to a collective within {self._timeout_s:g} s")
 
 
 class TorchExchange:
-    """The twin of the compiled one: the same sums, bit for bit, with semaphores and tensors of Python.
+    """The Python twin of ``NativeExchange``: the same sums, bit for bit.
 
-    ``late(rank)`` is called each time ``block_s`` have been spent waiting for that rank, and may raise.
+    ``late(rank)`` is called after each ``block_s`` of waiting for that rank, and may raise.
     """
 
     def __init__(self, slots: TensorSlots, rank: int, late: Callable[[int], None], *, block_s: float) -> None:
@@ -188,7 +188,7 @@ class TorchExchange:
         torch.cat(self._swap(tensor), dim=-1, out=out)
 
     def _swap(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' parts, in their order, until the next call."""
+        """All ranks' parts in rank order; valid until the next call."""
         piece, self._num_pieces = self._num_pieces, self._num_pieces + 1
         starts = [self._slots.slot_offset(rank, piece) for rank in range(self._slots.num_ranks)]
         parts = [self._bytes[start : start + mine.nbytes].view(mine.dtype).view_as(mine) for start in starts]
@@ -202,9 +202,9 @@ class TorchExchange:
 
 
 class SharedMemoryCommunicator:
-    """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, through ``exchange``.
+    """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, go through ``exchange``.
 
-    A tape holds an all-reduce as a call of Python, for the sake of its phase, its deadline and its time.
+    A tape contains an all-reduce as a call of Python, which keeps its phase, its deadline and its time.
     """
 
     def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, progress: RankProgress) -> None:
@@ -251,7 +251,7 @@ class SharedMemoryCommunicator:
 
 
 class _Broken:
-    """After a collective that did not end, the ranks are no longer in step."""
+    """Refuses all collectives after one that did not end, because the ranks are no longer in step."""
 
     slot_bytes = 1 << 62
 
@@ -271,7 +271,7 @@ class _Broken:
 
 
 def rank_ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """What an all-reduce of ``parts``, one per rank, gives: added in their order in float32, then rounded once."""
+    """The all-reduce of ``parts``, one per rank: added in rank order in float32, then rounded once."""
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total.add_(part)

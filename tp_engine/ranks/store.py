@@ -84,24 +84,27 @@ class WatchedStore(dist.Store):
 
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:
-    """The meeting point of ranks that rank 0 starts itself: a store on a free port of the loopback interface."""
+    """The store of ranks that rank 0 starts, on a free port of the loopback interface."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """The same store, seen from another rank."""
+    """The store of ``host_store``, on another rank."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def launched_store(*, timeout_s: float) -> Store:
-    """The store of the torchrun job that this process belongs to, set apart for one engine.
+    """The store of this process's torchrun job, with a prefix of its own for each engine.
 
-    Engines of one job are numbered in the order of their creation, which is the same on every rank.
+    The engines of one job are numbered in the order of their creation, which is the same on every rank.
     """
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     return dist.PrefixStore(f"tp_engine/{next(_engine_count)}", store)
 
 
 def record_error(error: BaseException) -> None:
-    """Write ``error`` with its traceback to the file that torchrun gave this process; nothing without torchrun."""
+    """Write ``error`` with its traceback to torchrun's error file of this process; does nothing without torchrun.
+
+    Torchrun's summary of a failed job shows each rank's error from that file.
+    """
     get_error_handler().record_exception(error)

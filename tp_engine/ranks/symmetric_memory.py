@@ -1,8 +1,8 @@
 """All-reduces through memory that the ranks' GPUs share (torch symmetric memory), for all but large tensors.
 
-One buffer per rank, allocated and mapped once at the start: tensors are copied into it, and the ranks' kernels read
-each other's.  Each kernel begins and ends with an exchange of signals between all ranks, so that the next may overwrite
-it.
+One buffer per rank is allocated and mapped at the start: tensors are copied into it, and each rank's kernels read the
+buffers of all ranks.  Each kernel begins and ends with an exchange of signals between all ranks, so the next one may
+overwrite the buffers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def with_symmetric_memory(
     is_required: bool,
     fuses_norm: bool = False,
 ) -> Communicator:
-    """``library`` with its smaller all-reduces through shared memory, or, where a rank can not, as it is.
+    """``library`` with its smaller all-reduces through symmetric memory, or ``library`` itself if a rank can not.
 
-    ``allocate(num_bytes)`` makes a rank's own buffer.  All ranks have one before the first begins to map those of the
-    others: there it would wait for a rank that does not come until torch's store gives up.  Raises ``RankError``
-    instead where ``is_required``.  ``largest_bytes`` are those of the largest tensor of a step.
+    ``allocate(num_bytes)`` creates a rank's own buffer.  All ranks have one before the first maps those of the others,
+    because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
+    tensor of a step.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
     """
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)
     num_bytes = plan_reduces(replace(machine, has_multicast=True), largest_bytes).buffer_bytes
@@ -63,10 +63,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class SymmetricBuffer(Protocol):
-    """The operations, and nothing else, that need GPUs; ``tensor`` is 1-D, of a multiple of 16 bytes, changed in place.
+    """The operations that need GPUs; ``tensor`` is 1-D, of a multiple of 16 bytes, and changed in place.
 
     ``has_multicast``: ``multimem`` can be used.  ``addresses`` and ``signals`` (world size,) int64, on the device:
-    where each rank's buffer and signals lie, for kernels of our own.
+    the addresses of each rank's buffer and signals, for kernels of our own.
     """
 
     has_multicast: bool
@@ -81,10 +81,10 @@ class SymmetricBuffer(Protocol):
 
 
 class OwnMemory(Protocol):
-    """One rank's buffer, which no other rank sees yet."""
+    """One rank's buffer, before other ranks map it."""
 
     def share(self) -> SymmetricBuffer:
-        """Map the buffers of all ranks, a collective."""
+        """Map the buffers of all ranks; a collective."""
 
 
 class TorchOwnMemory:
@@ -126,9 +126,9 @@ class TorchSymmetricBuffer:
 
 
 class SymmetricCommunicator:
-    """``library``'s collectives, but all-reduces of the plan's sizes through ``buffer``.
+    """``library``'s collectives, but all-reduces of the plan's sizes go through ``buffer``.
 
-    ``fuses_norm``: layers may add up, add to the residual and normalise in one kernel, where ``begins_one_shot``.
+    ``fuses_norm``: if ``begins_one_shot``, a layer may all-reduce, add to the residual and normalise in one kernel.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class SymmetricCommunicator:
 
 
 def _fits(tensor: torch.Tensor) -> bool:
-    """Whether the kernels take it; the same on all ranks, which call with tensors of one kind."""
+    """Whether the kernels accept ``tensor``; all ranks call with tensors of one kind, so they get the same answer."""
     return (
         tensor.dtype in _DTYPES
         and tensor.is_contiguous()
@@ -185,7 +185,7 @@ def _fits(tensor: torch.Tensor) -> bool:
 
 
 def probe_machine(indices: Sequence[int]) -> Machine:
-    """What the GPUs ``indices`` of the ranks can do; asks the driver, and allocates nothing."""
+    """What the ranks' GPUs ``indices`` can do; asks the driver and allocates nothing."""
     distinct = sorted(set(indices))
     pairs = [(a, b) for a in distinct for b in distinct if a != b]
     return Machine(
@@ -196,10 +196,10 @@ def probe_machine(indices: Sequence[int]) -> Machine:
 
 
 def check_sums(communicator: SymmetricCommunicator, library: Communicator, device: torch.device) -> int:
-    """Sum up one tensor of each method and type; a collective.  The number of sums, all equal to ``library``'s.
+    """Sum one tensor of each method and dtype; a collective.  Returns the number of sums, all equal to ``library``'s.
 
-    Whole numbers, so that every order of summation gives the same bits.  A rank that finds a difference goes on, as the
-    others do, and raises ``RuntimeError`` at the end.
+    The tensors hold whole numbers, so every order of summation gives the same bits.  A rank that finds a difference
+    continues with the others, and raises ``RuntimeError`` at the end.
     """
     plan, rank, num_sums = communicator.plan, communicator.info.rank, 0
     wrong: list[str] = []
