@@ -1,4 +1,4 @@
-"""What is closed at the end of a ``with`` block, whatever happens in it."""
+"""A base class for objects that a ``with`` block closes at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all that this object holds."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""Which GPU each rank of this host uses: ``devices``, one number per rank.
+"""The GPU of each rank on this host: the option ``devices``, one number per rank.
 
-Ranks may share a GPU, to test several ranks where there are fewer GPUs; they then divide its memory among them::
+Ranks may share a GPU, to test several ranks on fewer GPUs; they then divide its memory::
 
     devices       rank 0   rank 1   rank 2   rank 3      a rank's share of its GPU
     not given     GPU 0    GPU 1    GPU 2    GPU 3       all of it
@@ -17,7 +17,7 @@ from tp_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """``indices[local_rank]`` is the GPU of a rank, as CUDA numbers those that are visible to it."""
+    """``indices[local_rank]`` is the GPU of a rank, in CUDA's numbering of the visible GPUs."""
 
     indices: tuple[int, ...]
 
@@ -27,25 +27,25 @@ class DeviceMap:
         return len(set(self.indices)) < len(self.indices)
 
     def num_sharing(self, local_rank: int) -> int:
-        """Ranks on the GPU of ``local_rank``, itself included."""
+        """The number of ranks on the GPU of ``local_rank``, including itself."""
         return self.indices.count(self.indices[local_rank])
 
 
 def parse_devices(devices: str | None, world_size: int) -> DeviceMap:
-    """The map for ``world_size`` ranks; None gives each a GPU of its own.  ``ConfigError`` if it is no such list."""
+    """The map for ``world_size`` ranks; None gives each rank its own GPU.  ``ConfigError`` for any other text."""
     if devices is None:
         return DeviceMap(tuple(range(world_size)))
     indices = check_devices(devices)
     if len(indices) != world_size:
         raise ConfigError(
             f"devices is {devices!r}, which names {len(indices)} GPUs for {world_size} ranks; name one for each rank, "
-            f"the same one several times if they shall share it, or set tensor_parallel_size to {len(indices)}"
+            f"the same one several times if they are to share it, or set tensor_parallel_size to {len(indices)}"
         )
     return DeviceMap(indices)
 
 
 def check_devices(devices: str) -> tuple[int, ...]:
-    """The numbers in ``devices``; ``ConfigError`` if something else is in it."""
+    """The numbers in ``devices``; ``ConfigError`` for anything else."""
     parts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(
@@ -55,7 +55,7 @@ def check_devices(devices: str) -> tuple[int, ...]:
 
 
 def map_devices(devices: str | None, world_size: int, num_found: int) -> DeviceMap:
-    """The map on a host with ``num_found`` GPUs; ``ConfigError`` where one of it does not exist."""
+    """The map on a host with ``num_found`` GPUs; ``ConfigError`` if a GPU of the map does not exist."""
     found = parse_devices(devices, world_size)
     if devices is None and world_size > num_found:
         raise ConfigError(

@@ -12,7 +12,7 @@ from tp_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
-    """What torchrun told this process about its place in the job."""
+    """This process's place in a torchrun job, as torchrun's variables say."""
 
     rank: int
     world_size: int
@@ -25,7 +25,7 @@ class LaunchedRank:
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """This process's place in a torchrun job, or None for a process that torchrun did not start.
 
-    ``ConfigError`` for an environment in which several ranks can not meet.
+    ``ConfigError`` if the ranks can not meet with these variables.
     """
     env = os.environ if environ is None else environ
     if "RANK" not in env or "WORLD_SIZE" not in env or "MASTER_ADDR" not in env:
@@ -51,13 +51,13 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
 
 
 def given_rank(environ: Mapping[str, str] | None = None) -> int:
-    """``RANK`` alone, for messages on an environment that ``launched_rank`` refuses; 0 where it is no number."""
+    """``RANK`` alone, for errors about an environment that ``launched_rank`` refuses; 0 if it is no number."""
     rank = (os.environ if environ is None else environ).get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
 
 def has_torchrun_agent() -> bool:
-    """Whether torchrun's agent started this process: other launchers set the ranks' variables, but not this one."""
+    """Whether torchrun's agent started this process; other launchers set the ranks' variables, but not this one."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -67,27 +67,27 @@ def log_level() -> str:
 
 
 def default_api_key() -> str | None:
-    """``TP_ENGINE_API_KEY``: the server's key where ``--api-key`` is not given."""
+    """``TP_ENGINE_API_KEY``: the server's key if ``--api-key`` is not given."""
     return os.environ.get("TP_ENGINE_API_KEY") or None
 
 
 def otlp_protocol() -> str:
-    """``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``: how spans travel, ``grpc`` unless set."""
+    """``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``: the protocol for spans, ``grpc`` unless set."""
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
 
 
 def otel_service_name() -> str:
-    """``OTEL_SERVICE_NAME``: the name of this server among others' spans."""
+    """``OTEL_SERVICE_NAME``: this server's name in its spans."""
     return os.environ.get("OTEL_SERVICE_NAME", "tp_engine")
 
 
 def silence_advice() -> None:
-    """Set ``TRANSFORMERS_NO_ADVISORY_WARNINGS``: transformers does not say that there is no torch."""
+    """Set ``TRANSFORMERS_NO_ADVISORY_WARNINGS``, so that transformers does not warn about a missing torch."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def fault() -> str:
-    """``TP_ENGINE_FAULT``: what the tests make ranks suffer; see ``tp_engine.faults``."""
+    """``TP_ENGINE_FAULT``: the faults that tests inject; see ``tp_engine.faults``."""
     return os.environ.get("TP_ENGINE_FAULT", "")
 
 
@@ -97,10 +97,10 @@ def wants_native_kernels() -> bool:
 
 
 def cache_dir() -> Path:
-    """``TP_ENGINE_CACHE_DIR``: where compiled kernels are kept, ``~/.cache/tp_engine`` unless set."""
+    """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")
 
 
 def let_ranks_share_devices() -> None:
-    """Torch's symmetric memory refuses two ranks on one GPU unless the environment says that it is meant."""
+    """Set the variable without which torch's symmetric memory refuses two ranks on one GPU."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -1,18 +1,18 @@
-"""Who is at fault decides the type.
+"""The errors of the engine; the cause decides the type.
 
-A user's fault is a ``ConfigError`` or a ``RequestError`` (both ``ValueError``): it names the value, the rule and the
-remedy.  Our own fault is an ``assert``.  The machine's fault is a ``RuntimeError`` that names the rank.
+A user's mistake is a ``ConfigError`` or a ``RequestError`` (both ``ValueError``), which names the value, the rule and
+the remedy.  A mistake of the engine is an ``assert``.  A fault of the machine is a ``RuntimeError`` with the rank.
 """
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A configuration that can not work; raised before any device is touched."""
+    """A configuration that can not work; raised before a device is touched."""
 
 
 class RequestError(ValueError):
-    """A request that can not be served; the engine is untouched by it.
+    """A request that can not be served; the engine is unchanged.
 
     ``param`` names the offending field and ``code`` is the OpenAI error code (``context_length_exceeded``), if any.
     """
@@ -40,9 +40,9 @@ class RankError(RuntimeError):
 
 
 class MemoryBudgetError(RuntimeError):
-    """The device has too little memory for what was asked; carries the numbers and the remedy.
+    """The device has too little memory for the configuration; the message has the numbers and the remedy.
 
-    All ranks raise the same; ``rank`` is the first one that had too little, None where none is worse off than others.
+    All ranks raise the same error; ``rank`` is the first rank with too little, or None if all ranks are alike.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -51,7 +51,7 @@ class MemoryBudgetError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has stopped; every request in flight ends with this."""
+    """The engine has stopped; every request in flight ends with this error."""
 
 
 def shown(value: object, limit: int = 80) -> str:

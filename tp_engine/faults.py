@@ -1,7 +1,7 @@
-"""The test hook that makes a rank fail at a chosen point.
+"""A test hook that makes a rank fail at a chosen point.
 
-``TP_ENGINE_FAULT=rank:phase[@n]:action[,...]`` makes a rank misbehave when it reaches a phase (for the n-th time, the
-first by default).  The fault matrix of the tests uses it.
+``TP_ENGINE_FAULT=rank:phase[@n]:action[,...]``: the rank does the action when it reaches the phase for the n-th time
+(the first by default).  The fault matrix of the tests uses it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """``'1:load:kill,0:step_begin@3:sleep=2'``; ``ConfigError`` names what is wrong and what would be right."""
+    """Parse ``'1:load:kill,0:step_begin@3:sleep=2'``; ``ConfigError`` names the mistake and the remedy."""
     return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())
 
 

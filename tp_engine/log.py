@@ -1,4 +1,4 @@
-"""Logging: one format, on standard error, with the rank in every line, and the request where there is one."""
+"""Logging on standard error in one format, with the rank in every line, and the request if there is one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def configure_logging(process: str, log_format: str = "text", *, others: Sequenc
     """Write this library's log to standard error, each line marked with ``process`` (such as ``rank 0``).
 
     ``log_format`` is one of ``LOG_FORMATS``; ``json`` writes one object per line.  ``others`` are loggers of libraries
-    whose warnings and errors are to look the same.  Only launchers and the processes that we start call this: a library
-    leaves the root logger alone.
+    whose warnings and errors get the same format.  Only launchers and the processes that the engine starts call this,
+    because a library must not change the root logger.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _TextFormatter(process))
@@ -46,7 +46,7 @@ def configure_logging(process: str, log_format: str = "text", *, others: Sequenc
 
 
 def bind_request(request_id: str | None, trace_id: str | None = None) -> None:
-    """From now on lines of this asyncio task, and of those it starts, name this request and its trace."""
+    """Let later lines of this asyncio task, and of tasks that it starts, name this request and its trace."""
     _REQUEST.set(request_id)
     if trace_id is not None:
         _TRACE.set(trace_id)
@@ -65,7 +65,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object per line: ``time``, ``level``, ``process``, ``logger``, ``message``, then what there is of
+    """One object per line: ``time``, ``level``, ``process``, ``logger``, ``message``, then, if known,
     ``request_id``, ``trace_id``, ``exception``, and the entries of ``extra={"fields": {...}}``."""
 
     def __init__(self, process: str) -> None:
@@ -91,6 +91,6 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _request_of(record: logging.LogRecord) -> str | None:
-    """The request that the line itself names by ``extra={"request_id": ...}``, or the task's."""
+    """The request that the line names by ``extra={"request_id": ...}``, or else the task's request."""
     named: str | None = getattr(record, "request_id", None)
     return named or _REQUEST.get()

@@ -1,4 +1,4 @@
-"""How far each rank has come, as the other ranks and rank 0's watchdog see it."""
+"""How far each rank has come, for the other ranks and the watchdogs to see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COUNT_SHIFT: Final = 8
 
 
 class RankPhase(IntEnum):
-    """Where a rank is.  A rank that has done its step waits for the next plan, whatever phase it reached last."""
+    """Where a rank is.  Between two steps it waits for a plan, and the phase stays the last one that it reached."""
 
     NONE = 0
     IMPORT = 1
@@ -66,9 +66,9 @@ class RankProgress:
         self._in_step = False
 
     def show_on(self, words: Words, index: int, wait_index: int | None = None) -> None:
-        """Write to ``words[index]`` from now on: the rank is attached to the board.
+        """Write to ``words[index]`` of the board from now on.
 
-        ``words[wait_index]`` adds up the nanoseconds that ``collected`` finds.
+        ``words[wait_index]`` gets the sum of the nanoseconds that ``collected`` measures.
         """
         words[index] = self._words[self._index]
         self._words, self._index = words, index
@@ -86,12 +86,12 @@ class RankProgress:
             self._on_phase(phase)
 
     def done(self) -> None:
-        """This rank has done its part of a start-up phase and now waits for the others."""
+        """Record that this rank has done its part of a start-up phase and now waits for the others."""
         self._count += 1
         self._words[self._index] = self._count << _COUNT_SHIFT | self._phase
 
     def collective(self) -> None:
-        """``reach`` for each of a step's many collectives; those of the start only count, in their own phase."""
+        """``reach`` for each collective of a step; a collective of the start only adds to the count of its phase."""
         if not self._in_step:
             self.done()
             return
@@ -102,7 +102,7 @@ class RankProgress:
         self._words[self._index] = self._count << _COUNT_SHIFT | _COLLECTIVE
 
     def collected(self, started_ns: int) -> None:
-        """A collective of a step that began at ``started_ns`` (CLOCK_MONOTONIC) has ended."""
+        """Record that a step's collective, begun at ``started_ns`` (CLOCK_MONOTONIC), has ended."""
         if self._in_step:
             self._waited_ns += monotonic_ns() - started_ns
             self._waits[self._wait_index] = self._waited_ns

@@ -35,6 +35,8 @@ ExitCode: TypeAlias = Callable[[int], int | None]
 
 _TAIL_LINES = 25
 
+logger = get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Incident:
@@ -99,9 +101,6 @@ def _told(slot: RankSlot, is_gone: bool, exit_code: ExitCode) -> Incident:
     else:
         how = f"{process} is gone" if is_gone else f"{process} failed"
     return Incident(slot.rank, f"{how}, {where(slot)}", slot.failure_text)
-
-
-logger = get_logger(__name__)
 
 
 class FlightRecorder:

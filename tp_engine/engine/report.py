@@ -34,6 +34,14 @@ WAIT_S = (1e-05, 2e-05, 5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01
 PLAN_BYTES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1048576)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+_NS = 1e-9
+_RECENT = 32
+_MARGIN = 16  # records that the ranks may overwrite soon
+_PAGE_BYTES = mmap.PAGESIZE
+_FIELD = {name: index for index, name in enumerate(RECORD_FIELDS)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
@@ -89,15 +97,6 @@ class EngineReport:
     step_skew: Distribution
     num_missed_steps: int
     view: SchedulerView | None = None
-
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
-
-_NS = 1e-9
-_RECENT = 32
-_MARGIN = 16  # records that the ranks may overwrite soon
-_PAGE_BYTES = mmap.PAGESIZE
-_FIELD = {name: index for index, name in enumerate(RECORD_FIELDS)}
 
 
 class StepStatistics:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         print("\n".join(report_lines(record, num_steps=options.steps)), flush=True)
-    except BrokenPipeError:  # the reader, such as ``head``, has seen enough
+    except BrokenPipeError:  # the reader, such as ``head``, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,6 +1,6 @@
-"""Where each rank stands in the program that all ranks run together.
+"""Explains a flight record in sentences: where each rank stands, and which rank the others wait for.
 
-Positions are ordered, so that "has not reached it" means something::
+Positions are ordered, so "has not reached it" has a meaning::
 
     start-up, by phase  <  step n begun  <  its collectives  <  step n done  <  step n + 1 begun  <  shutdown
 """
@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from tp_engine.faults import PHASES
 from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecord
 
+ABSENT = "never came"
+SILENT_S = 2.5
+"""A living rank gives a sign of life every half second; without one for this long it does not run."""
+
+_BEFORE_STEPS, _AFTER_STEPS = -1, 1 << 62
+_DONE = 1 << 62
+
 
 def explain(record: FlightRecord) -> list[str]:
-    """Sentences, the most telling first: a plan that differs, who waits, for whom, and the ranks in trouble."""
+    """Sentences, the most important first: plans that differ, which ranks wait, for which, and the ranks in trouble."""
     everyone = standings(record)
     present = [one for one in everyone if not one.has_left]
     running = [one for one in present if not one.trouble]
@@ -53,7 +60,7 @@ def _whereabouts(group: Sequence[Standing]) -> str:
 
 
 def _awaited(one: Standing, waiting: Standing) -> str:
-    """Why the ranks that wait do so because of this one."""
+    """Why the waiting ranks wait for this one."""
     if one.trouble == ABSENT:
         return _apart(one)
     fact = "has not reached it: it is" if one.position < waiting.position else "does not go on: it is"
@@ -61,7 +68,7 @@ def _awaited(one: Standing, waiting: Standing) -> str:
 
 
 def _apart(one: Standing) -> str:
-    """A rank that nobody waits for in a step."""
+    """A rank that no other waits for in a step."""
     if one.trouble == ABSENT:
         return f"Rank {one.rank} never came."
     return f"Rank {one.rank} is {_where(one)}{_condition(one)}."
@@ -92,7 +99,7 @@ def _divergence(record: FlightRecord) -> list[str]:
 
 
 def _difference(rank: int, sent: StepRecord, received: StepRecord) -> str:
-    """What differs between rank 0's step and that of ``rank``; empty if nothing does, as far as is known."""
+    """What differs between rank 0's step and that of ``rank``; empty if no difference is known."""
     for what, one, other in (
         ("received another plan", sent.plan_checksum, received.plan_checksum),
         ("made other inputs of the plan", sent.input_digest, received.input_digest),
@@ -102,21 +109,13 @@ def _difference(rank: int, sent: StepRecord, received: StepRecord) -> str:
     return ""
 
 
-ABSENT = "never came"
-SILENT_S = 2.5
-"""A living rank gives a sign of life every half second; after this long without one it does not run."""
-
-_BEFORE_STEPS, _AFTER_STEPS = -1, 1 << 62
-_DONE = 1 << 62
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """One rank: its ``position`` in the order above, the same in words (``place``), and what is wrong with it.
 
-    ``when`` is, at the time of the record, the age of what is said, such as ``begun 9.8 s ago``, or empty;
-    ``trouble`` is empty for a rank that runs, and ``silent_s`` the time since its last sign of life, if any.  ``meets``
-    is true where it waits for the others; a rank that failed because of another was still waiting, and counts as such.
+    ``when`` is the age of that place at the time of the record, such as ``begun 9.8 s ago``, or empty; ``trouble`` is
+    empty for a rank that runs; ``silent_s`` is the time since its last sign of life, if any.  ``meets``: it waits for
+    the others there.  A rank that failed because of another counts as waiting.
     """
 
     rank: int
@@ -151,7 +150,7 @@ def _standing(rank: RankRecord, record: FlightRecord) -> Standing:
 
 
 def _place(rank: RankRecord, created_ns: int) -> tuple[tuple[int, int], str, tuple[str, int]]:
-    """Position, its words, and the event whose age tells how long."""
+    """The position, its words, and the event whose age is shown."""
     last = rank.steps[-1] if rank.steps else None
     if rank.state in ("stopping", "left") or rank.phase == "shutdown":
         return (_AFTER_STEPS, 0), "in shutdown", ("", 0)
@@ -169,7 +168,7 @@ def _place(rank: RankRecord, created_ns: int) -> tuple[tuple[int, int], str, tup
 
 
 def _meets(rank: RankRecord, position: tuple[int, int]) -> bool:
-    """Whether the rank waits for the others where it is."""
+    """Whether the rank waits for the others at its position."""
     if position[0] == _BEFORE_STEPS:
         return rank.phase == "group_init" or rank.count > 0
     return rank.phase == "collective" and position[1] != _DONE

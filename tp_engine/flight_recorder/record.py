@@ -2,7 +2,7 @@
 
 ::
 
-    FlightRecord            the job: when, by whom, versions, configuration, cause
+    FlightRecord            the job: when, written by which rank, versions, configuration, cause
       RankRecord            one per rank: where it is, since when, whether it lives
         StepRecord          its last steps, oldest first
 
@@ -24,14 +24,18 @@ from tp_engine.log import get_logger
 
 FORMAT = 1
 
+logger = get_logger(__name__)
+
+_PATIENCE_S = 2.0
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step of one rank.
 
     The rank waits for the plan until ``received_ns`` (on rank 0: until it is published), begins with it at
     ``started_ns``, has launched the model and the sampler at ``launched_ns`` and is done at ``done_ns``.
-    ``plan_checksum`` (64 bits) is that of the plan as the rank received it, ``input_digest`` (32 bits, only with
-    ``check_inputs``) that of what it made of it; 0 where they are not known.
+    ``plan_checksum`` (64 bits) is that of the plan as received, ``input_digest`` (32 bits, only with ``check_inputs``)
+    that of the inputs made from it; 0 if not known.
     """
 
     step_id: int
@@ -50,9 +54,9 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rank as it was last seen.
 
     ``state`` and ``phase`` are those of the job board, in lower case; ``count`` is the number of this step's
-    collectives that the rank has entered, or 1 where it has done its part of a start-up phase.  ``process`` is what the
+    collectives that the rank has entered, or 1 once it has done its part of a start-up phase.  ``process`` is what the
     kernel says: ``alive``, ``stopped`` (SIGSTOP), ``gone``, or ``none`` for a rank that never came.  ``exit`` is how it
-    ended, where its parent knows it, such as ``signal 9``.  ``failure`` is the traceback that a failing rank left,
+    ended, if its parent knows, such as ``signal 9``.  ``failure`` is the traceback that a failing rank left,
     ``blamed_rank`` another rank that caused its failure.
     """
 
@@ -124,16 +128,11 @@ def load_record(path: Path) -> FlightRecord:
     return record
 
 
-logger = get_logger(__name__)
-
-_PATIENCE_S = 2.0
-
-
 def save_record(record: FlightRecord, folder: str | None) -> Path | None:
     """Write ``record`` into ``folder`` (None: the system's temporary folder; empty: nowhere) and return its path.
 
-    None if it could not be written, which is logged and nothing more: the job ends because of something else.  A folder
-    that does not answer, such as one on a dead network disk, costs two seconds and is then left to a daemon thread.
+    None if it could not be written, which is only logged, because the job ends for another reason.  A folder that does
+    not answer, such as one on a dead network disk, costs two seconds; a daemon thread goes on trying.
     """
     if folder == "":
         return None
@@ -158,7 +157,7 @@ def save_record(record: FlightRecord, folder: str | None) -> Path | None:
 
 
 def _write(record: FlightRecord, folder: Path) -> Path:
-    """The file appears under its name when it is complete, readable by this user only."""
+    """Write the file, readable by this user only; it gets its name when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"tp_engine-flight-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
     descriptor, partial = tempfile.mkstemp(prefix=name + "-", suffix=".partial", dir=folder)
@@ -174,7 +173,7 @@ def _write(record: FlightRecord, folder: Path) -> Path:
 
 
 def _unused(folder: Path, name: str) -> Path:
-    """``name.json``, numbered where one process writes several within a second."""
+    """``name.json``, with a number if the process has written another one in the same second."""
     path, number = folder / f"{name}.json", 1
     while path.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""A flight record as text: cause, ranks, who waited for whom, tracebacks, the last steps."""
+"""A flight record as text: cause, ranks, which rank waited for which, tracebacks, the last steps."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _failures(record: FlightRecord) -> Iterator[str]:
 
 
 def _timeline(record: FlightRecord, num_steps: int) -> list[str]:
-    """A line per step and rank, oldest first; times in milliseconds, ``begun`` before the record was written.
+    """A line per step and rank, oldest first; times in milliseconds, ``begun`` relative to the writing of the record.
 
-    Skew is how long the first rank that was done with a step had to wait for the last one.
+    Skew is the time from the first rank's end of a step to the last rank's.
     """
     ids = sorted({step.step_id for rank in record.ranks for step in rank.steps})[-num_steps:] if num_steps > 0 else []
     if not ids:
@@ -78,7 +78,7 @@ def _timeline(record: FlightRecord, num_steps: int) -> list[str]:
 
 
 def _before(rank: RankRecord, index: int) -> StepRecord | None:
-    """The step that the rank ran just before, if that is recorded."""
+    """The step that the rank ran just before, if it is recorded."""
     before = rank.steps[index - 1] if index else None
     return before if before is not None and before.step_id == rank.steps[index].step_id - 1 else None
 

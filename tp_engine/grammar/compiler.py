@@ -1,4 +1,4 @@
-"""Compiles grammars for one model, and remembers the last ones."""
+"""Compiles grammars for one model, and checks a request's constraint before the request is sent to the engine."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MAX_REMEMBERED = 32
 
 
 class CompiledGrammar:
-    """A grammar at its beginning, of which every sequence gets a copy."""
+    """A grammar before its first token; every sequence gets a copy."""
 
     def __init__(self, matcher: Any, vocabulary: GrammarVocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
-        """A matcher before the first token; microseconds."""
+        """A matcher before its first token; takes microseconds."""
         return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> CompiledGrammar:
-    """Milliseconds for ordinary schemas, most of them without the GIL; ``RequestError`` for what can not be used."""
+    """Takes milliseconds for ordinary schemas, mostly without the GIL.  ``RequestError`` for unusable ``params``."""
     matcher = llguidance().LLMatcher(vocabulary.tokens, grammar_text(params), log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise refusal(params, matcher.get_error())
@@ -42,7 +42,7 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabula
 
 
 def _check_beginning(params: StructuredOutputsParams, matcher: Any, vocabulary: GrammarVocabulary) -> None:
-    """Refuse a grammar that has no output: not a single token may come first, nor may the output be empty."""
+    """Refuse a grammar that allows no output: no first token, and no empty output."""
     own: IntArray = np.zeros(vocabulary.num_own_words, dtype=np.int32)
     with contextlib.suppress(ValueError):
         matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
@@ -51,7 +51,7 @@ def _check_beginning(params: StructuredOutputsParams, matcher: Any, vocabulary: 
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary.  Safe to call from several threads."""
+    """Compiles for one vocabulary and remembers the last grammars.  Safe to call from several threads."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -59,7 +59,7 @@ class GrammarCompiler:
         self._known: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
-        """The grammar, if it is one of the last that were compiled."""
+        """The grammar if it is among the last ones."""
         with self._lock:
             found = self._known.get(params)
             if found is not None:
@@ -67,7 +67,7 @@ class GrammarCompiler:
             return found
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Compile, unless it is known.  ``RequestError`` for what can not be used."""
+        """The grammar, compiled unless it is known.  ``RequestError`` for unusable ``params``."""
         found = self.known(params)
         if found is None:
             found = compile_grammar(params, self._vocabulary)
@@ -85,7 +85,7 @@ def check_constraint(params: StructuredOutputsParams, tokenizer: Any | None) -> 
 
 
 def check_defaults(defaults: StructuredOutputsDefaults) -> None:
-    """Raise ``ConfigError`` for an engine's own white space that the library refuses."""
+    """Raise ``ConfigError`` if the library refuses the white space of the engine's configuration."""
     if defaults.whitespace_pattern is None:
         return
     try:
@@ -98,9 +98,9 @@ def check_defaults(defaults: StructuredOutputsDefaults) -> None:
 def check_grammar(params: StructuredOutputsParams) -> None:
     """Raise ``RequestError`` if ``params`` can not be compiled.
 
-    Milliseconds, most of them without the GIL, and nothing for one of the last constraints.  A grammar is compiled for
-    an alphabet of bytes here, which is as telling as the model's own vocabulary and costs no time to load; a grammar
-    that names special tokens is only read.
+    Takes milliseconds, mostly without the GIL, and no time for one of the last constraints.  The grammar is compiled
+    for an alphabet of bytes, which finds the same errors as the model's vocabulary and needs no loading; a grammar that
+    names special tokens is only parsed.
     """
     is_error, found = llguidance().LLMatcher.validate_grammar_with_warnings(
         grammar_text(params), None, limits=parser_limits()

@@ -1,4 +1,4 @@
-"""From ``StructuredOutputsParams`` to the library's own grammar text, and what is wrong with it."""
+"""The one door to llguidance: the library, and from ``StructuredOutputsParams`` to its own grammar text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from tp_engine.structured_outputs import StructuredOutputsParams
 
 PARAM = "structured_outputs"
 
+# Some models write white space without end, so it is limited to some blanks, or a line end and an indentation.
+_WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
+_BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
+_ANY_OBJECT = '{"type":"object"}'
+
+_ANSWER = "answer"
+# A suffix ends the shortest text that has it, so the first closing mark ends the reasoning.
+_RULES = """
+thought[suffix="</think>"]: /(?s:.*)/
+SPACE: /[ \\n\\r\\t]{1,64}/
+"""
+_STARTS = {
+    "open": "start: thought SPACE? @answer",
+    "optional": 'start: (SPACE? "<think>" thought SPACE?)? @answer',
+}
+
 
 def llguidance() -> Any:
-    """The library.  ``RequestError`` where it can not be imported: requests for free text are served without it."""
+    """The library.  ``RequestError`` if it can not be imported; requests for free text are served without it."""
     try:
         import llguidance as library
     except ImportError as error:
@@ -25,21 +41,15 @@ def llguidance() -> Any:
 
 
 def parser_limits() -> Any:
-    """Bounds of what one grammar may cost: time to compile it and to find the next tokens, and memory for its states.
+    """Limits of one grammar: the time to compile it and to find the next tokens, and the memory for its states.
 
-    A state takes one to two kilobytes.  Ordinary schemas have a few hundred.
+    A state takes one to two kilobytes.  Ordinary schemas have a few hundred states.
     """
     return llguidance().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
-# A model that has lost its way writes white space for ever: at most some blanks, or a line end and an indentation.
-_WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
-_BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
-_ANY_OBJECT = '{"type":"object"}'
-
-
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """What ``params`` ask for, as a grammar of the library.  ``RequestError`` if it can not be read."""
+    """The constraint ``params`` as a grammar of the library.  ``RequestError`` if the library can not read it."""
     try:
         text = _grammar_text(params)
         return text if params.reasoning is None else after_reasoning(text, params.reasoning)
@@ -66,7 +76,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
-    """The error for a grammar that the library refuses, with the library's words."""
+    """The error for a grammar that the library refuses, with the library's reason."""
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
     brief = " ".join(reason.replace("<non-verbose/>", "").split())[:500]
     return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM)
@@ -80,7 +90,7 @@ def _schema(params: StructuredOutputsParams) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with ``additionalProperties: false`` wherever properties are listed and nothing is said of others."""
+    """The schema with ``additionalProperties: false`` where properties are listed and that key is missing."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -97,20 +107,8 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
 
 
-_ANSWER = "answer"
-# A suffix ends the shortest text that has it, so that the first closing mark ends the reasoning.
-_RULES = """
-thought[suffix="</think>"]: /(?s:.*)/
-SPACE: /[ \\n\\r\\t]{1,64}/
-"""
-_STARTS = {
-    "open": "start: thought SPACE? @answer",
-    "optional": 'start: (SPACE? "<think>" thought SPACE?)? @answer',
-}
-
-
 def after_reasoning(grammar: str, reasoning: str) -> str:
-    """``grammar`` of the library (its JSON, or Lark) behind reasoning, which is ``open`` or ``optional``."""
+    """``grammar`` (the library's JSON, or Lark) after free text up to ``</think>``; ``reasoning``: open or optional."""
     library_json = grammar.lstrip().startswith("{")
     parts = json.loads(grammar)["grammars"] if library_json else [{"lark_grammar": grammar}]
     parts[0]["name"] = _ANSWER

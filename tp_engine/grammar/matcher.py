@@ -1,4 +1,4 @@
-"""How far one output has come in its grammar, and which tokens may follow.
+"""One output's place in its grammar, and the tokens that may follow.
 
 ::
 
@@ -25,8 +25,8 @@ _IN_PARALLEL_FROM = 4
 class GrammarMatcher:
     """One sequence's place in a grammar; implements the scheduler's ``TokenConstraint``.
 
-    ``is_over``: nothing may follow.  ``error``: why the grammar can not be followed any further, if that is the
-    library's limits and not the grammar's end.  ``ignore_eos``: an end token is allowed only where nothing else is.
+    ``is_over``: no token may follow.  ``error``: why the grammar can not be followed any further, if a limit of the
+    library is the reason and not the grammar's end.  ``ignore_eos``: an end token is allowed only if no other token is.
     """
 
     def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, *, ignore_eos: bool) -> None:
@@ -37,7 +37,7 @@ class GrammarMatcher:
         self.error: str | None = None
 
     def accept(self, token_id: int) -> bool:
-        """One more token; False if the grammar refuses it, and then the output is over without it."""
+        """Add a token; False if the grammar refuses it, and then the output ends without it."""
         if self.error is not None or not self._matcher.try_consume_tokens([token_id]):
             self.is_over = True
             self._note_error()
@@ -47,7 +47,7 @@ class GrammarMatcher:
         return True
 
     def settle_mask(self, mask: IntArray) -> None:
-        """From what the library wrote into ``mask`` (words,) int32 to what may be sampled: never nothing."""
+        """Change ``mask`` (words,) int32, as the library wrote it, to what may be sampled; at least one bit is set."""
         self._note_error()
         end_mask = self._vocabulary.end_mask
         if self._ignore_eos and (others := mask & ~end_mask).any():
@@ -56,7 +56,7 @@ class GrammarMatcher:
             mask[:] = end_mask if end_mask.any() else -1
 
     def _only_end_is_left(self) -> bool:
-        """Whether an output that shall not end by itself has come to the grammar's end."""
+        """Whether an output with ``ignore_eos`` has come to the grammar's end."""
         if not (self._ignore_eos and self._matcher.is_accepting()):
             return False
         mask = MaskFiller()([self])[0]
@@ -69,7 +69,7 @@ class GrammarMatcher:
 
 
 class MaskFiller:
-    """Fills the masks of many sequences, on several threads where that pays; the GIL is not held meanwhile."""
+    """Fills the masks of many sequences, on several threads if there are enough; releases the GIL meanwhile."""
 
     def __init__(self) -> None:
         self._executor: Any | None = None
@@ -80,7 +80,7 @@ class MaskFiller:
         own: IntArray = np.zeros((len(matchers), vocabulary.num_own_words), dtype=np.int32)
         if len(matchers) < _IN_PARALLEL_FROM:
             for matcher, row in zip(matchers, own, strict=True):
-                with contextlib.suppress(ValueError):  # it has reached a limit, and says so in its error state
+                with contextlib.suppress(ValueError):  # it has reached a limit, which its error state says
                     matcher._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         else:
             self._fill_together(matchers, own)

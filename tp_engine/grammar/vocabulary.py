@@ -19,10 +19,10 @@ _NUM_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """``tokens`` is the library's tokenizer.  Masks for the model have ``num_words`` words; the library's own, of
-    ``num_own_words``, are wider where the tokenizer has tokens that the model lacks.
+    """``tokens`` is the library's tokenizer.  Masks for the model have ``num_words`` words; the library's own masks, of
+    ``num_own_words``, are wider if the tokenizer has tokens that the model lacks.
 
-    ``end_mask`` (num_words,) int32 allows the tokens that end an output, and no other.
+    ``end_mask`` (num_words,) int32 allows only the tokens that end an output.
     """
 
     tokens: Any
@@ -32,7 +32,7 @@ class GrammarVocabulary:
 
 
 def check_tokenizer(tokenizer: Any | None) -> None:
-    """Raise ``RequestError`` for a tokenizer whose tokens the library can not know."""
+    """Raise ``RequestError`` for a tokenizer that the library can not use."""
     if tokenizer is None:
         raise RequestError("structured output needs a tokenizer, which this model does not have", param=PARAM)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -45,8 +45,8 @@ def check_tokenizer(tokenizer: Any | None) -> None:
 def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
     """The tokens of a fast Hugging Face tokenizer, for a model of ``vocab_size`` logits.
 
-    ``tokenizer_json`` is the text of its ``tokenizer.json``.  This takes about a second for 150,000 tokens and keeps
-    the GIL, so it is for a time when nothing is urgent.  ``RequestError`` for one that the library does not know.
+    ``tokenizer_json`` is the text of its ``tokenizer.json``.  This takes about a second for 150,000 tokens and holds
+    the GIL, so call it when no step waits.  ``RequestError`` for a tokenizer that the library does not know.
     """
     library = llguidance()
     try:
@@ -69,7 +69,7 @@ def _num_tokens(tokenizer_json: str) -> int:
 
 
 def byte_vocabulary() -> GrammarVocabulary:
-    """One token per byte and an end: enough to see whether a grammar can be used at all."""
+    """One token per byte and an end token: enough to check whether a grammar can be used."""
 
     class Bytes:
         eos_token_id = _NUM_BYTES

@@ -1,4 +1,4 @@
-"""A sign of life of rank 0 for a process that is no rank: the HTTP frontend, or the program behind an ``AsyncLLM``.
+"""Rank 0's sign of life for a process that is no rank: the HTTP frontend, or a program with an ``AsyncLLM``.
 
 ::
 
@@ -20,7 +20,7 @@ _SILENT_S = 5.0
 
 
 class Pulse:
-    """Made by ``create``, and found by the other process with ``open``; either end may beat."""
+    """Created by ``create`` in one process and mapped by ``open`` in the other; either end may beat."""
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
         self._words = memoryview(memory).cast("q")
@@ -28,13 +28,13 @@ class Pulse:
 
     @classmethod
     def create(cls) -> Pulse:
-        """A new one; ``RuntimeError`` where /dev/shm is too small."""
+        """A new pulse; ``RuntimeError`` if /dev/shm is too small."""
         segment = create_segment(_NUM_BYTES)
         return cls(segment.memory, segment)
 
     @classmethod
     def open(cls, address: str) -> Pulse:
-        """The one at ``address``; ``FileNotFoundError`` if its creator has ended."""
+        """The pulse at ``address``; ``FileNotFoundError`` if its creator has ended."""
         return cls(open_segment(address))
 
     @property
@@ -44,23 +44,23 @@ class Pulse:
         return self._segment.address
 
     def beat(self, *, hangs: bool) -> None:
-        """Rank 0 lives; whether it believes that the job hangs."""
+        """Show that rank 0 lives, and whether it believes that the job hangs."""
         self._words[1] = hangs
         self._words[0] = time.monotonic_ns()
 
     def silence_s(self) -> float:
-        """Seconds since the last beat; 0 before the first, when the engine has not begun to start."""
+        """Seconds since the last beat; 0 before the first, while the engine has not begun to start."""
         beat_ns = self._words[0]
         return (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
 
     def trouble(self) -> str | None:
-        """Why the engine should not be trusted now, if there is a reason."""
+        """Why the engine does not work now, or None."""
         silence_s = self.silence_s()
         if silence_s > _SILENT_S:
             return f"rank 0 has shown no sign of life for {silence_s:.0f} s"
         return "the engine hangs" if self._words[1] else None
 
     def stop_sharing(self) -> None:
-        """The other process has it, or never will."""
+        """No further process can map it."""
         if self._segment is not None:
             self._segment.stop_sharing()

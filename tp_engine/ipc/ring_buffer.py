@@ -1,4 +1,4 @@
-"""One writer, N readers, every reader gets every message: a bounded ring in one shared-memory segment.
+"""A bounded ring in one shared-memory segment: one writer, N readers, every reader gets every message.
 
 ::
 
@@ -15,13 +15,13 @@ A *call* is a piece without payload that belongs to no message: it says that one
 process on another core takes longer than making a small plan.  So the writer calls before it makes one: readers wake up
 meanwhile, spin for a moment (``CallSpin``), and take the message when it has arrived.
 
-Why this is right, on x86-64 and on ARM alike.  ``free[i]`` starts at K, ``filled[i]`` at 0.
+This is correct on x86-64 and on ARM.  ``free[i]`` starts at K, ``filled[i]`` at 0.
 
 * Writer, for piece ``s``:  wait ``free[i]`` for every i;  write slot ``s mod K``;  post ``filled[i]`` for every i.
 * Reader i, for piece ``s``:  wait ``filled[i]``;  copy slot ``s mod K``;  post ``free[i]``.
 
-The writer takes ``free[i]`` for the next piece as soon as it has sent one, from those that have room already: what it
-takes early it need not take while readers wait.
+After each piece the writer takes ``free[i]`` for the next piece from all readers that already have room, so it need not
+do that later, while readers wait.
 
 *No overwriting.*  After its wait for piece ``s`` the writer has taken ``s + 1`` from ``free[i]``; K were there at the
 start, so reader i has posted at least ``s + 1 - K`` times: it has copied piece ``s - K``, the last one in this slot.
@@ -44,10 +44,10 @@ from tp_engine.ipc.segment import create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
 Alive: TypeAlias = Callable[[int], bool]
-"""``alive(rank)``: False once that rank's process is known to be gone."""
+"""``alive(rank)``: False once that rank's process has ended."""
 
 WriterAlive: TypeAlias = Callable[[], bool]
-"""False once rank 0's process is known to be gone."""
+"""False once rank 0's process has ended."""
 
 _Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -90,7 +90,7 @@ def _slots_offset(num_readers: int) -> int:
 def _wait_for(
     rank: int, semaphore: Semaphore, what: str, *, timeout_s: float, spin_s: float, alive: Alive | None
 ) -> None:
-    """Take one from ``semaphore``, which ``rank`` posts; ``RankError`` naming it at the deadline or when it is gone."""
+    """Take one from ``semaphore``, which ``rank`` posts; ``RankError`` at the deadline or when ``rank`` has ended."""
     deadline = time.monotonic() + timeout_s
     remaining = timeout_s
     longest_s = _LONGEST_BLOCK_S if alive is None else _ALIVE_CHECK_S
@@ -105,8 +105,8 @@ def _wait_for(
 class RingWriter:
     """Rank 0's end.  Creates the segment, whose address is ``name``; readers 0..N-1 belong to ranks 1..N.
 
-    ``spin_s`` is how long a wait spins before it blocks (None: short, and not at all where cores are fewer than ranks);
-    ``alive`` is asked every half second of a wait.  Raises ``RuntimeError`` where /dev/shm is too small.
+    ``spin_s``: how long a wait spins before it blocks (None: ``default_spin_s``).  A wait calls ``alive`` every half
+    second.  ``RuntimeError`` if /dev/shm is too small.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RingWriter:
         self.name, self._memory = self._segment.address, self._segment.memory
         self._readers = [_Reader(self._memory, index) for index in range(num_readers)]
         self._missing = list(self._readers)
-        self._awaited = list(self._readers)  # whose ``free`` is not yet taken for the next piece
+        self._awaited = list(self._readers)  # readers whose ``free`` is not yet taken for the next piece
         for reader in self._readers:
             reader.attached.initialise(0)
             reader.free.initialise(num_slots)
@@ -141,7 +141,7 @@ class RingWriter:
         _HEADER.pack_into(self._memory, 0, _MAGIC, num_readers, num_slots, slot_bytes)
 
     def wait_attached(self, timeout_s: float) -> None:
-        """Wait for all readers, then stop sharing the segment: nobody else can attach.
+        """Wait for all readers, then stop sharing the segment, so no other process can attach.
 
         ``RankError`` at the deadline names the first reader that is missing and lists the others.
         """
@@ -168,9 +168,9 @@ class RingWriter:
     def write(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
         """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.
 
-        ``RankError`` names the reader that does not drain its ring.  Some readers may then have part of the message,
-        so every later write raises the same error.  After a write that a signal's handler interrupted it is a
-        ``RuntimeError``, for the same reason.
+        ``RankError`` names a reader that makes no room.  Some readers may then have a part of the message, so every
+        later write raises the same error.  After a write that a signal handler interrupted, later writes raise
+        ``RuntimeError`` for the same reason.
         """
         if self._failure is not None:
             self._refuse(self._failure)
@@ -190,10 +190,10 @@ class RingWriter:
         raise RuntimeError("an earlier step plan was interrupted: the ranks may have a part of it") from failure
 
     def call(self) -> None:
-        """Wake the readers that are blocked: a message comes at once, and they spin for it for a moment.
+        """Wake the blocked readers, which then spin for a moment for the message that follows at once.
 
-        Does nothing where a ring is full, where ranks share cores, so that a spin would cost the writer its own, and
-        after a failure.
+        Does nothing if the ring is full, after a failure, or if ranks share cores, because a spin could then take the
+        writer's core.
         """
         if self._failure is not None or self._spin_s == 0.0:
             return
@@ -218,11 +218,11 @@ class RingWriter:
         self._fill_slot(piece, kind)
 
     def _take_room(self) -> None:
-        """Take room for the next piece from those who have some now."""
+        """Take room for the next piece from the readers that have some now."""
         self._awaited = [reader for reader in self._awaited if not reader.free.try_wait()]
 
     def _fill_slot(self, piece: _Bytes, kind: int) -> None:
-        """Put the next piece into its slot, where all readers have room, and tell them."""
+        """Put the next piece into its slot, for which all readers have room, and post to them."""
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         _SLOT_HEADER.pack_into(self._memory, offset, len(piece), kind)
         payload = offset + _SLOT_HEADER.size
@@ -271,9 +271,9 @@ class RingReader:
 
     def read(self, timeout_s: float) -> bytearray:
         """The next message, the caller's own copy; ``timeout_s`` bounds the wait for each of its pieces
-        (infinite is allowed: then ``alive`` is what ends the wait).
+        (if infinite, ``alive`` ends the wait).
 
-        ``RankError`` (rank 0) at the deadline or when the writer is gone; a later read goes on where this one stopped.
+        ``RankError`` (rank 0) at the deadline or when the writer has ended; a later read continues from there.
         """
         has_piece, spin_s = self._self.filled.try_wait, self._spin_s
         if not has_piece():
@@ -293,7 +293,7 @@ class RingReader:
         _wait_for(0, self._self.filled, what, timeout_s=timeout_s, spin_s=spin_s, alive=self._alive)
 
     def _take_piece(self) -> int:
-        """Append the next piece, whose ``filled`` is taken, to the message; its kind."""
+        """Append the next piece, whose ``filled`` is taken, to the message; returns its kind."""
         offset = self._first_slot + self._num_pieces % self._num_slots * self._slot_bytes
         length, kind = _SLOT_HEADER.unpack_from(self._memory, offset)
         if length:

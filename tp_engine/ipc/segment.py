@@ -1,7 +1,7 @@
-"""A shared-memory segment without a name: reserved, mapped, and gone with the last process that maps it.
+"""A shared-memory segment without a name: its pages are reserved, and freed when the last process that maps it ends.
 
-An anonymous file in /dev/shm; other processes of the same user open it through its creator, as /proc/PID/fd/FD, which
-needs no name in any folder.  So nothing can be left behind, whichever process is killed at whichever moment.
+It is an anonymous file in /dev/shm; other processes of the same user open it through its creator, as /proc/PID/fd/FD.
+It needs no name in any folder, so nothing is left behind when a process is killed at any moment.
 
 ``multiprocessing.shared_memory`` is not used: it names its segments, its resource tracker unlinks those that other
 processes still need, and it does not reserve their pages, so that a full /dev/shm kills the process with SIGBUS at some
@@ -29,7 +29,7 @@ class Segment:
         self._descriptor = descriptor
 
     def stop_sharing(self) -> None:
-        """Nobody can map it any more; those who have keep it.  Safe to call twice."""
+        """No further process can map it; existing mappings stay.  Safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -38,7 +38,7 @@ class Segment:
 def create_segment(num_bytes: int) -> Segment:
     """A new segment of zeros, for processes of this user only.
 
-    Raises ``RuntimeError`` with the needed and the available bytes where /dev/shm is too small.
+    ``RuntimeError``, with the needed and the available bytes, if /dev/shm is too small.
     """
     descriptor = _anonymous_file()
     try:
@@ -60,7 +60,7 @@ def open_segment(address: str) -> mmap.mmap:
     """Map another process's segment; ``FileNotFoundError`` if that process has ended or stopped sharing it."""
     pid, descriptor, inode = address.split(":")
     path = f"/proc/{pid}/fd/{descriptor}"
-    # The number may belong to another file by now, and opening, say, a pipe could block.
+    # The descriptor may belong to another file by now, and opening a pipe, for example, could block.
     if os.stat(path).st_ino != int(inode):
         raise FileNotFoundError(errno.ENOENT, "the segment is no longer shared", path)
     mine = os.open(path, os.O_RDWR)
@@ -71,7 +71,7 @@ def open_segment(address: str) -> mmap.mmap:
 
 
 def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """With all its pages at once: otherwise each costs the one who touches it first a fault, amid a step."""
+    """Map all pages now; otherwise the first access to each page would cost a fault during a step."""
     return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -81,4 +81,4 @@ def _anonymous_file() -> int:
     except OSError as error:
         if error.errno not in _NO_ANONYMOUS_FILES:
             raise
-    return os.memfd_create("tp_engine", os.MFD_CLOEXEC)  # a kernel or container without it: not a tmpfs
+    return os.memfd_create("tp_engine", os.MFD_CLOEXEC)  # on a kernel or container without O_TMPFILE in /dev/shm

@@ -1,8 +1,8 @@
 """Process-shared POSIX semaphores that live inside a shared-memory segment.
 
 ``sem_post`` and a successful wait synchronise memory between processes (POSIX.1-2017, 4.12), on every architecture:
-what a process wrote before its post is seen by the process whose wait that post satisfied.  That is the guarantee
-that plain bytes in shared memory do not give.  A waiter is blocked in the kernel and costs no CPU.
+what a process wrote before its post is seen by the process whose wait that post satisfied.  Plain bytes in shared
+memory do not give that guarantee.  A waiter is blocked in the kernel and costs no CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEMAPHORE_BYTES = 64
 
 _SPIN_S = 20e-6
 
-# PyDLL keeps the GIL for the calls that never block (a tenth of the cost); CDLL releases it for the one that does.
+# PyDLL holds the GIL in calls that never block, at a tenth of the cost; CDLL releases it in the call that blocks.
 _quick = ctypes.PyDLL(None, use_errno=True)
 _blocking = ctypes.CDLL(None, use_errno=True)
 
@@ -36,7 +36,7 @@ if _HAS_CLOCKWAIT := hasattr(_blocking, "sem_clockwait"):
 
 
 def default_spin_s(num_ranks: int) -> float:
-    """How long a wait may spin before it blocks: 20 microseconds, or nothing where ranks must share the cores."""
+    """How long a wait spins before it blocks: 20 microseconds, or 0 if there are fewer cores than ranks."""
     return _SPIN_S if len(os.sched_getaffinity(0)) >= num_ranks else 0.0
 
 
@@ -55,7 +55,7 @@ class Semaphore:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
     def initialise(self, value: int) -> None:
-        """Start life with ``value``; called once, by the creator, before anybody else knows of the segment."""
+        """Set the initial ``value``; the creator calls this once, before another process maps the segment."""
         if _quick.sem_init(self._address, 1, value) != 0:
             raise _fail("sem_init")
 
@@ -65,7 +65,7 @@ class Semaphore:
             raise _fail("sem_post")
 
     def try_wait(self) -> bool:
-        """Take one if there is one now."""
+        """Take one if the value is positive; never blocks."""
         while _quick.sem_trywait(self._address) != 0:
             if (code := ctypes.get_errno()) == errno.EAGAIN:
                 return False
@@ -74,9 +74,9 @@ class Semaphore:
         return True
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Take one; False if there was none within ``timeout_s``.  Spins for ``spin_s`` at most, then blocks.
+        """Take one; False if none came within ``timeout_s``.  Spins for ``spin_s`` at most, then blocks.
 
-        A signal does not shorten the wait, but its Python handler runs at once and may raise out of it.
+        A signal does not shorten the wait, but its Python handler runs at once and may raise.
         """
         if self.try_wait():
             return True
@@ -90,7 +90,7 @@ class Semaphore:
         return self._block(deadline)
 
     def _block(self, deadline: float) -> bool:
-        """Block until ``deadline`` (time.monotonic() seconds); the clock of ``sem_timedwait`` is the wall's."""
+        """Block until ``deadline`` (time.monotonic() seconds); ``sem_timedwait`` uses the wall clock."""
         if not _HAS_CLOCKWAIT:
             deadline += time.time() - time.monotonic()
         until = _Timespec(int(deadline), int(deadline % 1.0 * 1e9))

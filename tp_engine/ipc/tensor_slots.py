@@ -4,7 +4,7 @@
 
     offset                                                                                 (N ranks, sizes in bytes)
     0          | magic u64 | num_ranks u32 | slot_bytes u32 | pad to 64 |
-    64         | 0 to 0 | 0 to 1 | ... | 1 to 0 | ... | N-1 to N-1 |   N x N semaphores of 64: who posts, who waits
+    64         | 0 to 0 | 0 to 1 | ... | 1 to 0 | ... | N-1 to N-1 |   N x N semaphores of 64: poster to waiter
     64 + 64 NN, | rank 0, even | rank 0, odd | rank 1, even | ... |    2 N slots of slot_bytes
     to 4096    | results |                                             one more
 
@@ -14,14 +14,15 @@ Rank r's part of piece ``k`` (0, 1, 2, ... over all collectives; counted private
 * Two-shot: the same, but read only the own share of all slots and write its sum to the same place of ``results``;
   post;  wait;  read all of ``results``.
 
-Why this is right, on x86-64 and on ARM alike.  A rank posts for piece ``k`` after it has done with piece ``k - 1``.
+This is correct on x86-64 and on ARM.  A rank posts for piece ``k`` after it has finished piece ``k - 1``.
 
 *No early reading.*  A slot, and a share of ``results``, is written before its writer's post and read after the wait
-which that post satisfied; the n-th wait takes the n-th post, as all ranks cut the same tensors into the same pieces.
-*No overwriting.*  A rank that writes its slot for piece ``k`` has waited for every other's post for piece ``k - 1``, so
-they have done with piece ``k - 2``, the last one in this slot.  One that writes to ``results`` for piece ``k`` has
-waited for every other's first post for ``k``, so they have done with ``k - 1``.
-*Visibility.*  POSIX makes whatever precedes a post visible after the wait that it satisfies.
+that this post satisfied; the n-th wait takes the n-th post, because all ranks cut the same tensors into the same
+pieces.
+*No overwriting.*  A rank that writes its slot for piece ``k`` has waited for the posts of all others for piece
+``k - 1``, so they have finished piece ``k - 2``, the last one in this slot.  A rank that writes to ``results`` for
+piece ``k`` has waited for the first posts of all others for ``k``, so they have finished ``k - 1``.
+*Visibility.*  POSIX makes all that precedes a post visible after the wait that the post satisfies.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PAGE = 4096
 
 
 class TensorSlots:
-    """The memory, mapped by this process; make it with ``create`` on one rank and ``attach`` on the others."""
+    """The memory, mapped by this process; one rank calls ``create``, the others ``attach``."""
 
     def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
         magic, num_ranks, slot_bytes = _HEADER.unpack_from(memory)
@@ -52,7 +53,7 @@ class TensorSlots:
 
     @classmethod
     def create(cls, num_ranks: int, slot_bytes: int) -> TensorSlots:
-        """New memory; ``slot_bytes`` is a multiple of 64.  ``RuntimeError`` where /dev/shm is too small."""
+        """New memory; ``slot_bytes`` is a multiple of 64.  ``RuntimeError`` if /dev/shm is too small."""
         assert num_ranks >= 2 and slot_bytes > 0 and slot_bytes % 64 == 0, f"{num_ranks} ranks, {slot_bytes} bytes"
         segment = create_segment(_slots_offset(num_ranks) + (2 * num_ranks + 1) * slot_bytes)
         _HEADER.pack_into(segment.memory, 0, _MAGIC, num_ranks, slot_bytes)
@@ -64,46 +65,46 @@ class TensorSlots:
 
     @classmethod
     def attach(cls, address: str) -> TensorSlots:
-        """Another rank's; ``FileNotFoundError`` if that rank has ended or stopped sharing it."""
+        """The memory that another rank created; ``FileNotFoundError`` if that rank has ended or stopped sharing it."""
         return cls(open_segment(address))
 
     @property
     def address(self) -> str:
-        """For ``attach``; its creator's only."""
+        """The argument of ``attach``; only its creator has it."""
         assert self._segment is not None, "another rank created this memory"
         return self._segment.address
 
     def stop_sharing(self) -> None:
-        """Nobody can attach any more; those who have keep it."""
+        """No further process can attach; existing mappings stay."""
         if self._segment is not None:
             self._segment.stop_sharing()
 
     @property
     def base(self) -> int:
-        """Where the memory lies in this process; it stays there as long as ``memory`` lives."""
+        """The address of the memory in this process, valid as long as ``memory`` lives."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     @property
     def semaphores_offset(self) -> int:
-        """Of the first semaphore."""
+        """The offset of the first semaphore."""
         return _FIRST_SEMAPHORE
 
     @property
     def slots_offset(self) -> int:
-        """Of rank 0's even slot."""
+        """The offset of rank 0's even slot."""
         return _slots_offset(self.num_ranks)
 
     def slot_offset(self, rank: int, piece: int) -> int:
-        """Of the slot for ``rank``'s part of ``piece``."""
+        """The offset of the slot for ``rank``'s part of ``piece``."""
         return self.slots_offset + (2 * rank + piece % 2) * self.slot_bytes
 
     @property
     def results_offset(self) -> int:
-        """Of the results, as large as a slot."""
+        """The offset of the results, which are as large as a slot."""
         return self.slots_offset + 2 * self.num_ranks * self.slot_bytes
 
     def semaphore(self, sender: int, receiver: int) -> Semaphore:
-        """The one that ``sender`` posts and ``receiver`` waits for."""
+        """The semaphore that ``sender`` posts and ``receiver`` waits for."""
         index = sender * self.num_ranks + receiver
         return Semaphore(self.memory, _FIRST_SEMAPHORE + index * SEMAPHORE_BYTES)
 

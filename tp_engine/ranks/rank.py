@@ -1,4 +1,4 @@
-"""A step of the start that all ranks do, or none."""
+"""A rank's place among the others, and steps of the start that all ranks take or none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Protocol, TypeVar
 
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
+
+logger = get_logger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +27,6 @@ class RankInfo:
     def is_first(self) -> bool:
         """Rank 0 schedules and samples."""
         return self.rank == 0
-
-
-logger = get_logger(__name__)
-
-Result = TypeVar("Result")
 
 
 class Agreeing(Protocol):

@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 _SPIN_S = 100e-6
 _BLOCK_S = 0.05
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def with_shared_memory(
     library: Communicator,
@@ -126,9 +128,6 @@ def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -
     if wrong:
         raise RuntimeError(wrong[0])
     return num_results
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Exchange(Protocol):

@@ -24,6 +24,8 @@ from tp_engine.ranks.reduce_plan import ALIGNMENT, Machine, Method, ReducePlan, 
 
 logger = get_logger(__name__)
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
 
 def with_symmetric_memory(
     library: Communicator,
@@ -57,9 +59,6 @@ def with_symmetric_memory(
     if host.info.is_first:
         logger.info("all-reduces of up to %d bytes use symmetric memory: %s", plan.buffer_bytes, plan)
     return made
-
-
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class SymmetricBuffer(Protocol):
