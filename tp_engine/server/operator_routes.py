@@ -33,7 +33,7 @@ class AbortBody(BaseModel):
 
 
 def add_operator_routes(app: FastAPI, state: ServerState) -> None:
-    """``/live``, ``/health``, ``/ping``, ``/ready``, ``/version``, ``/load``, ``/metrics``; ``/abort`` and other actions."""
+    """Health (``/health``, ``/load``, ...), ``/metrics``, and actions (``/abort``, ``/start_profile``, ...)."""
     _add_status(app, state)
     _add_metrics(app, state)
     _add_control(app, state)
