@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from tests.repeating_recorder import RepeatingRecorder
 from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
@@ -25,7 +26,6 @@ from tp_engine.sampling.sampler import KernelSampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_capture import GraphPlan
-from tp_engine.worker.graph_recorder import RepeatingRecorder
 
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [7] * 17, [3]]
 NUM_TOKENS = (12, 3, 5, 4)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from tests.repeating_recorder import RepeatingRecorder
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT
@@ -18,7 +19,6 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.graph_capture import GraphPlan
-from tp_engine.worker.graph_recorder import RepeatingRecorder
 
 RECORDED = GraphPlan(sizes=(1, 2), make_recorder=RepeatingRecorder)
 PARAMS = [

@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 
+from tests.repeating_recorder import RepeatingRecorder
 from tp_engine.errors import ConfigError
-from tp_engine.worker.capture_sizes import capture_sizes
-from tp_engine.worker.decode_graphs import DecodeGraphs
-from tp_engine.worker.graph_recorder import RepeatingRecorder
-from tp_engine.worker.readback import Readback
+from tp_engine.worker.captured_decodes import DecodeGraphs
+from tp_engine.worker.graph_capture import capture_sizes
+from tp_engine.worker.model_runner import Readback
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.repeating_recorder import RepeatingRecorder
 from tp_engine import kv_layout
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.native_backend import NativeBackend
@@ -25,12 +26,11 @@ from tp_engine.ranks.collectives import SingleRank
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
-from tp_engine.worker.graph_recorder import RepeatingRecorder
 from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.input_digest import digest_inputs
 from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.warm_up import warm_up
+from tp_engine.worker.step_inputs import digest_inputs
+from tp_engine.worker.trial_steps import warm_up
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 4, 256, 4, 400

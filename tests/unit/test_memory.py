@@ -11,20 +11,18 @@ import torch
 
 from tests.unit.memory_cases import FakeDevice, on_ranks
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
+from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_block_bytes, kv_cache_lines, lay_out
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape
-from tp_engine.worker.memory import MemoryProfiler, choose_blocks, log_memory, settle_blocks
-from tp_engine.worker.memory_agreement import AgreementGroup
+from tp_engine.worker.memory import AgreementGroup, MemoryMeter, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
     compute_ledger,
-    kv_block_bytes,
+    ledger_json,
+    ledger_table,
     requested_bytes,
-    single_snapshot_available,
 )
-from tp_engine.worker.memory_report import ledger_json, ledger_table
 
 SHAPE = KvCacheShape(layers_per_block=4, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 ONE_GROUP = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 4)
@@ -65,6 +63,11 @@ def test_block_bytes_with_scales() -> None:
     assert scaled == plain + 128
 
 
+def single_snapshot_available(*, total: int, utilization: float, used: int, peak: int, current: int) -> int:
+    """nano-vllm's formula; ``used`` is the whole device's, ``peak`` and ``current`` are torch's."""
+    return int(total * utilization) - used - peak + current
+
+
 def test_single_snapshot_formula() -> None:
     """GOLDEN A5: 17 G and 621 blocks of 28 MiB come out with binary G (with 10**9 it would be 579 blocks)."""
     available = single_snapshot_available(
@@ -95,7 +98,7 @@ def test_lines_on_the_cache() -> None:
 
 def profile(device: FakeDevice, *, utilization: float = 0.9, meanwhile: int = 0, trial: int = 0) -> MemoryLedger:
     """16 GiB of weights, 3 GiB of activations, 1 GiB of non-torch; the co-tenant changes by ``meanwhile`` per phase."""
-    profiler = MemoryProfiler(device, utilization=utilization)
+    profiler = MemoryMeter(device, utilization=utilization)
     device.allocate(20 * GIB)  # a checkpoint needs more while it loads than when it is loaded
     device.allocate(-4 * GIB)
     device.co_tenant += meanwhile
@@ -144,8 +147,8 @@ def test_requesting_more_than_is_free() -> None:
     device = FakeDevice()
     device.co_tenant = 20 * GIB
     with pytest.raises(MemoryBudgetError, match=r"72\.00 GiB of the device's 80\.00 GiB.*59\.50 GiB.*at most 0\.74"):
-        MemoryProfiler(device, utilization=0.9)
-    assert MemoryProfiler(device, utilization=0.74)
+        MemoryMeter(device, utilization=0.9)
+    assert MemoryMeter(device, utilization=0.74)
 
 
 def test_a_shared_host_gives_the_share_of_what_is_free() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.memory_cases import SimulatedGroup, on_ranks
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.worker.memory_agreement import Agreement, agree_on_blocks
+from tp_engine.worker.memory import Agreement, agree_on_blocks
 
 
 def agree(locals_: Sequence[int | Exception]) -> list[Any]:

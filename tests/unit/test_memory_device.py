@@ -13,7 +13,7 @@ import torch
 from tests.unit.memory_cases import FakeDevice
 from tp_engine.device_map import DeviceMap
 from tp_engine.units import MIB
-from tp_engine.worker import device, nvml
+from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
 from tp_engine.worker.host_memory import HostMemory, host_memory, process_memory, reset_peak
 from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache
@@ -109,7 +109,7 @@ def test_make_device() -> None:
 
 def test_a_driver_that_says_nothing() -> None:
     """Without the library, or for a GPU that it does not know, there is no figure."""
-    assert nvml.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
+    assert device.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
 
 
 class FakeDriver:
@@ -142,9 +142,9 @@ def test_own_bytes_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, processes: list[tuple[int, int]], expected: int | None
 ) -> None:
     """Oracle: the fake driver's list; a driver that does not list us, or has no figure, gives None."""
-    monkeypatch.setattr(nvml, "_library", lambda: FakeDriver(processes))
-    assert nvml.process_bytes("1234") == nvml.process_bytes("GPU-1234") == expected
-    assert nvml.process_bytes("5678") is None
+    monkeypatch.setattr(device, "_library", lambda: FakeDriver(processes))
+    assert device.process_bytes("1234") == device.process_bytes("GPU-1234") == expected
+    assert device.process_bytes("5678") is None
 
 
 @pytest.mark.parametrize(("own", "num_sharing", "non_torch"), [(12, 1, 2), (None, 1, 20), (12, 2, 2), (None, 2, 5)])

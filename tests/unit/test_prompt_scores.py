@@ -20,8 +20,8 @@ from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import logprobs
 from tp_engine.worker import model_runner, prompt_scores
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.largest_step import run_largest_step
 from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_prompt
+from tp_engine.worker.trial_steps import run_largest_step
 
 Checkpoint = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_the_largest_step_scores_as_much_as_any_step(
         widths.append((logits.shape[1], k))
         return score_chunk(logits, token_ids, k)
 
-    monkeypatch.setattr("tp_engine.worker.largest_step.empty_scores", watched_empty)
+    monkeypatch.setattr("tp_engine.worker.trial_steps.empty_scores", watched_empty)
     monkeypatch.setattr(logprobs, "_chunk_logprobs", watched_chunk)
     on_ranks(
         checkpoint("qwen3", vocab_size=101),

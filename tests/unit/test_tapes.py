@@ -41,8 +41,7 @@ from tp_engine.weights.loader import load_weights
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
-from tp_engine.worker.tape_memory import TapeMemory
-from tp_engine.worker.tape_recorder import TapeRecorder, TapeRecording
+from tp_engine.worker.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 
 LIBRARY = native_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can not be built here")

@@ -13,7 +13,7 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.plan import StepPlan
 from tp_engine.worker import worker
-from tp_engine.worker.warm_up import warm_up, warms_up
+from tp_engine.worker.trial_steps import warm_up, warms_up
 
 Checkpoint = Callable[..., Path]
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32, "max_num_seqs": 3}

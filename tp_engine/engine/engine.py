@@ -161,7 +161,7 @@ class Engine:
             plan = StepPlan(step_id=self._scheduler.skip_step(), control=control)
             self._publish(plan)
             self._recorder.begin(plan.step_id)
-            self._worker.profile(control)
+            self._worker.trace(control)
             self._recorder.done(plan.step_id)
             self._job.wait_step(plan.step_id, timeout_s=_TRACE_S)
         except BaseException as error:

@@ -98,7 +98,7 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
             return
         recorder.begin(plan.step_id)
         if plan.control & PROFILE_ORDERS:
-            worker.profile(plan.control)
+            worker.trace(plan.control)
         else:
             worker.execute(plan)
         recorder.launched(plan.step_id)

@@ -1,21 +1,28 @@
-"""Whether the ranks' all-reduces shall go through memory that they share: the option, and what the devices can do."""
+"""Whether the ranks' all-reduces go through memory that they share, and the phase of the start that sets it up."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices
 from tp_engine.errors import ConfigError
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import FUSION_CAPABILITY, Machine, why_not
 from tp_engine.ranks.symmetric_memory import probe_machine
+
+if TYPE_CHECKING:
+    from tp_engine.worker.effective_config import EffectiveConfig
 
 CPU_CHOICES = ("gloo", "shm")
 
 
 def shares_host_memory(config: EngineConfig, info: RankInfo) -> bool:
-    """Whether ranks on CPUs shall try it; ``ConfigError`` where they are asked to, but are on several hosts."""
+    """Whether ranks on CPUs try shared memory; ``ConfigError`` if it is asked for, but they are on several hosts."""
     if config.device != "cpu" or info.world_size == 1 or config.all_reduce == "gloo":
         return False
     is_one_host = info.local_world_size == info.world_size
@@ -35,10 +42,10 @@ def probe_devices(config: EngineConfig) -> Machine | None:
 
 
 def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool:
-    """Whether it shall be tried; ``ConfigError`` where ``all_reduce`` names what these ranks can not do.
+    """Whether GPUs try symmetric memory; ``ConfigError`` if ``all_reduce`` asks for what these ranks can not do.
 
-    ``config`` has no ``auto`` as device and dtype.  Ranks that share a GPU run in turns, and would wait for each other
-    in kernels for a turn's length: for them it is never chosen, only obeyed.
+    ``config`` has no ``auto`` as device and dtype.  Ranks that share a GPU run in turns, and their kernels would wait
+    for each other for a whole turn: they use it only if it is asked for.
     """
     asked, is_shared = config.all_reduce, parse_devices(config.devices, config.tensor_parallel_size).is_shared
     if config.device == "cpu" and asked in ("nccl", "symm_mem"):
@@ -73,3 +80,34 @@ def _check_fusion(config: EngineConfig, machine: Machine, is_used: bool, obstacl
         why = obstacle or f"all_reduce is {config.all_reduce!r} and devices is {config.devices!r}"
         obstacle = f"needs symmetric memory, but {why}"
     raise ConfigError(f"fuse_all_reduce_norm {obstacle}; leave it out")
+
+
+def share_memory(
+    effective: EffectiveConfig,
+    groups: RankGroups,
+    run_phase: Callable[[str, Callable[[], None]], None],
+    device: torch.device,
+) -> None:
+    """Let ``groups`` all-reduce through shared memory if enabled and possible; a collective.
+
+    GPUs map each other's memory, ranks on CPUs map memory of their host.  Call it between the first snapshot and the
+    last, so that the ledger counts the buffers.
+    """
+    config = effective.config
+    if shares_host_memory(config, groups.info):
+        is_required = config.all_reduce == "shm"
+        run_phase("sharing memory", lambda: groups.use_shared_memory(is_required=is_required))
+    machine = probe_devices(config)
+    if machine is None or not uses_symmetric_memory(config, machine):
+        return
+    run_phase(
+        "sharing memory between GPUs",
+        lambda: groups.use_symmetric_memory(
+            machine,
+            device,
+            largest_bytes=config.max_num_batched_tokens * effective.model.hidden_size * effective.dtype.itemsize,
+            shares_devices=effective.device_map.is_shared,
+            is_required=config.all_reduce == "symm_mem",
+            fuses_norm=config.fuse_all_reduce_norm,
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Decode steps from recordings: the device makes its inputs, runs the model and, for most rows, samples.
+"""Decode steps from recordings: the device makes its inputs, runs the model and, for most steps, samples.
 
 ::
 
@@ -6,17 +6,22 @@
     device    | rows' tables -> inputs -> model |  plain, ranked: logits, sampling, into the tables |   recorded
                                                 |  others: logits, the sampler's launches, into the tables   launched
 
-What follows the model depends on the rows, so it is a recording of its own, in two kinds: *plain*, where every row is
-greedy or samples by temperature alone, and *ranked*, where some have top_k or top_p.  Other steps launch their sampler
-behind the recorded forward pass: penalties, whose counts are allocated for the first row that has some; min_p alone,
-which is rare; and what no kernel samples.  On a CPU (``tape_recorder``) the only kind is greedy.  Logits are the
-largest tensor of all and live only within the second part, so that all sizes share their room.
+What follows the model depends on the rows, so it is a recording of its own, of one of two kinds: *plain*, if every row
+is greedy or samples by temperature alone, and *ranked*, if some have top_k or top_p.  Other steps launch their sampler
+behind the recorded forward pass: those with penalties, whose counts are allocated for the first row that has some; with
+min_p alone, which is rare; and those that no kernel samples.  On a CPU the only kind is greedy.  Logits are the largest
+tensor and live only within the second part, so that all sizes share their memory.
+
+A recorded step reads its inputs from, and leaves its outputs in, the tensors that it used when it was recorded.
+``CudaRecorder`` makes CUDA graphs; ``tape_recorder`` makes tapes, which do the same for CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -28,12 +33,12 @@ from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import RecordedSampler
 from tp_engine.worker.decode_batch import DecodeBatch
-from tp_engine.worker.decode_graphs import DecodeGraphs
-from tp_engine.worker.graph_recorder import Recorder
+
+Step: TypeAlias = Callable[[], torch.Tensor]
 
 
 class CapturedDecodes:
-    """Records decode steps of each of ``sizes`` (rising) rows when it is made, on all ranks in the same order."""
+    """Recorded decode steps of each of ``sizes`` (rising) rows; made on all ranks in the same order."""
 
     def __init__(
         self,
@@ -66,8 +71,8 @@ class CapturedDecodes:
     def run(self, rows: IntArray, positions: IntArray, epoch: int = 0) -> tuple[torch.Tensor, LogprobTensors | None]:
         """Decode ``rows`` (n,), whose next tokens have ``positions`` (n,); ``epoch`` is ``StepPlan.rows_epoch``.
 
-        Token ids (n,) int32, to be read before the next step is launched or copied behind this one; rank 0's
-        log-probabilities, if any row asks for them.  The rows' tables on the device have the tokens already.
+        Returns token ids (n,) int32, to be read before the next step is launched or copied behind this one, and rank
+        0's log-probabilities, if any row asks for them.  The rows' tables on the device contain the tokens already.
         """
         num_rows = len(rows)
         self._decodes.set_rows(rows, self._forward.padded_size(num_rows), epoch)
@@ -81,7 +86,7 @@ class CapturedDecodes:
         return tokens, logprobs
 
     def _run_model(self, size: int) -> torch.Tensor:
-        """Hidden states (size, hidden); those of padding rows mean nothing."""
+        """Hidden states (size, hidden); those of padding rows are arbitrary."""
         inputs = self._decodes.prepare(size)
         metadata = self._decodes.metadata(inputs, self._decodes.recorded_seq_lens(inputs))
         prepare_groups(self._backends, metadata)
@@ -96,3 +101,88 @@ class CapturedDecodes:
         tokens = self._sampler.sample_recorded(kind, logits, inputs.rows, inputs.positions)
         self._decodes.advance(size, tokens)
         return tokens
+
+
+class DecodeGraphs:
+    """One recording per size of ``sizes`` (rising); a batch runs in the smallest that holds it.
+
+    ``step(size)`` runs a decode step of ``size`` rows, padding included, from inputs at a fixed place, and returns its
+    output, whose first dimension is ``size``.
+    """
+
+    def __init__(self, sizes: Sequence[int], recorder: Recorder, step: Callable[[int], torch.Tensor]) -> None:
+        self._sizes = list(sizes)
+        self._recordings: dict[int, Recording] = {}
+        for size in reversed(self._sizes):
+            self._recordings[size] = recorder.record(partial(step, size))
+
+    def close(self) -> None:
+        """Destroy the recordings, with their device memory and collectives."""
+        self._recordings.clear()
+
+    @property
+    def largest(self) -> int:
+        """The most rows that a recorded step holds."""
+        return self._sizes[-1]
+
+    def padded_size(self, num_rows: int) -> int:
+        """The size of the recording that ``num_rows`` rows run in."""
+        assert 0 < num_rows <= self.largest
+        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def output(self, size: int) -> torch.Tensor:
+        """The last output of the step of ``size`` rows."""
+        return self._recordings[size].output
+
+    def is_settled(self, num_rows: int) -> bool:
+        """Whether the output of the step for ``num_rows`` rows is always at the same place."""
+        return self._recordings[self.padded_size(num_rows)].is_settled
+
+    def run(self, num_rows: int) -> torch.Tensor:
+        """Run the step, whose inputs are in place; the first ``num_rows`` rows of its output."""
+        size = self.padded_size(num_rows)
+        output = self._recordings[size].run()
+        return output if size == num_rows else output[:num_rows]
+
+
+class Recording(Protocol):
+    """A recorded step.  ``output`` is its last output; if it ``is_settled``, always the same tensor."""
+
+    output: torch.Tensor
+    is_settled: bool
+
+    def run(self) -> torch.Tensor:
+        """Run the step; returns its output tensor, which the next run overwrites."""
+
+
+class Recorder(Protocol):
+    """Makes recordings."""
+
+    def record(self, step: Step) -> Recording:
+        """Record ``step``.  It may run once before, for one-time work, and allocates only what it returns."""
+
+
+class _CudaRecording:
+    is_settled = True
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor) -> None:
+        self._graph = graph
+        self.output = output
+
+    def run(self) -> torch.Tensor:
+        self._graph.replay()
+        return self.output
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: record the largest first, the smaller ones then reuse its memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Step) -> Recording:
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = step()
+        return _CudaRecording(graph, output)

@@ -1,4 +1,4 @@
-"""Inputs of decodes, which the device makes from its rows: the host says which rows, when they change."""
+"""Inputs of decodes, which the device makes from its tables; the host sends the rows when they change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillInputs:
-    """Inputs of a step of N tokens whose P prefills are filled in; the decodes before them are not.
+    """Inputs of a step of N tokens in which the P prefills are filled in, but not the decodes before them.
 
     ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone ``rows``
     (P,) int64 and ``seq_lens`` (P,) int32.
@@ -34,10 +34,10 @@ class PrefillInputs:
 
 
 class DecodeBatch:
-    """Inputs of decodes of up to ``max_requests`` rows of ``tables``; of steps that only decode, always at one place.
+    """Inputs of decodes of up to ``max_requests`` rows of ``tables``; steps that only decode find them at one place.
 
-    ``set_rows`` is the host's part of a step.  ``prepare`` and ``advance`` are the device's: what they launch depends
-    on ``size`` alone, so a CUDA graph may hold them and what lies between.
+    ``set_rows`` is the host's part of a step, ``prepare`` and ``advance`` are the device's: their launches depend only
+    on ``size``, so a CUDA graph may hold them and what lies between.
     """
 
     def __init__(self, tables: RowTables, max_requests: int) -> None:
@@ -110,7 +110,7 @@ class DecodeBatch:
         self._advance(self._tables, self.inputs(size), sampled)
 
     def recorded_seq_lens(self, inputs: DecodeInputs) -> IntArray:
-        """The lengths as the host knows them while a step is recorded: zeros; on a CPU they are the device's own."""
+        """The host's lengths while a step is recorded: on a CPU the device's own, else zeros."""
         if inputs.seq_lens.device.type == "cpu":
             lengths: IntArray = inputs.seq_lens.numpy()
             return lengths
@@ -126,7 +126,7 @@ class DecodeBatch:
         return views
 
     def metadata(self, inputs: DecodeInputs, host_seq_lens: IntArray) -> tuple[AttentionMetadata, ...]:
-        """What each group's attention sees of ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""
+        """Each group's metadata for ``inputs``; ``host_seq_lens`` (size,) int32 are 0 for padding."""
         size = len(host_seq_lens)
         is_padded = bool(size and host_seq_lens.min() == 0)
         return tuple(

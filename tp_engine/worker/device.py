@@ -1,7 +1,9 @@
-"""The device interface: what the engine asks of a GPU or of a CPU beyond running tensor operations."""
+"""The device interface: what the engine needs from a GPU or a CPU beyond tensor operations."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +12,10 @@ import torch
 
 from tp_engine.device_map import DeviceMap
 from tp_engine.worker.host_memory import host_memory, process_memory, reset_peak
-from tp_engine.worker.nvml import process_bytes
+
+_SUCCESS = 0
+_MAX_PROCESSES = 1024
+_NOT_AVAILABLE = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +23,7 @@ class MemorySnapshot:
     """Device memory at one moment, in bytes.
 
     ``torch_allocated``, ``torch_reserved`` and ``torch_peak`` (of allocated, since ``reset_peak``) are this process's;
-    so is ``non_torch``: context, NCCL buffers, kernels.  ``free`` is what is left by all processes together.
+    so is ``non_torch``: context, NCCL buffers, kernels.  ``free`` is what all processes together leave.
     """
 
     total: int
@@ -39,25 +44,25 @@ class Device(Protocol):
         """Memory now, after all launched work."""
 
     def reset_peak(self) -> None:
-        """Let ``torch_peak`` begin anew."""
+        """Restart ``torch_peak``."""
 
     def synchronize(self) -> None:
         """Wait for all launched work."""
 
     def empty_cache(self) -> None:
-        """Give memory that torch holds but does not use back to the device."""
+        """Return memory that torch holds but does not use to the device."""
 
     def set_current(self) -> None:
         """Make this the device of the calling thread, and let torch use this rank's share of the host's cores."""
 
 
 class CudaDevice:
-    """The GPU ``index``, or an equal share of its memory where ``num_sharing`` ranks run on it.
+    """The GPU ``index``, or an equal share of its memory if ``num_sharing`` ranks run on it.
 
-    ``non_torch`` counts this process alone where the driver tells how much each process uses.  Where it does not (in
-    some containers), it counts all that torch does not hold on the GPU, and a change by another process while this one
-    profiles is taken for ours; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.  Ranks that share
-    the GPU are alike, so each is then charged an equal part of what is used.
+    ``non_torch`` counts this process only, if the driver reports the memory of each process.  If not (in some
+    containers), it counts all memory of the GPU that torch does not hold, so a change by another process during the
+    measurement counts as this one's; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.  Ranks that
+    share the GPU are alike, so each then counts an equal part.
     """
 
     type = "cuda"
@@ -99,7 +104,7 @@ class CpuDevice:
     """This rank's equal share of the host's memory, or of its container's.
 
     Torch does not count its allocations on CPU, so the process's resident memory stands for ``torch_allocated`` and
-    ``torch_reserved``, its high-water mark for ``torch_peak``, and ``non_torch`` is 0: everything is in the former.
+    ``torch_reserved``, its high-water mark for ``torch_peak``, and ``non_torch`` is 0.
     """
 
     type = "cpu"
@@ -123,7 +128,7 @@ class CpuDevice:
         reset_peak()
 
     def synchronize(self) -> None:
-        """Nothing runs behind the caller's back."""
+        """Operations on a CPU have ended when they return."""
 
     def empty_cache(self) -> None:
         """Torch holds no cache on CPU."""
@@ -140,9 +145,50 @@ def make_device(device_type: str, devices: DeviceMap, *, local_rank: int, local_
 
 
 def _share_cores(local_world_size: int) -> None:
-    """Several ranks of one host with as many threads as it has cores would take them from each other.
+    """Give each of several ranks of a host an equal share of its cores as threads.
 
-    A lone rank keeps the threads that its user chose; for several, torchrun has chosen one, whatever the host.
+    A single rank keeps the number that its user chose; for several, torchrun would have set one thread each.
     """
     if local_world_size > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+
+
+class _ProcessInfo(ctypes.Structure):
+    """nvmlProcessInfo_t of nvmlDeviceGetComputeRunningProcesses_v3."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used_bytes", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == _SUCCESS else None
+
+
+def process_bytes(uuid: str) -> int | None:
+    """Bytes that this process uses on the GPU ``uuid``, from the driver's library (NVML); None if it does not say.
+
+    ``torch.cuda.mem_get_info`` tells only what all processes use together.
+
+    In a container with its own process ids the driver lists the host's ids or none, so it does not find this process.
+    """
+    library = _library()
+    if library is None:
+        return None
+    handle = ctypes.c_void_p()
+    name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    if library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != _SUCCESS:
+        return None
+    count, found = ctypes.c_uint(_MAX_PROCESSES), (_ProcessInfo * _MAX_PROCESSES)()
+    if library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) != _SUCCESS:
+        return None
+    own = [info.used_bytes for info in found[: count.value] if info.pid == os.getpid()]
+    return own[0] if own and own[0] != _NOT_AVAILABLE else None

@@ -1,4 +1,4 @@
-"""The configuration with nothing left open: every ``auto`` resolved, everything checked that needs no device."""
+"""The complete configuration: every ``auto`` resolved, everything checked that needs no device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tp_engine.layers.formats import check_quantization
 from tp_engine.model_config import check_tensor_parallel, load_model_config, resolve_max_model_len
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
-from tp_engine.worker.capture_sizes import capture_sizes
+from tp_engine.worker.graph_capture import capture_sizes
 from tp_engine.worker.profiling import parse_steps
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
@@ -43,7 +43,7 @@ class EffectiveConfig:
 
     @property
     def device_map(self) -> DeviceMap:
-        """Which GPU each rank uses, where ``device`` is cuda."""
+        """Which GPU each rank uses, if ``device`` is cuda."""
         return parse_devices(self.config.devices, self.config.tensor_parallel_size)
 
     @property
@@ -85,11 +85,11 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),
     )
-    capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # refuses what it can not take
-    parse_steps(config.profile_steps)  # likewise
+    capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
+    parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model)
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
-    uses_symmetric_memory(effective, probe_devices(effective))  # refuses what can not be
+    uses_symmetric_memory(effective, probe_devices(effective))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path)
 
@@ -111,7 +111,7 @@ def _attention_needs(config: EngineConfig, model: ModelSpec) -> AttentionNeeds:
 
 
 def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] | None) -> None:
-    """Refuse what a GPU of this compute capability can not compute with or convert to."""
+    """Raise ``ConfigError`` for types that a GPU of this compute capability lacks."""
     if capability is None:
         return
     own = f"{capability[0]}.{capability[1]}"

@@ -1,4 +1,4 @@
-"""Whether decode steps are recorded, for which sizes, and what the recordings will cost."""
+"""Whether decode steps are recorded, for which batch sizes, and how much memory the recordings take."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from dataclasses import dataclass
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import has_triton
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.ranks.collectives import Communicator
-from tp_engine.worker.capture_sizes import capture_sizes
+from tp_engine.worker.captured_decodes import CudaRecorder, Recorder
 from tp_engine.worker.device import Device
-from tp_engine.worker.graph_recorder import CudaRecorder, Recorder
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.tape_recorder import TapeRecorder
 
 logger = get_logger(__name__)
 
-# With more rows, what a tape saves is a small part of a step.
+# With more rows, a tape saves only a small part of a step.
 _MAX_TAPE_ROWS = 64
+# The usual batch sizes of CUDA graphs.
+_SMALLEST = (1, 2, 4)
+_FINE_STEP, _FINE_UP_TO, _COARSE_STEP = 8, 256, 16
+_LARGEST = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +40,9 @@ class GraphPlan:
 def graph_plan(
     config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
 ) -> GraphPlan | None:
-    """What to record, the same on every rank; None where steps are launched one kernel after another.
+    """What to record, the same on every rank; None if steps are launched one kernel after another.
 
-    The reason is logged where CUDA graphs could have been expected.
+    On CUDA the reason is logged.
     """
     if config.enforce_eager:
         return None
@@ -66,7 +70,7 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Com
 def _tape_plan(
     config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
 ) -> GraphPlan | None:
-    """Tapes, one for each number of rows, where all of a step is compiled code."""
+    """One tape for each number of rows, if a step consists of compiled code only."""
     library = native_library()
     if library is None or config.check_inputs or not model.is_recordable:
         return None
@@ -79,7 +83,7 @@ def _tape_plan(
 def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:
     """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes.
 
-    All share one pool, in which the largest leaves room for the others: each further one adds what is its own.
+    All share one pool, in which the smaller ones reuse the largest's memory: each further one adds only its own.
     ``runner`` may have a KV cache of any size, and keeps no recording.  A collective.
     """
     recorder, kept = plan.make_recorder(), []
@@ -98,3 +102,34 @@ def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) ->
 def _held_bytes(device: Device) -> int:
     snapshot = device.snapshot()
     return snapshot.torch_reserved + snapshot.non_torch
+
+
+def capture_sizes(asked: str | None, max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of recorded steps in rising order; a step runs the next larger one, padded.
+
+    ``asked`` is a comma-separated list; None takes 1, 2, 4, then every 8 up to 256 and every 16 up to 512, as far as
+    ``max_num_seqs`` goes, which is always the last unless it is larger: padding then costs at most an eighth or 16
+    rows.  Raises ``ConfigError`` unless ``asked`` is a list of numbers from 1 to ``max_num_seqs``.
+    """
+    if asked is not None:
+        return _parse(asked, max_num_seqs)
+    fine = range(_FINE_STEP, _FINE_UP_TO + 1, _FINE_STEP)
+    coarse = range(_FINE_UP_TO + _COARSE_STEP, _LARGEST + 1, _COARSE_STEP)
+    largest = min(max_num_seqs, _LARGEST)
+    return (*(size for size in (*_SMALLEST, *fine, *coarse) if size < largest), largest)
+
+
+def _parse(asked: str, max_num_seqs: int) -> tuple[int, ...]:
+    try:
+        sizes = sorted({int(part) for part in asked.split(",")})
+    except ValueError as error:
+        raise ConfigError(
+            f"cuda_graph_sizes is {asked!r}; it must be batch sizes separated by commas, such as 1,2,4,8"
+        ) from error
+    if sizes[0] < 1 or sizes[-1] > max_num_seqs:
+        wrong = sizes[0] if sizes[0] < 1 else sizes[-1]
+        raise ConfigError(
+            f"cuda_graph_sizes contains {wrong}; sizes go from 1 to max_num_seqs, which is {max_num_seqs}: leave it "
+            "out, or raise max_num_seqs"
+        )
+    return tuple(sizes)

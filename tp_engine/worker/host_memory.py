@@ -28,7 +28,7 @@ class ProcessMemory:
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """The machine's memory, or the tightest cgroup limit above this process.
 
-    Page cache that the kernel would give back counts as free.  ``root`` is where /proc and /sys are mounted.
+    Page cache that the kernel would reclaim counts as free.  ``root`` is where /proc and /sys are mounted.
     """
     fields = _fields(root / "proc/meminfo")
     total, free = fields["MemTotal"] * _KIB, fields["MemAvailable"] * _KIB
@@ -45,7 +45,7 @@ def process_memory(root: Path = Path("/")) -> ProcessMemory:
 
 
 def reset_peak(root: Path = Path("/")) -> None:
-    """Set the high-water mark to the present; where the kernel forbids it, peaks stay those of the whole life."""
+    """Reset the high-water mark; if the kernel forbids it, peaks remain those since the process began."""
     try:
         (root / "proc/self/clear_refs").write_text("5")
     except OSError:
@@ -53,7 +53,7 @@ def reset_peak(root: Path = Path("/")) -> None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """``Name:  123 kB`` lines as numbers; lines that are no numbers are left out."""
+    """``Name:  123 kB`` lines as numbers; other lines are left out."""
     found: dict[str, int] = {}
     for line in path.read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -81,7 +81,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def _walk(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[tuple[int, int]]:
-    """Limits from ``path`` upwards; in a container the path may be the host's and only the mount itself exist."""
+    """Limits from ``path`` upwards; in a container, ``path`` may be the host's and only the mount itself exist."""
     found = []
     folder = mount / path.lstrip("/")
     for place in (folder, *folder.parents):
@@ -98,7 +98,7 @@ def _walk(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: 
 
 
 def _reclaimable(place: Path, cache_name: str) -> int:
-    """Page cache charged to the cgroup that would be given back first."""
+    """Page cache of the cgroup that the kernel would reclaim first."""
     try:
         rows = (line.split() for line in (place / "memory.stat").read_text().splitlines())
         return next((int(value) for name, value in rows if name == cache_name), 0)

@@ -1,4 +1,4 @@
-"""The persistent batch: what a rank remembers of every row, and the inputs of a step made from it.
+"""The persistent batch: what a rank remembers of every row, and the inputs of a step that follow from it.
 
 Per row, changed only by plans::
 
@@ -7,8 +7,8 @@ Per row, changed only by plans::
     num_computed host and device  tokens whose K/V is in the cache; each side counts decode steps for itself
     num_prompt   host             tokens of the prompt
 
-The inputs of decodes are made by the device from these tables, in every step (decode_batch.py); those of prefills by
-the host.  A step's inputs are the decodes', then the prefills'.  The host never needs the value of a generated token,
+In every step the device makes the inputs of decodes from these tables (decode_batch.py), and the host makes those of
+prefills.  A step's inputs are the decodes', then the prefills'.  The host never needs the value of a generated token,
 so a step can be prepared before the last one has ended.
 """
 
@@ -25,10 +25,8 @@ from tp_engine.kernels.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload
 from tp_engine.plan import PAD_SLOT, Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div
-from tp_engine.worker.batch_layout import BatchLayout, make_layout
 from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
-from tp_engine.worker.mirrored import MirroredTable
-from tp_engine.worker.step_inputs import StepInputs
+from tp_engine.worker.step_inputs import BatchLayout, StepInputs, make_layout
 
 SlotArray: TypeAlias = npt.NDArray[np.int64]
 AnyIntArray: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -45,7 +43,7 @@ class InputBatch:
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
-        self._row_stride = max_model_len + 1  # a token sampled at the very end has a place, and is never read
+        self._row_stride = max_model_len + 1  # room for a token sampled at the very end, which is never read
         self._token_ids = torch.zeros((max_num_seqs, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
@@ -90,7 +88,7 @@ class InputBatch:
         self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray, start: int | None = None) -> None:
-        """Append a block to the table of each of ``rows`` (n,), which stand together; ``start`` overrides the column.
+        """Append a block to the table of each of ``rows`` (n,), which are grouped; ``start`` overrides the column.
 
         ``block_ids`` (n x G,): each block's ids, group by group.
         """
@@ -105,7 +103,7 @@ class InputBatch:
         self._block_table.push(rows, columns)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """The inputs of this step; a few array operations, whatever the number of rows."""
+        """The inputs of this step, in a few array operations for any number of rows."""
         layout = self._layout_of(plan)
         seq_lens = self.num_computed[layout.rows] + layout.query_lens
         if not layout.is_decode_only:
@@ -151,7 +149,7 @@ class InputBatch:
         )
 
     def _prefills(self, layout: BatchLayout, ends: IntArray) -> PrefillInputs:
-        """The chunks end at ``ends`` (P,)."""
+        """The inputs of the chunks, which end at ``ends`` (P,)."""
         room, chunks, rows, device = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._device
         positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
         slots = slots_for(self._block_table.host, rows, positions, self._block_size)
@@ -186,12 +184,12 @@ class InputBatch:
             self._flat_token_ids.index_copy_(0, inputs.prefill_places, sampled[num_decodes:])
 
     def count_decodes(self, rows: IntArray) -> None:
-        """The host's part of decodes that the device has advanced by itself."""
+        """Count on the host the decodes of ``rows`` that the device has advanced."""
         if not self._computed.is_shared:
             self.num_computed[rows] += 1
 
     def _layout_of(self, plan: StepPlan) -> BatchLayout:
-        """Kept from the last step that only decoded while the same rows decode."""
+        """The layout of ``plan``, kept while the same rows decode and nothing else happens."""
         if len(plan.prefill_rows):
             return make_layout(plan, self._device)
         last = self._last_decodes
@@ -234,10 +232,31 @@ def slot_mapping(block_table_row: IntArray, positions: AnyIntArray, block_size: 
 
 
 def _behind(room: int, values: SlotArray, width: int) -> SlotArray:
-    """``values`` (..., n) from column ``room`` on, in ``width`` columns, of which the others are zero."""
+    """``values`` (..., n) behind ``room`` columns of zeros, filled with zeros to ``width`` columns."""
     count = values.shape[-1]
     if count == width:
         return values
     whole = np.zeros((*values.shape[:-1], width), dtype=np.int64)
     whole[..., room : room + count] = values
     return whole
+
+
+class MirroredTable:
+    """An int32 table of ``shape`` on the device, with a twin on the host: write ``host`` (numpy), then ``push``.
+
+    On a CPU both are the same memory (``is_shared``) and a push costs nothing; on CUDA only the named entries travel.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.host: IntArray = on_host.numpy()
+        self.device = on_host if device.type == "cpu" else torch.zeros(shape, dtype=torch.int32, device=device)
+        self.is_shared = device.type == "cpu"
+
+    def push(self, *index: npt.NDArray[np.integer]) -> None:
+        """Send ``host[..., *index]`` to the device, without a synchronisation."""
+        if self.is_shared:
+            return
+        on_host: tuple[Any, ...] = (..., *index)
+        on_device: tuple[Any, ...] = (..., *(upload(axis.astype(np.int64), self.device.device) for axis in index))
+        self.device[on_device] = upload(self.host[on_host], self.device.device)

@@ -1,4 +1,4 @@
-"""The KV cache tensor of one rank, and the scales beside it where it is quantised.
+"""The KV cache tensor of one rank, and the scales beside it if it is quantised.
 
 ::
 
@@ -7,7 +7,7 @@
     kv_cache[:, i] is (2, blocks, block_size, local KV heads, head_dim), a view: of the layer with place i in its group
 
 A block belongs to one group of layers at a time (kv_layout.py), so the layers at one place share a view, not a block.
-What lies where inside a block is the attention backend's own affair: on CPUs it has another order.
+The attention backend decides the order inside of a block; on CPUs it is another.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.layer_kv import SCALE_DTYPE, is_quantised
-from tp_engine.kv_layout import KvLayout
+from tp_engine.kv_layout import KvLayout, kv_block_bytes, kv_scale_bytes
 from tp_engine.units import format_gib
-from tp_engine.worker.memory_ledger import kv_block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,11 @@ class KvCacheShape:
     def _scale_bytes(self) -> int:
         if not is_quantised(self.dtype):
             return 0
-        return 2 * self.layers_per_block * self.block_size * self.local_num_kv_heads * SCALE_DTYPE.itemsize
+        return kv_scale_bytes(
+            num_layers=self.layers_per_block,
+            block_size=self.block_size,
+            local_num_kv_heads=self.local_num_kv_heads,
+        )
 
     def with_blocks(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
         """The tensor's full shape."""
@@ -74,9 +77,9 @@ class KvCacheLayer(Protocol):
 
 
 def allocate_kv_cache(shape: KvCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """A zeroed cache of ``num_blocks`` on ``device``; raises ``MemoryBudgetError`` if it can not be had.
+    """A zeroed cache of ``num_blocks`` on ``device``; raises ``MemoryBudgetError`` if there is no memory for it.
 
-    On CPU it is mapped, not written: the kernel brings a page, zeroed, when a block is first used.
+    On CPU it is mapped, not written: the kernel provides a zeroed page when a block is first used.
     """
     try:
         return _zeros(shape.with_blocks(num_blocks), shape.dtype, device)
@@ -85,7 +88,7 @@ def allocate_kv_cache(shape: KvCacheShape, num_blocks: int, device: torch.device
 
 
 def allocate_kv_scales(shape: KvCacheShape, num_blocks: int, device: torch.device) -> torch.Tensor | None:
-    """The scales beside a quantised cache, likewise; None beside another."""
+    """The zeroed scales of a quantised cache; None for any other.  Raises as ``allocate_kv_cache``."""
     if not is_quantised(shape.dtype):
         return None
     try:
@@ -120,7 +123,7 @@ def bind_kv_cache(
 
 
 def resident_bytes(kv_cache: torch.Tensor) -> int:
-    """Bytes of a CPU cache that have been used so far and therefore occupy memory."""
+    """Bytes of a CPU cache that occupy memory because they have been used."""
     num_bytes = kv_cache.numel() * kv_cache.itemsize
     num_pages = -(-num_bytes // mmap.PAGESIZE)
     in_core = (ctypes.c_ubyte * num_pages)()

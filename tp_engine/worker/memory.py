@@ -1,38 +1,45 @@
-"""Start-up's account of device memory, in order: snapshots, ledger, agreement, report; then growth while it runs."""
+"""Device memory at the start, in order: snapshots, ledger, agreement of the ranks, report; then growth at run time."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.worker.device import Device, MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape, resident_bytes
-from tp_engine.worker.memory_agreement import AgreementGroup, agree_on_blocks
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
     blocks_that_fit,
     check_longest_request,
     compute_ledger,
+    ledger_json,
+    ledger_table,
     requested_bytes,
 )
-from tp_engine.worker.memory_report import ledger_json, ledger_table
 
 logger = get_logger(__name__)
 
+_FAILED, _FINE = 0, 1
+_RANK_BITS = 20
+_MAX_BLOCKS = 1 << 40  # more is a bug in the counting
 
-class MemoryProfiler:
+
+class MemoryMeter:
     """Takes the three snapshots: B0 when made, B1 at ``weights_loaded``, A at ``finish``.
 
-    ``steps_begin`` between the last two where something was allocated for the steps that does not stay.
+    Call ``steps_begin`` between the last two if something was allocated for the steps only.
     """
 
     def __init__(self, device: Device, *, utilization: float) -> None:
-        """Raises ``MemoryBudgetError`` if the device has not free what ``utilization`` asks for."""
+        """Raises ``MemoryBudgetError`` if the device has less free memory than ``utilization`` asks for."""
         self._device = device
         self._before = self._settled_snapshot()
         self._loaded: MemorySnapshot | None = None
@@ -45,13 +52,13 @@ class MemoryProfiler:
         self._device.reset_peak()
 
     def steps_begin(self) -> None:
-        """The largest steps come next; what was allocated since ``weights_loaded`` is for them alone."""
+        """The largest steps come next; what was allocated since ``weights_loaded`` is only for them."""
         assert self._loaded is not None, "weights_loaded() comes before steps_begin()"
         self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
         self._device.reset_peak()
 
     def finish(self, *, table_bytes: int = 0, cuda_graph_bytes: int = 0) -> MemoryLedger:
-        """The largest steps have run; ``table_bytes`` and ``cuda_graph_bytes`` are set aside for what comes later."""
+        """The largest steps have run; ``table_bytes`` and ``cuda_graph_bytes`` are reserved for later allocations."""
         assert self._loaded is not None, "weights_loaded() comes before finish()"
         self._device.synchronize()
         after = self._device.snapshot()
@@ -79,7 +86,7 @@ def choose_blocks(
     num_blocks_override: int | None = None,
     cache_bytes_override: int | None = None,
 ) -> int:
-    """This rank's number of KV blocks: the override in blocks, that in bytes, or what the ledger leaves."""
+    """This rank's number of KV blocks: the override in blocks or in bytes, or what the ledger leaves."""
     if num_blocks_override is not None:
         wanted = num_blocks_override * shape.block_bytes
         if wanted > ledger.available:
@@ -102,10 +109,10 @@ def settle_blocks(
     *,
     is_override: bool,
 ) -> int:
-    """The number of KV blocks of every rank.  ``choose`` finds this rank's own; its failure is every rank's.
+    """The number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
 
-    A number of blocks given by the user may be too small for ``max_model_len``: the scheduler then refuses longer
-    requests.  Otherwise that raises ``MemoryBudgetError``.
+    A user's number of blocks may be too small for ``max_model_len``: the scheduler then refuses longer requests.
+    Otherwise too few blocks raise ``MemoryBudgetError``.
     """
     local: int | Exception
     try:
@@ -142,10 +149,10 @@ def log_memory(ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, 
 
 
 class MemoryMonitor:
-    """Growth of this process's memory since it was made, which is when the rank is ready: after the warm-up."""
+    """Growth of this process's memory since this object was made, when the rank became ready."""
 
     def __init__(self, device: Device, *kv_tensors: torch.Tensor) -> None:
-        """``kv_tensors``: the cache, and its scales if it has some."""
+        """``kv_tensors``: the cache and, if quantised, its scales."""
         self._device = device
         self._kv_tensors = kv_tensors
         self._ready_bytes = self._own_bytes()
@@ -158,3 +165,73 @@ class MemoryMonitor:
         snapshot = self._device.snapshot()
         in_cache = sum(map(resident_bytes, self._kv_tensors)) if self._device.type == "cpu" else 0
         return snapshot.torch_reserved + snapshot.non_torch - in_cache
+
+
+class AgreementGroup(Protocol):
+    """The collectives on the CPU that the agreement needs; ranks/groups.py implements it."""
+
+    info: RankInfo
+
+    def all_reduce_min(self, values: list[int]) -> list[int]:
+        """Element-wise minimum over ranks, int64."""
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """``num_blocks`` is the smallest number of all ranks, on ``limiting_rank`` first; ``largest`` is the largest."""
+
+    num_blocks: int
+    largest: int
+    limiting_rank: int
+
+
+def agree_on_blocks(local: int | Exception, group: AgreementGroup) -> Agreement:
+    """Take the smallest ``local`` number of blocks.  Every rank calls this, a rank that failed with its exception.
+
+    One all-reduce MIN carries three numbers::
+
+        status              FAILED is less than FINE: one failure fails every rank
+        blocks << 20 | rank the smallest number, and the first rank that has it
+        -blocks             the largest number
+
+    Raises ``MemoryBudgetError`` naming every rank that failed, with its cause, on all ranks alike.
+    """
+    failure = _failure(local)
+    blocks = local if isinstance(local, int) and failure is None else 0
+    status, smallest, minus_largest = group.all_reduce_min(
+        [_FINE if failure is None else _FAILED, blocks << _RANK_BITS | group.info.rank, -blocks]
+    )
+    if status == _FINE:
+        agreement = Agreement(
+            num_blocks=smallest >> _RANK_BITS, largest=-minus_largest, limiting_rank=smallest & (1 << _RANK_BITS) - 1
+        )
+        _log(agreement, group.info)
+        return agreement
+    causes = group.all_gather_bytes((failure or "").encode())
+    failed = [f"rank {rank}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
+    raise MemoryBudgetError(
+        f"{len(failed)} of {group.info.world_size} ranks could not provide a KV cache: {'; '.join(failed)}",
+        rank=next(rank for rank, cause in enumerate(causes) if cause),
+    ) from (local if isinstance(local, Exception) else None)
+
+
+def _failure(local: int | Exception) -> str | None:
+    """Why ``local`` can not be agreed on, or None."""
+    if isinstance(local, Exception):
+        return f"{type(local).__name__}: {local}"
+    if not 0 < local <= _MAX_BLOCKS:
+        return f"it counted {local} KV blocks, where 1 to {_MAX_BLOCKS} are possible"
+    return None
+
+
+def _log(agreement: Agreement, info: RankInfo) -> None:
+    if info.is_first and info.world_size > 1:
+        logger.info(
+            "KV blocks: %d on every rank (limited by rank %d; the roomiest has %d)",
+            agreement.num_blocks,
+            agreement.limiting_rank,
+            agreement.largest,
+        )

@@ -1,26 +1,24 @@
-"""The KV cache's share of a device: pure arithmetic over three snapshots.
+"""The KV cache's share of a device: arithmetic over three snapshots, and its report.
 
 ::
 
     B0  nothing loaded     B1  weights loaded     A  the largest steps have run
 
-    requested   = total * gpu_memory_utilization
-    weights     = torch allocated in B1 - in B0
-    activations = torch peak in A - torch allocated before the steps
-    non-torch   = non-torch in A - in B0
-    tables      = what every row of the batch keeps on the device: token ids, block table, sampling; counted, not seen
-    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs
+    requested   = total * gpu_memory_utilization weights     = torch allocated in B1 - in B0 activations = torch peak
+    in A - torch allocated before the steps non-torch   = non-torch in A - in B0 tables      = what the rows of the
+    batch keep on the device: token ids, block table, sampling; computed, not measured KV cache    = requested -
+    weights - activations - non-torch - tables - CUDA graphs
 
-Every term is this process's own; what other processes hold or do meanwhile is in none of them.
+Every term counts this process only; the memory of other processes is in none of them.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity
-from tp_engine.kv_layout import kv_block_bytes as kv_block_bytes
 from tp_engine.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 
@@ -46,8 +44,8 @@ class MemoryLedger:
 def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
     """The bytes that this engine may use of the device, as found in B0.
 
-    Raises ``MemoryBudgetError`` where they are not free.  A host's memory (``is_shared``) is everybody's and rarely
-    free to 90 %: there the engine takes the same share of what is free instead.
+    Raises ``MemoryBudgetError`` if they are not free.  A host's memory (``is_shared``) is used by other programs and
+    rarely free to 90 %: there the engine takes the same share of the free memory instead.
     """
     requested = int(before.total * utilization)
     if requested <= before.free:
@@ -72,9 +70,9 @@ def compute_ledger(
     cuda_graphs: int = 0,
     aside: int = 0,
 ) -> MemoryLedger:
-    """The ledger of the snapshots B0, B1 and A.  A term that went down is taken as zero, not as a gain.
+    """The ledger of the snapshots B0, B1 and A.  A term that decreased counts as zero.
 
-    ``aside``: bytes that torch held for the steps' trial beside B1's, such as its small KV cache.
+    ``aside``: bytes that torch held in addition to B1 for the trial steps, such as their small KV cache.
     """
     return MemoryLedger(
         total=before.total,
@@ -87,16 +85,8 @@ def compute_ledger(
     )
 
 
-def single_snapshot_available(*, total: int, utilization: float, used: int, peak: int, current: int) -> int:
-    """The cross-check: nano-vllm's one-snapshot formula, ``total * utilization - used - peak + current`` bytes.
-
-    ``used`` is the whole device's, so it charges other processes to us; ``peak`` and ``current`` are torch's.
-    """
-    return int(total * utilization) - used - peak + current
-
-
 def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
-    """Blocks that the ledger leaves room for; raises ``MemoryBudgetError`` if there is not even one."""
+    """Blocks that the ledger leaves room for; raises ``MemoryBudgetError`` if there is none."""
     if ledger.available >= block_bytes:
         return ledger.available // block_bytes
     raise MemoryBudgetError(
@@ -120,3 +110,32 @@ def check_longest_request(capacity: KvCapacity, *, num_blocks: int, block_bytes:
         f"{capacity.longest_request(num_blocks)}, raise gpu_memory_utilization or kv_cache_memory_bytes, or raise "
         "tensor_parallel_size"
     )
+
+
+def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int) -> dict[str, int]:
+    """The ledger and the cache that the ranks agreed on, in bytes by name."""
+    return {**_terms(ledger), "kv_cache": kv_cache_bytes}
+
+
+def _terms(ledger: MemoryLedger) -> dict[str, int]:
+    return {
+        "total": ledger.total,
+        "requested": ledger.requested,
+        "weights": ledger.weights,
+        "activations": ledger.activations,
+        "non_torch": ledger.non_torch,
+        "tables": ledger.tables,
+        "cuda_graphs": ledger.cuda_graphs,
+        "kv_cache_available": ledger.available,
+    }
+
+
+def ledger_table(ledger: MemoryLedger, *, rank: int) -> str:
+    """One rank's ledger as a table of GiB."""
+    rows = (f"  {name.replace('_', ' '):<20}{format_gib(value):>14}" for name, value in _terms(ledger).items())
+    return "\n".join((f"Memory of rank {rank}:", *rows))
+
+
+def ledger_json(ledger: MemoryLedger, *, rank: int, num_blocks: int, kv_cache_bytes: int) -> str:
+    """One rank's ledger as one line of JSON, in bytes, with the cache that the ranks agreed on."""
+    return json.dumps({"rank": rank, **_terms(ledger), "num_kv_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes})

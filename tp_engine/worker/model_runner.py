@@ -1,9 +1,10 @@
-"""Runs plans on one rank's device: apply the changes, one forward pass, sample together with the other ranks."""
+"""Runs plans on one rank's device: apply the changes, run one forward pass, sample together with the other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TypeAlias
 
 import numpy as np
@@ -19,23 +20,19 @@ from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.batch_layout import BatchLayout
-from tp_engine.worker.captured_decodes import CapturedDecodes
-from tp_engine.worker.graph_recorder import Recorder
+from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
 from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.input_digest import digest_inputs
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
-from tp_engine.worker.readback import Readback
-from tp_engine.worker.step_inputs import StepInputs
+from tp_engine.worker.step_inputs import BatchLayout, StepInputs, digest_inputs
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
-"""Is told the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
+"""Receives the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """A launched step.  ``result`` waits for the device; nothing before it does.  ``token_ids`` waits for the ids."""
+    """A launched step.  Only ``result`` waits for the device, and ``token_ids`` for the ids."""
 
     step_id: int
     token_ids: Callable[[], IntArray] | None = None
@@ -51,10 +48,10 @@ class PendingStep:
 
 
 class ModelRunner:
-    """One rank's model, persistent batch, KV cache (``kv_tensors``: it, and its scales if it has some) and sampler.
+    """One rank's model, persistent batch, KV cache (``kv_tensors``: cache and, if quantised, scales) and sampler.
 
-    ``backends`` and the tables of ``batch`` are for as many groups of layers (``kv_layout``).  ``named`` gives the
-    parts of a step their names, for profilers.
+    ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
+    parts of a step for profilers.
     """
 
     def __init__(
@@ -91,7 +88,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:
-        """Record decode steps of each of ``sizes`` (rising) rows; a collective.  ``graph_plan`` says whether it can."""
+        """Record decode steps of each of ``sizes`` (rising) rows.
+
+        A collective.  ``graph_plan`` says whether that works.
+        """
         self._captured = CapturedDecodes(
             sizes,
             recorder,
@@ -103,7 +103,7 @@ class ModelRunner:
         return self._captured
 
     def forget_captured(self) -> None:
-        """Destroy what ``capture`` recorded last, if anything; every step is launched again."""
+        """Destroy the recordings, if there are any; from now on every step is launched."""
         if self._captured is not None:
             self._captured.close()
         self._captured = None
@@ -139,7 +139,7 @@ class ModelRunner:
         return inputs
 
     def _replay(self, plan: StepPlan, captured: CapturedDecodes) -> PendingStep:
-        """A step that only decodes, from recordings."""
+        """Run a step that only decodes from recordings."""
         rows = plan.decode_rows
         self._progress.reach(RankPhase.SAMPLE)
         with self.named("replay"):
@@ -164,7 +164,7 @@ class ModelRunner:
                 raw[:, :, target] = raw[:, :, source]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
-        """Sample; every rank gets the ids, rank 0 the log-probabilities too.  ``hidden`` (n, hidden): the sampled."""
+        """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 the log-probabilities too."""
         layout = inputs.layout
         if not len(layout.sampled_rows):
             return None, None
@@ -173,13 +173,13 @@ class ModelRunner:
         return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
 
     def _may_be_scored(self, layout: BatchLayout) -> bool:
-        """Whether somebody may have asked for log-probabilities of this step's prompt tokens."""
+        """Whether a request may have asked for log-probabilities of this step's prompt tokens."""
         return not layout.is_decode_only and bool((self._scores_prompt[layout.rows] >= 0).any())
 
     def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
         """Log-probabilities of the prompt tokens that follow this step's positions, for the rows that asked.
 
-        Every rank takes part, because computing logits is a collective.
+        A collective, because computing logits is one.
         """
         rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
         wanted = np.flatnonzero(self._scores_prompt[rows] >= 0)
@@ -198,3 +198,48 @@ class ModelRunner:
             if found is not None:
                 scores[row] = found
         return scores
+
+
+class Readback:
+    """Copies sampled ids to the host without waiting for later launches; ``num_in_flight`` copies at once.
+
+    A copy has at most ``max_num_ids`` ids.  On CUDA it goes to pinned memory behind the kernels that make the ids, and
+    an event tells when it has arrived; a plain ``.cpu()`` would also wait for the next step, which is launched by
+    then.
+    """
+
+    def __init__(self, max_num_ids: int, device: torch.device, *, num_in_flight: int = 3) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._buffers = cycle(
+            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True) for _ in range(num_in_flight)]
+            if self._is_cuda
+            else [None]
+        )
+        self._seen: tuple[torch.Tensor | None, IntArray] = (None, NO_IDS)
+
+    def start(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
+        """Begin to copy ``token_ids`` (n,) int32; the returned function waits for them only.
+
+        Its array may be read until ``num_in_flight`` further copies have begun.
+        """
+        buffer = next(self._buffers)
+        if buffer is None:
+            return self._view(token_ids)
+        target = buffer[: len(token_ids)]
+        target.copy_(token_ids, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+
+        def wait() -> IntArray:
+            arrived.synchronize()
+            found: IntArray = target.numpy()
+            return found
+
+        return wait
+
+    def _view(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
+        """The tensor's own memory; recorded steps leave their ids in the same tensor every time."""
+        if token_ids is not self._seen[0]:
+            self._seen = token_ids, token_ids.numpy()
+        ids = self._seen[1]
+        return lambda: ids

@@ -1,7 +1,7 @@
 """What profilers see of a step: traces of chosen steps in a file per rank, and named parts of every step on CUDA.
 
 ``--profile FOLDER`` records steps ``--profile-steps FIRST:END`` (END not included; steps count from 1, on all ranks
-alike) with torch.profiler; besides, a server's ``/start_profile`` and ``/stop_profile`` record what lies between them.
+alike) with torch.profiler; a server's ``/start_profile`` and ``/stop_profile`` record the steps between them.
 Nsight Systems shows the names through NVTX, without any option.
 """
 
@@ -30,7 +30,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def unnamed(_name: str) -> AbstractContextManager[object]:
-    """For devices without NVTX: no name, and no cost."""
+    """No name, for devices without NVTX."""
     return _NOTHING
 
 
@@ -55,7 +55,7 @@ def parse_steps(text: str) -> range:
 class StepProfiler:
     """Writes ``folder/rank<R>_steps<FIRST>-<LAST>.json.gz``, for chrome://tracing or ui.perfetto.dev.
 
-    Making one creates the folder; raises ``OSError`` where that is not allowed.
+    Creates the folder; raises ``OSError`` if that is not allowed.
     """
 
     def __init__(self, folder: Path, steps: range, rank: int, device_type: str) -> None:
@@ -81,13 +81,13 @@ class StepProfiler:
             self._write()
 
     def start(self) -> None:
-        """Record from the next step on, until ``stop``; a trace that is being recorded goes on until then."""
+        """Record from the next step until ``stop``; a trace in progress continues until then."""
         self._on_demand = True
         if self._trace is None:
             self._begin()
 
     def stop(self) -> None:
-        """Write what has been recorded; nothing happens where nothing was."""
+        """Write what has been recorded, if anything."""
         self._on_demand = False
         self._write()
 
@@ -120,12 +120,12 @@ class StepProfiler:
         return self._trace is not None
 
     def named(self, otherwise: Named) -> Named:
-        """Names that go into the trace while one is recorded, and to ``otherwise`` at other times."""
+        """Names for the trace while one is recorded, else for ``otherwise``."""
         return lambda name: record_function(name) if self.is_recording else otherwise(name)
 
 
 def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | None:
-    """This rank's, where ``config`` asks for traces; ``OSError`` where their folder can not be made."""
+    """This rank's profiler if ``config`` asks for traces; ``OSError`` if their folder can not be made."""
     if config.profile is None:
         return None
     return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)

@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, a bounded number of positions at a time.
 
-Logits are the widest tensors of a step, and a prompt has as many positions as a step has tokens.  What scoring takes
-at once is therefore fixed when the engine starts, and ``largest_step`` makes as much while it measures.
+Logits are the widest tensors of a step, and a prompt may have as many positions as a step has tokens.  The number of
+positions scored at once is therefore fixed at the start, and the largest step (``trial_steps``) scores as many.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 
-_LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight again and again
+_LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight
 
 
 def positions_at_once(max_num_seqs: int) -> int:
-    """Positions whose logits exist at once: as many as a step samples, or 16 where that is less."""
+    """Positions whose logits exist at once: as many as a step samples, at least 16."""
     return max(max_num_seqs, _LEAST_POSITIONS)
 
 
@@ -36,9 +36,9 @@ def score_prompt(
 
 
 def score_largest(model: CausalLM, logits: torch.Tensor, following: torch.Tensor, k: int) -> None:
-    """Use the memory that ``score_prompt`` uses at once, beside local ``logits`` (n, width) of that many positions.
+    """Use as much memory as ``score_prompt`` at once, beside local ``logits`` (n, width) of that many positions.
 
-    Only a few positions are scored: sampling has done so for as many as it samples.  A collective.
+    Scores only a few positions, because sampling has scored as many as a step samples.  A collective.
     """
     gathered = model.lm_head.gather(logits)
     if gathered is not None:
@@ -46,7 +46,7 @@ def score_largest(model: CausalLM, logits: torch.Tensor, following: torch.Tensor
 
 
 def empty_scores(num_positions: int, vocab_size: int, k: int, device: torch.device) -> LogprobTensors:
-    """As much memory as ``score_prompt`` returns for ``num_positions`` positions."""
+    """Tensors as large as the result of ``score_prompt`` for ``num_positions`` positions."""
     shape = (num_positions, 1 + min(k, vocab_size))
     return LogprobTensors(
         token_ids=torch.zeros(shape, dtype=torch.int32, device=device),

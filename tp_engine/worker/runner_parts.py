@@ -1,4 +1,4 @@
-"""What a model runner is made of, for any number of KV blocks: a few to measure with, then the agreed number."""
+"""What a model runner is made of, for any number of KV blocks: one for trials, then the agreed number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """One rank's loaded model and everything that a runner takes from the configuration."""
+    """One rank's loaded model and all that a runner takes from the configuration."""
 
     effective: EffectiveConfig
     groups: RankGroups
@@ -41,7 +41,7 @@ class RunnerParts:
 
     @contextmanager
     def trial_runner(self) -> Iterator[ModelRunner]:
-        """A runner with a cache of one block, whose steps nobody is told of; afterwards the layers have no cache."""
+        """A runner with a cache of one block that reports no steps; afterwards the layers have no cache."""
         try:
             yield self._make_runner(1, RankProgress(), None)
         finally:
@@ -67,7 +67,7 @@ class RunnerParts:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the rows' tables, which a runner allocates beside its KV cache."""
+        """Bytes of the rows' tables, which a runner has beside its KV cache."""
         nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
         sampling = self._make_sampling(nowhere, has_tables=on_gpu and has_triton())
         return self._make_batch(nowhere).num_bytes + sampling.num_bytes

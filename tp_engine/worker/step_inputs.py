@@ -1,22 +1,35 @@
-"""The inputs of one forward pass."""
+"""What one forward pass is given: its inputs, the layout of its batch, and a digest of both.
+
+The layout is all that does not depend on how far each row has come, so it is equal from one decode step to the next.
+With rows 7 and 2 decoding and a chunk of 3 tokens of row 5::
+
+    rows          7  2  5           request         0  1  2
+    query_lens    1  1  3
+    query_start   0  1  2  5
+    token_rows    5  5  5           prefill token   0  1  2
+    offsets       0  1  2
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import xxhash
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.plan import IntArray
-from tp_engine.worker.batch_layout import BatchLayout
+from tp_engine.layers.upload import upload
+from tp_engine.plan import BoolArray, IntArray, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Inputs of one forward pass over N tokens, of which n are followed by a sampled one.
+    """Inputs of one forward pass over N tokens; n of them are followed by a sampled token.
 
     On the device: ``input_ids`` (N,) int32, ``positions`` (N,) int64; ``prefill_places`` (p,) int64, where the new ids
-    of sampled prefills go in the flattened token table, None where no prefill is sampled.  On the host:
+    of sampled prefills go in the flattened token table, None if no prefill is sampled.  On the host:
     ``sampled_positions`` (n,), the new tokens' positions.  ``attention`` has one entry per group of layers.
     """
 
@@ -26,3 +39,93 @@ class StepInputs:
     attention: tuple[AttentionMetadata, ...]
     sampled_positions: IntArray
     prefill_places: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """B requests of N tokens in batch order, of which n are sampled; the first ``num_decodes`` are decodes.
+
+    On the host: ``rows``, ``query_lens`` (B,); ``samples`` (B,), which are sampled; ``sampled_rows`` (n,).  On the
+    device: ``query_start`` (B + 1,) int32, ``logit_index`` (n,) int64, the last token of each sampled request.
+
+    Of the prefills alone, P of them with T tokens: ``token_rows`` (T,) int64 and ``offsets`` (T,), a token's place in
+    its request's chunk, on the host; ``prefill_index`` (P,) int64, their rows, on the device.
+    """
+
+    num_decodes: int
+    rows: IntArray
+    query_lens: IntArray
+    samples: BoolArray
+    sampled_rows: IntArray
+    query_start: torch.Tensor
+    logit_index: torch.Tensor
+    token_rows: npt.NDArray[np.int64]
+    offsets: IntArray
+    prefill_index: torch.Tensor
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every request has one token and is sampled."""
+        return self.num_decodes == len(self.rows)
+
+    @property
+    def wanted(self) -> torch.Tensor | None:
+        """The tokens (n,) int64 whose hidden states are read; None: all, in order.
+
+        If the step samples nothing, it is the first token: no layer then has to support an empty batch.
+        """
+        if self.is_decode_only:
+            return None
+        return self.logit_index if len(self.logit_index) else self.query_start[:1].to(torch.int64)
+
+    @property
+    def prefill_rows(self) -> IntArray:
+        """The rows (P,) of the prefills."""
+        return self.rows[self.num_decodes :]
+
+    @property
+    def prefill_tokens(self) -> IntArray:
+        """The prefills' numbers of tokens (P,)."""
+        return self.query_lens[self.num_decodes :]
+
+
+def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
+    """The layout of ``plan``: its decodes, then its prefills."""
+    num_decodes, chunks = len(plan.decode_rows), plan.prefill_tokens
+    num_requests = num_decodes + len(chunks)
+    query_lens, samples = np.empty(num_requests, dtype=np.int32), np.empty(num_requests, dtype=np.bool_)
+    query_lens[:num_decodes], query_lens[num_decodes:] = 1, chunks
+    samples[:num_decodes], samples[num_decodes:] = True, plan.prefill_samples
+    query_start = np.zeros(num_requests + 1, dtype=np.int32)
+    query_lens.cumsum(out=query_start[1:])
+    prefill_rows = plan.prefill_rows.astype(np.int64)
+    rows = np.concatenate((plan.decode_rows, plan.prefill_rows))
+    starts, num_tokens = query_start[num_decodes:-1], int(query_start[-1])
+    return BatchLayout(
+        num_decodes=num_decodes,
+        rows=rows,
+        query_lens=query_lens,
+        samples=samples,
+        sampled_rows=rows[samples],
+        query_start=upload(query_start, device),
+        logit_index=upload(query_start[1:][samples].astype(np.int64) - 1, device),
+        token_rows=prefill_rows.repeat(chunks),
+        offsets=np.arange(num_decodes, num_tokens, dtype=np.int32) - starts.repeat(chunks),
+        prefill_index=upload(prefill_rows, device),
+    )
+
+
+def digest_inputs(inputs: StepInputs) -> int:
+    """64 bits over token ids, positions, slots, block tables and lengths; waits for the device.
+
+    The ranks compare it: equal plans must lead to equal inputs.
+    """
+    groups, layout = inputs.attention, inputs.layout
+    digest = xxhash.xxh3_64()
+    on_device = [inputs.input_ids, inputs.positions, groups[0].seq_lens]
+    for group in groups:
+        on_device += [group.slot_mapping, group.block_table]
+    for array in (*(tensor.cpu().numpy() for tensor in on_device), layout.query_lens, layout.sampled_rows):
+        digest.update(str(array.shape).encode())
+        digest.update(array.tobytes())
+    return digest.intdigest()

@@ -4,44 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tp_engine.attention.registry import select_backend
+from tp_engine.errors import RankError
 from tp_engine.kv_layout import KvCapacity
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Control, StepPlan
-from tp_engine.progress import RankPhase
-from tp_engine.ranks.groups import RankGroups
+from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.ranks.groups import HostGroup, RankGroups
 from tp_engine.weights.loader import load_weights
+from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
 from tp_engine.worker.kv_cache import KvCacheShape
-from tp_engine.worker.largest_step import run_largest_step
-from tp_engine.worker.memory import MemoryMonitor, MemoryProfiler, choose_blocks, log_memory, settle_blocks
-from tp_engine.worker.memory_ledger import MemoryLedger
-from tp_engine.worker.memory_report import memory_lines
-from tp_engine.worker.memory_sharing import share_memory
+from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
+from tp_engine.worker.memory_ledger import MemoryLedger, memory_lines
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
-from tp_engine.worker.phases import Phases
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.runner_parts import RunnerParts
-from tp_engine.worker.warm_up import run_largest_decodes, warm_up, warms_up
+from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, warm_up, warms_up
 
 logger = get_logger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Worker:
-    """This rank's device: weights, KV cache, persistent batch.
+    """One rank's weights, KV cache and persistent batch on its device.
 
-    The order of the start is that of the ledger: snapshot, weights, on a GPU the first steps, snapshot, largest steps,
-    snapshot, agreement on the number of blocks, allocation.  ``memory`` are the ledger's lines in bytes, once that is
-    done.
+    ``start`` follows the order of the ledger: snapshot, weights, on a GPU the first steps, snapshot, largest steps,
+    snapshot, agreement on the number of blocks, allocation.  After it, ``memory`` has the ledger's lines in bytes.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Worker:
         self._effective = effective
         self._note_inputs = note_inputs
         self._groups = groups
-        self._phases = Phases(groups.host, groups.progress)
+        self._start_up = StartUp(groups.host, groups.progress)
         config, model = effective.config, effective.model
         self._layout = model.kv_layout
         self._backends = tuple(
@@ -75,27 +76,27 @@ class Worker:
         self._profiler = make_step_profiler(config, groups.info.rank)
 
     def start(self) -> int:
-        """Load, profile, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
+        """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
         effective, info = self._effective, self._groups.info
-        device = self._phases.run_together("opening the device", self._open_device)
-        profiler = self._phases.run_together("first snapshot", lambda: self._make_profiler(device))
-        gc.freeze()  # the libraries' objects: the collections that follow need not look at them
-        share_memory(effective, self._groups, self._phases, device.torch_device)
-        model = self._phases.run_together("loading weights", lambda: self._load(device.torch_device))
-        self._phases.run_together("packing weights", model.finish_loading)
+        device = self._start_up.run_together("opening the device", self._open_device)
+        meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
+        gc.freeze()  # garbage collections skip the libraries' objects from now on
+        share_memory(effective, self._groups, self._start_up.run, device.torch_device)
+        model = self._start_up.run_together("loading weights", lambda: self._load(device.torch_device))
+        self._start_up.run_together("packing weights", model.finish_loading)
         parts = RunnerParts(
             effective, self._groups, model, self._layout, self._backends, self._kv_shape, device, self._note_inputs
         )
         graphs = graph_plan(effective.config, self._backends[0], self._groups.communicator, model)
         graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
-        profiler.weights_loaded()
-        ledger = self._phases.run("profiling memory", lambda: self._profile(parts, profiler, graph_bytes))
+        meter.weights_loaded()
+        ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
         num_blocks = self._settle(ledger)
-        runner = self._runner = self._phases.run_together(
+        runner = self._runner = self._start_up.run_together(
             "allocating the KV cache", lambda: parts.make_runner(num_blocks)
         )
         if graphs is not None:
-            self._phases.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
+            self._start_up.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
         self._monitor = MemoryMonitor(device, *runner.kv_tensors)
         self.memory = memory_lines(ledger, kv_cache_bytes=num_blocks * self._kv_shape.block_bytes)
         names = names_for(effective.config.device)
@@ -113,8 +114,8 @@ class Worker:
         with self._profiler.step(plan.step_id):
             return self._runner.run(plan)
 
-    def profile(self, control: Control) -> None:
-        """Begin or end the trace that a plan orders; nothing happens without a folder for traces."""
+    def trace(self, control: Control) -> None:
+        """Begin or end a trace, as a plan orders; does nothing without a folder for traces."""
         if self._profiler is not None and control & Control.START_PROFILE:
             self._profiler.start()
         elif self._profiler is not None:
@@ -122,8 +123,8 @@ class Worker:
 
     @property
     def startup_s(self) -> dict[str, float]:
-        """Seconds of each phase of ``start``, by the name that the log has."""
-        return dict(self._phases.seconds)
+        """Seconds of each phase of ``start``, by its name in the log."""
+        return dict(self._start_up.seconds)
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class Worker:
 
     @property
     def runs_by_itself(self) -> bool:
-        """Whether ``execute`` returns before the step has run, so that the next one can be launched behind it."""
+        """Whether ``execute`` returns before the step has run, so that the next step can be launched behind it."""
         return self._effective.config.device == "cuda"
 
     def memory_growth_bytes(self) -> int:
@@ -141,9 +142,9 @@ class Worker:
         return self._monitor.growth()
 
     def close(self) -> None:
-        """Free the device's memory; write the trace of steps that came to an end early.
+        """Free the device's memory; write a trace that has not ended.
 
-        Recorded steps hold collectives, so this comes before the process groups are destroyed.
+        Call it before the process groups are destroyed, because recorded steps hold collectives.
         """
         if self._profiler is not None:
             self._profiler.close()
@@ -155,7 +156,7 @@ class Worker:
 
     @staticmethod
     def _keep_out_of_garbage_collection() -> None:
-        """What exists now lives as long as the engine: looking through it again and again would interrupt steps."""
+        """Exclude all present objects, which live as long as the engine: collections would interrupt steps."""
         gc.collect()
         gc.freeze()
 
@@ -170,8 +171,8 @@ class Worker:
         device.set_current()
         return device
 
-    def _make_profiler(self, device: Device) -> MemoryProfiler:
-        return MemoryProfiler(device, utilization=self._effective.gpu_memory_utilization)
+    def _make_meter(self, device: Device) -> MemoryMeter:
+        return MemoryMeter(device, utilization=self._effective.gpu_memory_utilization)
 
     def _load(self, device: torch.device) -> CausalLM:
         self._groups.progress.reach(RankPhase.LOAD)
@@ -198,25 +199,27 @@ class Worker:
         return model
 
     def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
-        """Let happen what happens only once, then find out how many bytes the recorded steps will take."""
+        """Run one-time set-up, then measure the bytes that recorded steps take."""
         with parts.trial_runner() as runner:
-            self._phases.run("warming up", lambda: warm_up(runner, self._effective.config))
+            self._start_up.run("warming up", lambda: warm_up(runner, self._effective.config))
             if graphs is None:
                 return 0
-            return self._phases.run("measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner))
+            return self._start_up.run(
+                "measuring CUDA graphs", lambda: measure_graph_bytes(graphs, parts.device, runner)
+            )
 
-    def _profile(self, parts: RunnerParts, profiler: MemoryProfiler, cuda_graph_bytes: int) -> MemoryLedger:
+    def _measure_memory(self, parts: RunnerParts, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
         self._groups.progress.reach(RankPhase.PROFILE)
         device, table_bytes = parts.device, parts.table_bytes
         with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
-                profiler.steps_begin()
+                meter.steps_begin()
             run_largest_step(
                 parts.model, self._backends, self._effective, device.torch_device, self._groups.communicator
             )
             if runner is not None:
                 run_largest_decodes(runner, self._effective.config)
-            return profiler.finish(table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes)
+            return meter.finish(table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes)
 
     def _settle(self, ledger: MemoryLedger) -> int:
         config = self._effective.config
@@ -239,3 +242,39 @@ class Worker:
             self._capacity,
             is_override=config.num_gpu_blocks_override is not None,
         )
+
+
+class StartUp:
+    """Runs the phases of the start on all ranks; ``seconds`` has the time of each phase on this rank."""
+
+    def __init__(self, group: HostGroup, progress: RankProgress) -> None:
+        self._group = group
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    def run(self, name: str, body: Callable[[], Result]) -> Result:
+        """Run a phase that may contain collectives: a failure ends this rank, and the other ranks notice its end."""
+        started_s = time.perf_counter()
+        result = body()
+        self.seconds[name] = time.perf_counter() - started_s
+        logger.info("%s took %.2f s", name, self.seconds[name])
+        return result
+
+    def run_together(self, name: str, body: Callable[[], Result]) -> Result:
+        """Run a phase without collectives: if it fails on one rank, it raises on every rank and names that one.
+
+        The failing rank raises its own error, the others a ``RankError`` that carries its text.
+        """
+        try:
+            result, failure = self.run(name, body), None
+        except Exception as error:
+            failure = error
+        self._progress.done()
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        reports = self._group.all_gather_bytes(text.encode())
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(reports):
+            if report:
+                raise RankError(rank, f"{name} failed: {report.decode()}")
+        return result

@@ -1,0 +1,26 @@
+"""A recorder that records nothing: the padded decode path on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from tp_engine.worker.captured_decodes import Recording, Step
+
+
+class _Repeated:
+    is_settled = True
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.output = step()
+
+    def run(self) -> torch.Tensor:
+        self.output = self._step()
+        return self.output
+
+
+class RepeatingRecorder:
+    """Calls the step each time."""
+
+    def record(self, step: Step) -> Recording:
+        return _Repeated(step)

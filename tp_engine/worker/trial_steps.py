@@ -1,0 +1,173 @@
+"""Steps that run before there are requests: first steps for one-time work, largest steps to measure memory.
+
+In the first steps kernels are compiled and loaded, and libraries choose their algorithms and allocate their workspaces.
+They are plans as rank 0 would send them; their rows have two tokens and all lie in block 0, so a cache of one block is
+enough::
+
+    prompts      the beginning of one, a whole one
+    mixed        a decode beside a prompt
+    sampling     decodes of every kind that a kernel or the general sampler treats differently
+    decodes      of 1, 2, 4, ... rows up to the limit: attention splits the keys by the number of rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
+from tp_engine.config import EngineConfig
+from tp_engine.layers.attention import forward_context
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.sampling.sampler import make_sampler
+from tp_engine.sampling.state import SamplingState
+from tp_engine.units import ceil_div
+from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_largest
+
+_LENGTH = 2
+_GREEDY = RowSampling()
+_PENALISED = RowSampling(temperature=1.0, presence_penalty=0.5)
+_MIN_P = RowSampling(temperature=1.0, min_p=0.1)
+_RANKED = RowSampling(temperature=0.8, top_k=20, top_p=0.9)
+_NUCLEUS = RowSampling(temperature=1.0, top_p=0.9)
+_SCORED = RowSampling(temperature=1.0, top_p=0.9, logprobs=1)
+_KINDS = ((_PENALISED,), (_MIN_P,), (_PENALISED, _MIN_P), (_RANKED,), (_NUCLEUS,), (_SCORED,), (_GREEDY, _RANKED))
+
+
+def warms_up(device_type: str) -> bool:
+    """Whether the first steps on such a device are slow; a CPU's kernels are compiled before they are loaded."""
+    return device_type == "cuda"
+
+
+def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
+    """Run the first steps on ``runner``, which has no rows and gets arbitrary ones; a collective."""
+    for plan in _steps_of_every_kind(config, runner.num_groups):
+        runner.run(plan).result()
+    run_largest_decodes(runner, config)
+
+
+def run_largest_decodes(runner: ModelRunner, config: EngineConfig) -> None:
+    """Run decodes of 1, 2, 4, ... rows: one of them needs the most memory for attention's partial results."""
+    for num_rows in _decode_sizes(config.max_num_seqs):
+        runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows)).result()
+
+
+def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:
+    """The plans that the limits on rows and tokens allow."""
+    steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
+    steps += [(samplings, ()) for samplings in _KINDS]
+    for decodes, chunks in steps:
+        num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
+        if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
+            yield _plan(config, num_groups, decodes, chunks)
+
+
+def _decode_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, ... and ``max_num_seqs``."""
+    powers = [1 << exponent for exponent in range((max_num_seqs - 1).bit_length())]
+    return [*powers, max_num_seqs]
+
+
+def _plan(
+    config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = ()
+) -> StepPlan:
+    """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step."""
+    samplings = [*decodes, *[_GREEDY] * len(chunks)]
+    computed = [_LENGTH - 1] * len(decodes) + [0] * len(chunks)
+    rows = np.arange(len(samplings), dtype=np.int32)
+    return StepPlan(
+        step_id=FIRST_STEP_ID,
+        released=np.arange(config.max_num_seqs, dtype=np.int32),
+        admitted=tuple(
+            Admission(
+                row=row,
+                token_ids=np.zeros(_LENGTH, dtype=np.int32),
+                num_prompt_tokens=1,
+                num_computed_tokens=computed[row],
+                block_ids=np.zeros(num_groups * ceil_div(_LENGTH, config.block_size), dtype=np.int32),
+                sampling=sampling,
+            )
+            for row, sampling in enumerate(samplings)
+        ),
+        decode_rows=rows[: len(decodes)],
+        prefill_rows=rows[len(decodes) :],
+        prefill_tokens=np.array(chunks, dtype=np.int32),
+        prefill_samples=np.array([chunk == _LENGTH for chunk in chunks], dtype=np.bool_),
+    )
+
+
+@torch.inference_mode()
+def run_largest_step(
+    model: CausalLM,
+    backends: Backends,
+    effective: EffectiveConfig,
+    device: torch.device,
+    communicator: Communicator,
+) -> None:
+    """Run the largest step that the limits allow, to find the peak of memory before the KV cache exists; a collective.
+
+    It has ``max_num_batched_tokens`` tokens of new prompts and samples ``max_num_seqs`` rows, with log-probabilities.
+    Prompts are scored too: rank 0 gathers the logits that are made at once, while the results of two whole steps are
+    held, as when one is on its way to the host and the next is being made.
+
+    If the model's layers have a KV cache, which may be of one block, ``backends`` attend to its first block only.
+
+    On CPUs one layer of each kind runs: equal layers take the same memory, and each frees it before the next begins.
+    Running all would take seconds.
+    """
+    config = effective.config
+    num_tokens = config.max_num_batched_tokens
+    input_ids = torch.arange(num_tokens, device=device) % effective.model.vocab_size
+    metadata = _fresh_prompts(num_tokens, effective.max_model_len, config.block_size, device)
+    groups = [metadata] * len(backends)
+    positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
+    prepare_groups(backends, groups)
+    part = model.shortened() if device.type == "cpu" else nullcontext()
+    with part, forward_context(groups):
+        hidden = model(input_ids, positions)
+    state = SamplingState(
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=effective.model.vocab_size,
+        device=device,
+        info=communicator.info,
+    )
+    held = [empty_scores(num_tokens, state.vocab_size, config.max_logprobs, device) for _ in range(2)]
+    num_positions = positions_at_once(config.max_num_seqs)
+    logits = model.compute_local_logits(hidden[:num_positions])
+    _sample_all(logits[: config.max_num_seqs], state, communicator, config.max_logprobs)
+    score_largest(model, logits, input_ids[: len(logits)], config.max_logprobs)
+    del held
+
+
+def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device: torch.device) -> AttentionMetadata:
+    """Prompts of the greatest length, until all tokens are used; nothing is stored."""
+    lengths: IntArray = np.full(-(-num_tokens // max_model_len), max_model_len, dtype=np.int32)
+    lengths[-1] -= lengths.sum() - num_tokens
+    num_blocks = ceil_div(int(lengths.max()), block_size)
+    starts = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
+    return AttentionMetadata(
+        num_decodes=0,
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        block_table=torch.zeros((len(lengths), num_blocks), dtype=torch.int32, device=device),
+        seq_lens=torch.from_numpy(lengths).to(device),
+        query_start=torch.from_numpy(starts).to(device),
+        host_query_lens=lengths,
+        host_seq_lens=lengths,
+    )
+
+
+def _sample_all(logits: torch.Tensor, state: SamplingState, communicator: Communicator, num_logprobs: int) -> None:
+    """Sample every row of ``logits`` (n, width) in the most expensive way."""
+    rows = np.arange(len(logits), dtype=np.int32)
+    prompt = np.zeros(1, dtype=np.int32)
+    for row in rows.tolist():
+        state.admit(row, RowSampling(temperature=1.0, top_p=0.9, logprobs=num_logprobs), prompt, 1)
+    state.masks.set(rows, np.full((len(rows), ceil_div(state.vocab_size, MASK_TOKENS)), -1, dtype=np.int32))
+    make_sampler(state, communicator).sample(logits, rows, np.ones(len(rows), dtype=np.int32))
