@@ -50,7 +50,7 @@ class AttentionCall(Protocol):
 
     @property
     def tokens(self) -> TokenSelection:
-        """The tokens whose queries it answers."""
+        """The tokens of its queries."""
 
     def run(self, layer: LayerInput, dtype: torch.dtype) -> torch.Tensor:
         """Output (tokens, heads, head_dim), computed in ``dtype``."""
@@ -184,7 +184,7 @@ def sinks_by_kv_head(shape: AttentionShape) -> torch.Tensor | None:
 def batched_mask(
     own_key: IntArray, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Mask (B, queries, num_keys).  ``own_key`` (B, queries): which of its request's keys is at a query's position."""
+    """Mask (B, queries, num_keys).  ``own_key`` (B, queries): the index of the key at a query's own position."""
     last = torch.from_numpy(own_key).to(device)[:, :, None]
     key = torch.arange(num_keys, dtype=torch.int32, device=device)
     visible = key <= last

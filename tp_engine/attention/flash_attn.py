@@ -209,7 +209,7 @@ def make_backend(needs: AttentionNeeds) -> FlashAttnBackend:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """What keeps this backend from being used, with the remedy; None if it can be used."""
+    """Why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     version = best_version(needs)

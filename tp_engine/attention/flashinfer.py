@@ -118,7 +118,7 @@ def _blocks_in_order(block_table: torch.Tensor, counts: IntArray) -> torch.Tenso
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """What keeps this backend from being used, with the remedy; None if it can be used."""
+    """Why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if find_spec("flashinfer") is None:

@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 256
 
 
 class NativeBackend:
-    """One call per layer, for decodes and chunks alike: a request's result does not depend on the batch it is in."""
+    """One call per layer, for decodes and chunks alike: a request's result does not depend on the rest of the batch."""
 
     name = "native"
     can_capture_decodes = True
@@ -70,7 +70,7 @@ def _with_dense_tokens(states: torch.Tensor) -> torch.Tensor:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """What keeps this backend from being used, with the remedy; None if it can be used."""
+    """Why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cpu":
         return f"it runs on CPUs, not {needs.device_type}; use another attention_backend"
     for name, dtype in (("dtype", needs.dtype), ("kv_cache_dtype", needs.kv_cache_dtype)):

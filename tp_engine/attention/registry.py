@@ -27,14 +27,14 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What keeps a backend from being used, with the remedy, or None; and how to make one."""
+    """Why a backend can not be used, with the remedy, or None; and how to make one."""
 
     why_not: Callable[[AttentionNeeds], str | None]
     make: Callable[[AttentionNeeds], AttentionBackend]
 
 
-# In the order in which ``auto`` tries them: on GPUs our own kernels, which this project's tests run, come before those
-# of packages; torch runs everywhere and is last.
+# In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this
+# project's tests run them; torch runs everywhere and is last.
 _KINDS: dict[str, _Kind] = {
     "triton": _Kind(triton_backend.why_not, lambda needs: TritonBackend()),
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),

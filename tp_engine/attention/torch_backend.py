@@ -24,7 +24,7 @@ from tp_engine.plan import IntArray
 
 
 class _LayerKind(NamedTuple):
-    """What layers must have in common to share their calls.  ``dtype`` is that of the computation.
+    """The properties that layers with the same calls share.  ``dtype`` is that of the computation.
 
     ``reads_fresh_keys``: the step's own keys are at hand and exactly what the cache holds of them.
     """

@@ -93,7 +93,7 @@ def _has_version_3() -> bool:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """What keeps this backend from being used, with the remedy; None if it can be used."""
+    """Why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if paged_varlen_attn() is None:

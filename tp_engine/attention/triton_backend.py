@@ -13,7 +13,7 @@ from tp_engine.kernels.ops import has_triton
 MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
-# Where no GPU says how many multiprocessors it has: Triton's interpreter.
+# Of Triton's interpreter, which has no GPU to ask.
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
@@ -121,7 +121,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """What keeps this backend from being used, with the remedy; None if it can be used."""
+    """Why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if not has_triton():

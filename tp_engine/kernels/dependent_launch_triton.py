@@ -6,14 +6,14 @@
     with       kernel n [ work ]
                   [ n + 1 set up, weights ] waits [ work ]
 
-A decode step of few rows is some hundred kernels of a few microseconds each, and about one more between any two of
+A decode step of few rows is some hundred kernels of a few microseconds each, with about one microsecond between two of
 them.  GPUs of compute capability 9.0 and later have it (CUDA Programming Guide, "Programmatic Dependent Launch").
 
-The rule that keeps it correct: every program of a kernel that is launched so calls ``wait_for_previous`` before it
-reads anything that another kernel writes, and before it writes anything at all.  The wait ends when the kernel before
-has ended, whose own programs have waited likewise: so everything earlier on the stream has ended too.  What never
-changes while steps run, the weights, may be read before.  Kernels of libraries are launched without it, and so begin
-when all before them has ended.
+The rule that keeps it correct: every program of such a kernel calls ``wait_for_previous`` before it reads anything that
+another kernel writes, and before it writes anything.  The wait ends when the previous kernel has ended.  The programs
+of that kernel have waited too, so everything earlier on the stream has ended.  Weights never change while steps run, so
+they may be read before the wait.  Kernels of libraries are launched without it: they begin when all earlier ones have
+ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def let_next_begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Until all earlier kernels of the stream have ended and what they wrote can be read."""
+    """Wait until all earlier kernels of the stream have ended and what they wrote can be read."""
     if PDL:
         gdc_wait()
 
@@ -49,5 +49,5 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def can_launch_early(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU that has it."""
+    """Whether ``device`` is a GPU with programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY

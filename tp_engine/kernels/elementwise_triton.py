@@ -94,7 +94,7 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def activation_constants(activation: Activation | None) -> dict[str, float]:
-    """What ``gated`` is compiled for; None where a kernel does not call it."""
+    """The constants of ``gated``; with None, of a kernel that does not call it."""
     if activation is None:
         return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
     return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}

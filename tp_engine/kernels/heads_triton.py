@@ -9,8 +9,8 @@
 
     a head    | a: rotary_dim / 2 | b: rotary_dim / 2 | c: the others |      element j of a turns with element j of b
 
-A head is held as these three parts, a tile of heads each; c only where there is one.  Where nothing turns, a and b are
-the halves of the head.
+A head is held as these three parts, a tile of heads each; c only if it exists.  If nothing turns, a and b are the
+halves of the head.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _head_constants(heads: torch.Tensor, num_kv_heads: int, rotation: Rotation |
 
 
 def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[torch.Tensor, ...]:
-    """Keys, values and their scales; those that are not there are not read, and are some other tensor."""
+    """Keys, values and their scales; for those that do not exist ``heads`` stands in, which is not read."""
     if kv is None:
         return heads, heads, heads, heads
     keys, values = kv.cache.unbind(0)

@@ -1,8 +1,8 @@
-"""Host memory that steps read from end to end, in huge pages where the system gives them.
+"""Host memory that steps read from end to end, in huge pages if the system gives them.
 
 On a CPU a step reads every weight, and the K/V of its rows.  In pages of 4 KiB the processor translates an address
 every 64 cache lines, in a virtual machine through two tables; with pages of 2 MiB it reads 3 to 10 % faster.
-``madvise`` asks for them; where /sys/kernel/mm/transparent_hugepage/enabled is "never" it stays with small ones.
+``madvise`` asks for them; if /sys/kernel/mm/transparent_hugepage/enabled is "never" the pages stay small.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ALIGNMENT = 64
 def map_zeros(num_bytes: int) -> torch.Tensor:
     """Zeros (num_bytes,) uint8 that begin at a huge page.  The system brings a page when it is first written.
 
-    Raises ``OSError`` where the address space has no room for them.
+    Raises ``OSError`` if the address space has no room for them.
     """
     return _tensor(_map(num_bytes), num_bytes)
 
 
 def _map(num_bytes: int) -> mmap.mmap:
-    """Private memory of at least ``num_bytes`` from its first huge page on; all that they fill are asked for."""
+    """Private memory of at least ``num_bytes`` from its first huge page on; asks for huge pages for all that they fill."""
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if full := num_bytes // HUGE_PAGE * HUGE_PAGE:
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def _tensor(pages: mmap.mmap, num_bytes: int, begin: int = 0) -> torch.Tensor:
 class _Shelf:
     """Tensors side by side, so that those smaller than a huge page share one.
 
-    A mapping is given back when the last tensor on it has gone; nothing here holds it.
+    The system gets a mapping back when the last tensor on it is gone; the shelf holds only a weak reference.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ _shelf = _Shelf()
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor for a weight: it lives long, and all of it is read in each step."""
+    """Zeros for a weight, which lives long and is read as a whole in each step."""
     num_bytes = math.prod(shape) * dtype.itemsize
     room = map_zeros(num_bytes) if num_bytes > _SHARED_BYTES // 2 else _shelf.zeros(num_bytes)
     return room.view(dtype).view(shape)

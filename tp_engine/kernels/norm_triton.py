@@ -1,7 +1,7 @@
-"""Normalisation as one pass over memory: the Triton twin of ``norm``.
+"""Normalisation as one pass over memory: the Triton twins of ``norm``, ``add_norm`` and ``add`` in ``layer_ops``.
 
-One program holds one token's row, so that it is read once: x, and where there is one the residual, which is written
-back as their sum.  The sum is rounded to the residual's type before it is normalised, as the twin does.
+One program holds one token's row, so it is read once: x, and the residual if there is one, which becomes their sum.
+The sum is rounded to the residual's type before it is normalised, as the twin does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ADD_BLOCK = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_gain(weight, column, inside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """What the normalised row is multiplied with, float32."""
+    """The factors of the normalised row, float32."""
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET != 0:
         gain += OFFSET
@@ -160,7 +160,7 @@ def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> N
 
 
 def row_constants(size: int, rule: NormRule) -> dict[str, Any]:
-    """What a kernel is compiled for whose programs each normalise a row of ``size`` elements at a time."""
+    """The constants of a kernel in which each program normalises a row of ``size`` elements at a time."""
     assert rule.weight.shape == (size,) and rule.weight.is_contiguous(), (rule.weight.shape, size)
     assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
     block = int(triton.next_power_of_2(size))

@@ -1,4 +1,4 @@
-"""A linear layer applied to one row, which is all that a decode step of one request has: bound by reading the weight.
+"""A linear layer applied to one row, as in a decode step of one request: its time is that of reading the weight.
 
 ::
 
@@ -6,9 +6,9 @@
                        [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and the same of up, of which
                        ...                       an activation makes one result each
 
-Libraries make tiles for their matrix units of one row and split the columns over programs whose sums then have to be
-added up; here a program multiplies as it reads, and the first columns of its weight are on their way before the
-kernel that makes ``x`` has ended (``dependent_launch_triton``).
+Libraries make tiles for matrix units of one row, split the columns over programs, and then add up their sums.  Here a
+program multiplies as it reads, and the first columns of its weight are on their way before the kernel that makes ``x``
+has ended (``dependent_launch_triton``).
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@
     partial (N, heads, splits, head_dim), partial_lse (N, heads, splits)    float32
     arrivals (B, KV heads)    splits that have written theirs: the last to arrive joins them, in their order
 
-A small batch is split until its programs fill the GPU: ``usual_splits``.  A larger one fills it by itself, and each
-request's result is written at once; but a request of many keys is still split, so that it does not keep the others
-waiting: ``num_splits`` is the most.
+A small batch is split until its programs fill the GPU: ``usual_splits``.  A larger one fills it without splits, and
+each request's result is written at once.  But a request of many keys is still split, into at most ``num_splits``, so
+that the others need not wait for it.
 
 The grid depends on the size of the batch alone and lengths are read on the device, so a CUDA graph can hold both.
-The numbers of splits are no constants of the compiled code, as a new one would stop the engine while Triton compiles.
+The numbers of splits are not constants of the compiled code: a new one would stop the engine while Triton compiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, layer_constants, score_scale, with_sinks
 
 MAX_SPLITS = 64
-# So many parts are joined at a time.
+# Parts that are joined at a time.
 _JOIN_WIDTH = tl.constexpr(8)
 # On an H200 (docs/benchmarks.md) more programs do not read faster, and what they split must be joined.
 _PROGRAMS_PER_MULTIPROCESSOR = 2

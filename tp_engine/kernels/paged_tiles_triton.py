@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: one tile of cached keys and values against the queries of a program.
+"""Parts of the paged attention kernels: one tile of cached keys and values against the queries of a program.
 
 Grouped queries are packed: the rows of a program's matrices are all query heads of one KV head, of a few queries::
 
@@ -25,21 +25,21 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
-    """Keys, values and their scales; those of a cache without scales are not read, and are some tensors."""
+    """Keys, values and their scales; for a cache without scales other tensors stand in, which are not read."""
     assert kv.cache[0].is_contiguous(), "one layer's keys must be contiguous"
     scales = kv.cache if kv.scales is None else kv.scales
     return kv.cache[0], kv.cache[1], scales[0], scales[1]
 
 
 def score_scale(scale: float, softcap: float | None) -> float:
-    """What ``attend_tile`` multiplies products with: to units of log 2, or with a soft cap to parts of the cap."""
+    """The factor of products in ``attend_tile``: to units of log 2, or with a soft cap to parts of the cap."""
     return scale * LOG2_E if softcap is None else scale / softcap
 
 
 def layer_constants(
     query: torch.Tensor, kv: LayerKv, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
-    """What both kernels are compiled for: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
+    """The constants of both kernels: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
     _, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv.cache.shape
     assert query.stride(2) == 1 and query.stride(1) == head_dim, "a token's heads must be contiguous"
@@ -153,7 +153,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
         scores = tl.where(visible, scores, float("-inf"))
 
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    # Where no key has been visible so far: a difference of infinities would be NaN.
+    # If no key has been visible so far, a difference of infinities would be NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)

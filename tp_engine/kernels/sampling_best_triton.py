@@ -6,7 +6,7 @@ The Triton twin of ``sampling``'s GREEDY and ANY ways (``penalties``, ``filters.
 
 Parameters come from tables by row of the batch, so a captured launch serves any rows.
 
-Below are what the other sampling kernels use too: the noise of ``sampling/noise.py`` and the rank keys of
+Below is what the other sampling kernels use too: the noise of ``sampling/noise.py`` and the rank keys of
 ``sampling/ranking.py``.  The hash gives the same bits as its PyTorch twin.  So does the noise on CUDA, where both take
 their logarithms from libdevice and round every operation (launch with ``enable_fp_fusion=False``); Triton's interpreter
 has no libdevice, and its noise may differ in the last bits.
@@ -61,7 +61,7 @@ def best_keys_kernel(  # type: ignore[no-untyped-def]
 ):
     """One program: the best of BLOCK columns of a row.  A padding row (-1) takes the parameters of row 0.
 
-    With SKIPS_FILTERED, rows with top_k or top_p, which others draw, have the lowest key.
+    With SKIPS_FILTERED, rows with top_k or top_p have the lowest key: another kernel draws them.
     """
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -110,8 +110,8 @@ def best_keys_triton(
 
     ``rows`` and ``positions`` (n,) integers on the device; a negative row is padding.  ``counts`` where rows may be
     penalised.  ``maxima`` (n,) float32, the largest of all ranks' logits, where rows may have min_p.
-    ``filtered_below``, the vocabulary's size, where rows may have a top_k below it, or top_p: others draw those, and
-    their keys here mean nothing.
+    ``filtered_below`` is the vocabulary's size if rows may have a top_k below it, or top_p: another kernel draws those,
+    and their keys here mean nothing.
     """
     num_rows, num_ids = logits.shape
     assert num_ids > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())

@@ -1,15 +1,15 @@
-"""Rows with top_k or top_p, drawn from few candidates, which many programs find in one row.
+"""Rows with top_k or top_p, drawn from few candidates; many programs look for those of one row.
 
 ::
 
     logits (n, vocab)   | chunk 0 | chunk 1 | chunk 2 | ...       each of 64 groups of 64
     survey (i, c)       the largest value of each group; if there is no top_k, the sum of the chunk's weights, roughly
-    choose_cut (i)      what is surely below the threshold: with top_k, all below the k-th largest of the groups' values
-    collect (i, c)      what is not below the cut, up to 64 candidates of a chunk
+    choose_cut (i)      a value surely not above the threshold: with top_k, the k-th largest of the groups' values
+    collect (i, c)      values not below that cut, up to 64 candidates of a chunk
     draw (i)            thresholds and the token from row i's candidates alone, all of them in registers
 
-A threshold that is found among the candidates is the row's unless a chunk had too many of them, or the cut was too
-high, which the threshold itself shows: it lies below.  Then, as for flat logits and a high top_p, the program searches
+A threshold found among the candidates is the row's, with two exceptions: a chunk had too many of them, or the cut was
+too high, in which case the threshold lies below it.  Then, as with flat logits and a high top_p, the program searches
 all logits (``sampling_filter_triton``).  Both ways add up the same integers, so the tokens are the same.
 """
 

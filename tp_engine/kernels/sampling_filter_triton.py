@@ -2,9 +2,11 @@
 
 The Triton twin of ``sampling``'s RANKED, SORTED and NUCLEUS ways: ``top_keys_triton`` finds a rank's candidates for the
 others, ``draw`` searches all of a row's logits, and ``narrow`` only values that a program has in its registers
-(``sampling_candidates_triton`` calls both).  Values are compared as ``ordered_bits`` (their order as integers), so a
-threshold is a 32-bit number, found from its highest bits down: of the three numbers that extend what is known by two
-bits, the largest that still has enough above it.  16 passes over the row instead of a sort::
+(``sampling_candidates_triton`` calls both).
+
+Values are compared as ``ordered_bits`` (their order as integers), so a threshold is a 32-bit number.  It is found from
+its highest bits down, two at a time: of the three numbers that extend the known bits, the largest that still has enough
+values above it.  That takes 16 passes over the row instead of a sort::
 
     top_k    the largest t with            #(values >= t) >= k;          of the values equal to t, the lowest ids
     top_p    the largest t with   weight of (values >= t) >= p * total;  of the values equal to t, as many as p takes

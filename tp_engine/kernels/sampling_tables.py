@@ -1,4 +1,4 @@
-"""What the sampling kernels read of every row of the batch; no Triton here.
+"""The tables that the sampling kernels read for every row of the batch; without Triton.
 
 ::
 

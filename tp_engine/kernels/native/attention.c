@@ -1,6 +1,6 @@
 /* Paged attention of one layer: attention_types.h has the picture. */
 
-#include "attention_plan.h"
+#include "attention_partition.h"
 #include "attention_task.h"
 #include "tape.h"
 
@@ -116,16 +116,16 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         .head_bytes = layer->head_dim * item_bytes((int)layer->cache_dtype),
         .by_pairs = MULTIPLIES_BFLOAT16 && layer->dtype == BFLOAT16 && layer->cache_dtype == BFLOAT16,
     };
-    Plan *plan = &kept_plan;
-    if (!make_plan(&call, plan))
+    Partition *partition = &kept_partition;
+    if (!make_partition(&call, partition))
         return 1;
-    call.first_part = plan->first_part;
-    const Task *tasks = plan->tasks;
-    const Merge *merges = plan->merges;
-    float *partial = plan->partial;
-    const int64_t num_shared = plan->num_shared, num_tasks = plan->num_tasks, num_merges = plan->num_merges;
+    call.first_part = partition->first_part;
+    const Task *tasks = partition->tasks;
+    const Merge *merges = partition->merges;
+    float *partial = partition->partial;
+    const int64_t num_shared = partition->num_shared, num_tasks = partition->num_tasks, num_merges = partition->num_merges;
     const int64_t num_tokens = key ? step->num_tokens : 0;
-    const int is_small = plan->work + num_tokens * layer->num_kv_heads * layer->head_dim < MIN_PARALLEL_WORK;
+    const int is_small = partition->work + num_tokens * layer->num_kv_heads * layer->head_dim < MIN_PARALLEL_WORK;
 #pragma omp parallel num_threads((int)step->num_threads) if (!is_small && step->num_threads > 1)
     {
         if (num_tokens) {

@@ -10,14 +10,14 @@ typedef struct {
     int64_t begin, end;
 } Values;
 
-/* Keys and values that will be needed soon, of all keys of a block that lie side by side before the next head's: asked
-   for piece by piece, in the order of memory, between other work.  All at once they would wait for each other.  They
-   come into the second-level cache: two tiles are more than the first has room for. */
+/* Keys and values that will be needed soon, fetched piece by piece between other work, in the order of memory: all keys of
+   a block that lie side by side, then those of the next head.  All at once they would wait for each other.  They go to the
+   second-level cache, because the first has no room for two tiles. */
 typedef struct {
     const char *keys, *values;
     const int64_t *places;
     int64_t num_keys, num_heads, head_stride, piece_bytes;
-    int64_t run, key, head; /* where it has come to: the first of the keys side by side, one of them, a head */
+    int64_t run, key, head; /* its position: the first of the keys side by side, one of them, a head */
 } Ahead;
 
 INLINE void fetch_piece(Ahead *ahead)
@@ -109,8 +109,8 @@ INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_
             }
 }
 
-/* What rows of a head have come to: the largest score, the sum of the weights, and what their results so far are worth
-   after one more tile.  Of that tile the keys from `first` to `end` are visible, counted as the tile's `start` is. */
+/* The state of a head's rows: the largest score, the sum of the weights, and the factor of their results so far after one
+   more tile.  Of that tile the keys from `first` to `end` are visible, counted as the tile's `start` is. */
 typedef struct {
     float *max, *sum, *kept;
     const int64_t *first, *end;
@@ -143,8 +143,8 @@ INLINE vf scale_row(vf *score, const float *scores, float factor, const Running 
     return best;
 }
 
-/* Scores of some rows become weights, in place.  Several rows at once: one alone is a chain of operations, each of which
-   waits for the one before. */
+/* Scores of some rows become weights, in place.  Several rows at once, because one alone is a chain of operations that
+   wait for each other. */
 INLINE void weigh_some(const int rows, const int sees_all, float *scores, float factor, const Running *to, int64_t row)
 {
     vf score[WEIGHT_ROWS][TILE / VW], best[WEIGHT_ROWS], total[WEIGHT_ROWS] = {0};

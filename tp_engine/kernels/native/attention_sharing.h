@@ -1,4 +1,4 @@
-/* Decodes whose block tables begin alike, as requests with a common prefix do: who shares how many keys, and the tasks
+/* Decodes whose block tables begin alike, as requests with a common prefix do: how many keys they share, and the tasks
    that compute these for all of them. */
 #pragma once
 
@@ -29,10 +29,10 @@ typedef struct {
     int64_t num_shared, num_tasks, num_merges, num_partial;
     int64_t task_room, merge_room, partial_room, candidate_room, member_room, shared_room, part_room;
     int64_t work;
-} Plan;
+} Partition;
 
 /* Kept from call to call: fresh memory would cost page faults. */
-static _Thread_local Plan kept_plan;
+static _Thread_local Partition kept_partition;
 
 static int grow(void **memory, int64_t *room, int64_t needed, int64_t item_size)
 {
@@ -61,16 +61,16 @@ static int compare_candidates(const void *a, const void *b)
 }
 
 /* The decodes that are long enough, those with the same first block side by side; returns how many. */
-static int64_t find_candidates(const Call *call, Plan *plan)
+static int64_t find_candidates(const Call *call, Partition *partition)
 {
     const Step *step = call->step;
     int64_t count = 0;
     for (int64_t request = 0; request < step->num_requests; request++)
         if (step->query_lens[request] == 1 && step->seq_lens[request] > MIN_SHARED)
-            plan->candidates[count++] = (Candidate){*blocks_of(call, request), (int32_t)request};
-    qsort(plan->candidates, count, sizeof(Candidate), compare_candidates);
+            partition->candidates[count++] = (Candidate){*blocks_of(call, request), (int32_t)request};
+    qsort(partition->candidates, count, sizeof(Candidate), compare_candidates);
     for (int64_t i = 0; i < count; i++)
-        plan->members[i] = plan->candidates[i].request;
+        partition->members[i] = partition->candidates[i].request;
     return count;
 }
 
@@ -85,8 +85,8 @@ static int64_t common_keys(const Call *call, int64_t a, int64_t b)
     return (blocks << call->block_shift) / TILE * TILE;
 }
 
-/* How many of `count` members share keys with the first; `shared` of them.  One that shares less than half of what the
-   others do stays out. */
+/* How many of `count` members share keys with the first; *shared is how many keys.  A member that shares less than half
+   of what the others do is left out. */
 static int64_t find_group(const Call *call, const int32_t *members, int64_t count, int64_t *shared)
 {
     int64_t size = 1;
@@ -100,52 +100,53 @@ static int64_t find_group(const Call *call, const int32_t *members, int64_t coun
 }
 
 /* Tasks for the keys that `count` members share, range by range; enough of them for all threads. */
-static int plan_group(const Call *call, Plan *plan, const int32_t *members, int64_t count, int64_t shared)
+static int plan_group(const Call *call, Partition *partition, const int32_t *members, int64_t count, int64_t shared)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, rows_per_range = num_kv_heads * call->group;
     const int64_t num_ranges = (shared - 1) / SPLIT + 1, num_parts = num_ranges * num_kv_heads, most = MAX_ROWS / call->group;
     const int64_t for_threads = smaller(2 * call->step->num_threads / num_parts, count / 2);
-    const int64_t num_tasks = larger((count + most - 1) / most, for_threads), room = plan->num_tasks + num_parts * num_tasks;
+    const int64_t num_tasks = larger((count + most - 1) / most, for_threads);
+    const int64_t room = partition->num_tasks + num_parts * num_tasks;
     for (int64_t i = 0; i < count; i++) {
-        plan->shared_keys[members[i]] = (int32_t)shared;
-        plan->first_part[members[i]] = plan->num_partial;
-        plan->num_partial += ((call->step->seq_lens[members[i]] - 1) / SPLIT + 1) * rows_per_range;
+        partition->shared_keys[members[i]] = (int32_t)shared;
+        partition->first_part[members[i]] = partition->num_partial;
+        partition->num_partial += ((call->step->seq_lens[members[i]] - 1) / SPLIT + 1) * rows_per_range;
     }
-    if (!grow((void **)&plan->tasks, &plan->task_room, room, sizeof(Task)))
+    if (!grow((void **)&partition->tasks, &partition->task_room, room, sizeof(Task)))
         return 0;
     for (int64_t range = 0; range < num_ranges; range++)
         for (int64_t head = 0; head < num_kv_heads; head++)
             for (int64_t i = 0; i < num_tasks; i++) {
                 const int64_t first = i * count / num_tasks, end = (i + 1) * count / num_tasks;
                 const int64_t end_key = smaller((range + 1) * SPLIT, shared);
-                plan->tasks[plan->num_tasks++] = (Task){
+                partition->tasks[partition->num_tasks++] = (Task){
                     .request = members[first], .members = members + first,
                     .first_head = (int32_t)head, .end_head = (int32_t)head + 1,
                     .first_row = 0, .end_row = (int32_t)((end - first) * call->group),
                     .first_key = (int32_t)(range * SPLIT), .end_key = (int32_t)end_key,
                     .part = range * rows_per_range + head * call->group, .resumed = -1,
                 };
-                plan->work += (end - first) * call->group * (end_key - range * SPLIT) * call->padded_dim;
+                partition->work += (end - first) * call->group * (end_key - range * SPLIT) * call->padded_dim;
             }
     return 1;
 }
 
-/* Finds who shares keys, and plans them.  Rows with a window would not see the same ones. */
-static int plan_sharing(const Call *call, Plan *plan)
+/* Finds the requests that share keys, and plans their tasks.  Rows with a window would not see the same keys. */
+static int plan_sharing(const Call *call, Partition *partition)
 {
     const int64_t num_requests = call->step->num_requests;
-    if (!grow((void **)&plan->candidates, &plan->candidate_room, num_requests, sizeof(Candidate)) ||
-        !grow((void **)&plan->members, &plan->member_room, num_requests, sizeof(int32_t)) ||
-        !grow((void **)&plan->shared_keys, &plan->shared_room, num_requests, sizeof(int32_t)) ||
-        !grow((void **)&plan->first_part, &plan->part_room, num_requests, sizeof(int64_t)))
+    if (!grow((void **)&partition->candidates, &partition->candidate_room, num_requests, sizeof(Candidate)) ||
+        !grow((void **)&partition->members, &partition->member_room, num_requests, sizeof(int32_t)) ||
+        !grow((void **)&partition->shared_keys, &partition->shared_room, num_requests, sizeof(int32_t)) ||
+        !grow((void **)&partition->first_part, &partition->part_room, num_requests, sizeof(int64_t)))
         return 0;
-    memset(plan->shared_keys, 0, num_requests * sizeof(int32_t));
+    memset(partition->shared_keys, 0, num_requests * sizeof(int32_t));
     if (call->layer->window || call->group > MAX_ROWS)
         return 1;
-    const int64_t count = find_candidates(call, plan);
+    const int64_t count = find_candidates(call, partition);
     for (int64_t i = 0, size, shared; i < count; i += size) {
-        size = find_group(call, plan->members + i, count - i, &shared);
-        if (size > 1 && !plan_group(call, plan, plan->members + i, size, shared))
+        size = find_group(call, partition->members + i, count - i, &shared);
+        if (size > 1 && !plan_group(call, partition, partition->members + i, size, shared))
             return 0;
     }
     return 1;

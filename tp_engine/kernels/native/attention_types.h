@@ -8,7 +8,7 @@
      a head's values in a block        rows of head_dim
      a head's keys in a block          groups of `lanes` tokens as columns: (head_dim in items of 4 bytes, lanes)
 
-   A task so reads whole pages, and multiplies a query's item with that of `lanes` keys at once.
+   So a task reads whole pages, and multiplies a query's item with that of `lanes` keys at once.
 
    A request of n queries and `group` heads per KV head has n * group rows per KV head, all of which read the same keys:
 
@@ -18,8 +18,8 @@
    keys in tiles, with the running maximum, sum and output of each row (online softmax).  Rows with several ranges are
    merged at the end.
 
-   Decodes whose block tables begin alike are members of one task as far as that goes, and each goes on from there by
-   itself: a prefix that many share is read once for all of them.
+   Decodes whose block tables begin alike are members of one task for the blocks they share, and each continues from there
+   by itself: a prefix that many requests share is read once for all of them.
 
    The ranges and tiles of a row depend on its position alone, and so does its result: not on the rest of the batch, nor
    on the number of threads. */
@@ -34,16 +34,16 @@ enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256 };
    two, because the first-level cache has few places for lines that are one apart. */
 enum { QUERY_STRIDE = MAX_HEAD_DIM + 16 };
 
-/* Rows whose scores, whose weights, or whose outputs are in registers together: with 2, with all of a tile, and with
-   DIM_BLOCK vectors of each. */
+/* Rows that are in registers together: of scores, with 2 vectors of each; of weights, with all of a tile; of outputs,
+   with DIM_BLOCK vectors of each. */
 #if VW == 16
 enum { SCORE_ROWS = 8, WEIGHT_ROWS = 4, ROW_BLOCK = 6, DIM_BLOCK = 4 };
 #else
 enum { SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
 #endif
 
-/* Multiply-adds below which a second thread would cost more than it saves: few, as what takes a decode's time is to wait
-   for its keys and values. */
+/* Multiply-adds below which a second thread would cost more than it saves.  They are few, because a decode spends its
+   time waiting for keys and values. */
 enum { MIN_PARALLEL_WORK = 1 << 13 };
 
 /* What all layers of a step share.  Mirrored in layout.py. */

@@ -1,4 +1,4 @@
-"""Compile the C sources once per machine, and keep the result in a folder of the user's.
+"""Compile the C sources once per machine, and keep the result in the user's cache folder.
 
 ::
 
@@ -24,14 +24,14 @@ FOLDER = Path(__file__).parent
 SOURCES = sorted(path.name for path in FOLDER.glob("*.c"))
 COMPILE_FLAGS = (
     *("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
-    "-falign-loops=32",  # a loop that straddles such a line is decoded anew in every turn by some Intel processors
+    "-falign-loops=32",  # some Intel processors decode a loop that straddles such a line anew in every turn
 )
 COMPILE_TIMEOUT_S = 120.0
 _DIGEST_BYTES = 32
 
 
 class BuildError(RuntimeError):
-    """The kernels can not be had on this machine; says why."""
+    """The kernels can not be compiled on this machine; the message says why."""
 
 
 def built_library(openmp: Path) -> Path:
@@ -97,7 +97,7 @@ def _processor() -> str:
 def _compile(compiler: Path, openmp: Path, folder: Path) -> Path:
     """The library in ``folder``, with its digest.
 
-    It is linked to the runtime that torch has loaded: a second one would have threads of its own, and too many.
+    It is linked to the runtime that torch has loaded, because a second one would start threads of its own.
     """
     objects = [folder / Path(name).with_suffix(".o") for name in SOURCES]
 

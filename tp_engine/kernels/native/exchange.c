@@ -1,7 +1,7 @@
-/* Collectives of ranks that share memory; the protocol, and why it is right, is told in ipc/rank_slots.py.
+/* Collectives of ranks that share memory; ipc/rank_slots.py describes the protocol, and why it is right.
 
-   A call that waits for another rank returns that rank's number + 1 when its time is up, and is then to be called again
-   with the same arguments: it goes on where it was.  0 says that it is over. */
+   A call that waits for another rank returns that rank's number + 1 when its time is up.  The caller calls it again with
+   the same arguments, and it continues where it was.  0 says that it has ended. */
 
 #define _GNU_SOURCE /* sem_clockwait */
 #include <sched.h>
@@ -48,7 +48,7 @@ static char *slot(const struct exchange *x, int64_t rank)
     return x->slots + (2 * rank + x->num_pieces % 2) * x->slot_bytes;
 }
 
-/* sem_timedwait counts on the clock on the wall, which may be set back: only where there is no other. */
+/* sem_timedwait uses the wall clock, which may be set back: only for systems without sem_clockwait. */
 static int block(sem_t *from, int64_t ns)
 {
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
@@ -88,7 +88,7 @@ static void announce(const struct exchange *x)
             sem_post(semaphore(x, x->rank, other));
 }
 
-/* 0, or who is late. */
+/* 0, or the number + 1 of a rank that is late. */
 static int meet(struct exchange *x, int blocks)
 {
     for (; x->peer < x->num_ranks; x->peer++)

@@ -1,7 +1,7 @@
 /* Queries and keys made ready for attention, in place: heads are normalised, one by one or all together, and rotated.
 
-   Of a head, each item is divided by the root mean square and multiplied by its weight; then of what turns, its first
-   rotary_dim items as halves (a, b),
+   Each item of a head is divided by the root mean square and multiplied by its weight.  Then the first rotary_dim items
+   turn, as halves (a, b),
 
        (a, b) -> (a cos - b sin, b cos + a sin) */
 

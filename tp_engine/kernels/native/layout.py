@@ -10,7 +10,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Step(ctypes.Structure):
-    """What all layers of a step share; ``arrays`` are those that the addresses are of."""
+    """What all layers of a step share; ``arrays`` keeps the memory at its addresses alive."""
 
     arrays: tuple[object, ...]
 
@@ -29,7 +29,7 @@ class Step(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     """What is constant for a layer: its cache and its shape.  ``window`` 0 is none, and so is ``softcap``; dtypes as in
-    ``DTYPE_CODES``; ``sinks_tensor`` is what ``sinks`` is the address of."""
+    ``DTYPE_CODES``; ``sinks_tensor`` keeps the memory at ``sinks`` alive."""
 
     sinks_tensor: torch.Tensor | None
 

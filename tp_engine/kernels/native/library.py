@@ -1,4 +1,4 @@
-"""The compiled kernels in this process, or why there are none."""
+"""The compiled kernels in this process: the library, the signatures of its functions, and the reason if there is none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "run_tape": (_POINTER, _INT, _POINTER),
     "max_words": (),
 }
-# Those that a tape can hold have a player of the same name.
+# A tape can hold all functions but these: each of them has a player, play_NAME.
 _UNRECORDED = (
     "pack_weight",
     "panel_width",
@@ -66,7 +66,7 @@ _UNRECORDED = (
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, compiled if need be; None, with one line in the log, where they can not be had or are not wanted."""
+    """The kernels, compiled if need be; None, with one line in the log, if they can not be had or are switched off."""
     if not env.wants_native_kernels():
         _logger.info("native CPU kernels are switched off by TP_ENGINE_NATIVE")
         return None

@@ -58,7 +58,7 @@ INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
             sums[r][v] = t->is_first ? splat(0) : waiting[r][v];
-    /* By twos: where another thread shares the core, what limits is the number of instructions. */
+    /* By twos: if another thread shares the core, the number of instructions is the limit. */
 #pragma GCC unroll 2
     for (int64_t count = t->count; count > 0; count--, x += item_step(dtype), panel += PANEL) {
 #pragma GCC unroll 4
@@ -88,7 +88,7 @@ INLINE void multiply_items(Sums sums, const Tile *t, const int rows, const int d
         multiply_tile(sums, t, rows, 2, 0, dtype);
 }
 
-/* Functions of their own, so that nothing else wants the registers that the loop needs. */
+/* Functions of their own, so that nothing else uses the registers that the loop needs. */
 #define DEFINE_TILE(rows)                                                            \
     static __attribute__((noinline)) void multiply_##rows(Sums sums, const Tile *t)  \
     {                                                                                \

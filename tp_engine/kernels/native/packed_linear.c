@@ -2,8 +2,8 @@
 
    Each task has one panel and some of the rows, and goes through a chunk of its items at a time, which stays in the
    second-level cache for all its tiles (linear_tile.h), while these fetch what follows in memory: the next chunk, or the
-   next panel.  A single tile reads the weight from end to end, which AMD's processors foresee better without being asked;
-   Intel's are told a few items ahead.
+   next panel.  A single tile reads the weight from end to end: AMD's processors prefetch that best by themselves, Intel's
+   are told a few items ahead.
 
    A sum's items are added in their order: a row's result is the same bit by bit in each batch, and with any number of
    threads. */
@@ -141,7 +141,7 @@ static void widen_rows(const char *x, int64_t x_stride, float *widened, int64_t 
    multiple of VW, if `widens` the type; otherwise it may be NULL.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
-   With more it is arithmetic that takes the time, and cores differ in speed from moment to moment: who is done first
+   With more, arithmetic takes the time, and cores differ in speed from moment to moment: the thread that is done first
    takes what is left. */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
                   int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha, float limit, int64_t dtype,

@@ -1,4 +1,4 @@
-/* A weight becomes panels, and rows of it come out of them again. */
+/* Pack a weight into panels, and read rows of it back. */
 
 #include "panels.h"
 #include "tape.h"
@@ -52,7 +52,7 @@ static void unpack_items(const float *from, int64_t lane, float *out, int64_t it
         }
 }
 
-/* out (num_ids, items) = rows of a packed weight, whose first is that of first_id, times `scale`; zeros for ids that it does
+/* out (num_ids, items) = rows of a packed weight, which begins with id first_id, times `scale`; zeros for ids that it does
    not hold. */
 int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items, int64_t first_id,
                  int64_t num_rows, float scale, int64_t dtype, int64_t num_threads)

@@ -103,8 +103,8 @@ def _heads(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator)
 
 
 def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
-    """Seven rows times a weight whose sizes are no multiples of much, and the same by PyTorch, in float64: its own
-    float32 is off by more than ours on some processors."""
+    """Seven rows times a weight of odd sizes, and the same by PyTorch in float64: on some processors PyTorch's float32
+    is less exact than ours."""
     shapes = ((7, 86), (37, 86), (37,))
     x, weight, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in shapes)
     expected = F.linear(x.double(), weight.double(), bias.double())
@@ -118,7 +118,7 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
 
 
 def _int8_rows(rows: NativeInt8Rows, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
-    """Numbers that are codes already, so that none lies between two."""
+    """Rows of numbers that are codes already, so that rounding can not differ."""
     twin = TorchInt8Rows()
     x = torch.randint(-127, 128, (3, 40), generator=generator).to(dtype)
     x[:, 7] = -127

@@ -274,7 +274,7 @@ INLINE void store_tail(void *row, int64_t i, int64_t count, vf x, int dtype)
     memcpy((char *)row + i * item_bytes(dtype), items, count * item_bytes(dtype));
 }
 
-/* VW elements of a row of `width`, or what there is of them at its end. */
+/* VW elements of a row of `width`, or fewer at its end. */
 INLINE vf load_some(const void *row, int64_t i, int64_t width, const int dtype)
 {
     return i + VW <= width ? load_items(row, i, dtype) : load_tail(row, i, width - i, dtype);

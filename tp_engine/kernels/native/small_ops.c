@@ -13,7 +13,7 @@ typedef struct {
     int is_centred;
 } NormRule;
 
-/* The sum of (x - mean)^2, spread over the lanes.  The mean becomes more exact by that of what is left without it. */
+/* The sum of (x - mean)^2, spread over the lanes.  The mean is corrected by the mean of what is left after subtracting it. */
 INLINE vf squares_around(const char *x, float *mean, int64_t width, const int dtype)
 {
     vf squares = splat(0), sum = splat(0);

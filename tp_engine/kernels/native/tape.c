@@ -1,4 +1,4 @@
-/* Calls that were recorded, made again one after the other. */
+/* Make recorded calls again, one after the other. */
 
 #include "tape.h"
 

@@ -1,4 +1,4 @@
-/* Which tasks a layer's attention is made of. */
+/* A layer's attention cut into tasks. */
 #pragma once
 
 #include "attention_sharing.h"
@@ -7,22 +7,22 @@
 INLINE int64_t count_ranges(int64_t first, int64_t end) { return (end - 1) / SPLIT - first / SPLIT + 1; }
 
 /* The tasks of `rows`, one per range of keys that they do not share, and the merge they need. */
-static int plan_ranges(const Call *call, Plan *plan, Task rows)
+static int plan_ranges(const Call *call, Partition *partition, Task rows)
 {
     const int64_t first = first_visible(call, position_of(call, &rows, rows.first_row));
-    const int64_t end = position_of(call, &rows, rows.end_row - 1) + 1, shared = plan->shared_keys[rows.request];
+    const int64_t end = position_of(call, &rows, rows.end_row - 1) + 1, shared = partition->shared_keys[rows.request];
     const int64_t num_rows = (int64_t)(rows.end_head - rows.first_head) * (rows.end_row - rows.first_row);
     const int64_t num_ranges = count_ranges(first, end);
     const int64_t stride = shared ? call->layer->num_kv_heads * call->group : num_rows;
-    int64_t part = shared ? plan->first_part[rows.request] + rows.first_head * call->group : plan->num_partial;
-    if (!grow((void **)&plan->tasks, &plan->task_room, plan->num_tasks + num_ranges, sizeof(Task)))
+    int64_t part = shared ? partition->first_part[rows.request] + rows.first_head * call->group : partition->num_partial;
+    if (!grow((void **)&partition->tasks, &partition->task_room, partition->num_tasks + num_ranges, sizeof(Task)))
         return 0;
     if (num_ranges > 1) {
-        if (!grow((void **)&plan->merges, &plan->merge_room, plan->num_merges + 1, sizeof(Merge)))
+        if (!grow((void **)&partition->merges, &partition->merge_room, partition->num_merges + 1, sizeof(Merge)))
             return 0;
         rows.part = part;
-        plan->merges[plan->num_merges++] = (Merge){rows, num_ranges, stride};
-        plan->num_partial += shared ? 0 : num_ranges * num_rows;
+        partition->merges[partition->num_merges++] = (Merge){rows, num_ranges, stride};
+        partition->num_partial += shared ? 0 : num_ranges * num_rows;
     }
     for (int64_t range = first / SPLIT; range < first / SPLIT + num_ranges; range++, part += stride) {
         const int64_t begin = larger(first, range * SPLIT);
@@ -32,8 +32,8 @@ static int plan_ranges(const Call *call, Plan *plan, Task rows)
             continue;
         rows.part = num_ranges > 1 ? part : -1;
         rows.resumed = begin < shared ? part : -1;
-        plan->tasks[plan->num_tasks++] = rows;
-        plan->work += num_rows * (rows.end_key - rows.first_key) * call->padded_dim;
+        partition->tasks[partition->num_tasks++] = rows;
+        partition->work += num_rows * (rows.end_key - rows.first_key) * call->padded_dim;
     }
     return 1;
 }
@@ -52,7 +52,7 @@ static int64_t heads_per_task(const Call *call)
 }
 
 /* The tasks of a request. */
-static int plan_request(const Call *call, Plan *plan, int64_t request, int64_t heads_wanted)
+static int plan_request(const Call *call, Partition *partition, int64_t request, int64_t heads_wanted)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, num_rows = call->step->query_lens[request] * call->group;
     if (!num_rows || !call->step->seq_lens[request])
@@ -67,23 +67,23 @@ static int plan_request(const Call *call, Plan *plan, int64_t request, int64_t h
                 .first_row = (int32_t)row,
                 .end_row = (int32_t)smaller(row + tile_rows, num_rows),
             };
-            if (!plan_ranges(call, plan, rows))
+            if (!plan_ranges(call, partition, rows))
                 return 0;
         }
     return 1;
 }
 
-static int make_plan(const Call *call, Plan *plan)
+static int make_partition(const Call *call, Partition *partition)
 {
     const Step *step = call->step;
     const int64_t heads_wanted = heads_per_task(call);
-    plan->num_tasks = plan->num_merges = plan->num_partial = plan->work = 0;
-    if (!plan_sharing(call, plan))
+    partition->num_tasks = partition->num_merges = partition->num_partial = partition->work = 0;
+    if (!plan_sharing(call, partition))
         return 0;
-    plan->num_shared = plan->num_tasks;
+    partition->num_shared = partition->num_tasks;
     for (int64_t request = 0; request < step->num_requests; request++)
-        if (!plan_request(call, plan, request, heads_wanted))
+        if (!plan_request(call, partition, request, heads_wanted))
             return 0;
-    const int64_t num_floats = plan->num_partial * (call->padded_dim + 2);
-    return grow((void **)&plan->partial, &plan->partial_room, num_floats, sizeof(float));
+    const int64_t num_floats = partition->num_partial * (call->padded_dim + 2);
+    return grow((void **)&partition->partial, &partition->partial_room, num_floats, sizeof(float));
 }
