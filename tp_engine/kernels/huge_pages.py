@@ -30,7 +30,7 @@ def map_zeros(num_bytes: int) -> torch.Tensor:
 
 
 def _map(num_bytes: int) -> mmap.mmap:
-    """Private memory of at least ``num_bytes`` from its first huge page on; asks for huge pages for all that they fill."""
+    """Private memory of at least ``num_bytes`` from its first huge page on, in huge pages if possible."""
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if full := num_bytes // HUGE_PAGE * HUGE_PAGE:
         with contextlib.suppress(OSError):

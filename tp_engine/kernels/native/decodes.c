@@ -3,7 +3,8 @@
 #include "simd.h"
 #include "tape.h"
 
-/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Of a block table the part in use is copied.  A row of a table has `num_columns`; from one group to the next it is `source_stride` in the rows' tables, `slot_stride`
+/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Of a block table the part in use is copied.
+   A row of a table has `num_columns`; from one group to the next it is `source_stride` in the rows' tables, `slot_stride`
    and `table_stride` in the inputs. */
 int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
                     const int32_t *num_computed, const int32_t *tables, int64_t num_groups, int64_t source_stride,

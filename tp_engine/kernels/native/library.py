@@ -1,4 +1,4 @@
-"""The compiled kernels in this process: the library, the signatures of its functions, and the reason if there is none."""
+"""The compiled kernels in this process: the library and the signatures of its functions, or the reason for none."""
 
 from __future__ import annotations
 
