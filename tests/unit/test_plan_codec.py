@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -286,6 +287,42 @@ def test_a_wrong_number_of_groups_never_reads_past_the_end(num_ids: int, plan: S
         decode_plan(resealed(bytes(data)))
     except PlanError as error:
         assert "malformed" in str(error)
+
+
+def test_items_of_no_owner_are_malformed() -> None:
+    """Oracle: ``encode_plan`` leaves empty sections out; owners of no bytes, of masks and of new blocks."""
+    masked = StepPlan(step_id=1, mask_rows=int32(), masks=int32().reshape(0, 3))
+    for plan, bits, name in ((masked, 0b11 << 8, "mask_rows"), (StepPlan(step_id=1), 0b110, "block_rows")):
+        data = bytearray(encode_plan(plan)) + bytes(8)
+        struct.pack_into("<I", data, 16, len(data))
+        struct.pack_into("<I", data, 40, bits)
+        with pytest.raises(PlanError, match=f"are there, and its {name} are empty"):
+            decode_plan(resealed(bytes(data)))
+        struct.pack_into("<q", data, 32, 5)
+        with pytest.raises(PlanError, match=f"are there, and its {name} are empty"):
+            decode_plan(resealed(bytes(data)), 5, int32(0, 1))
+
+
+def test_steady_plans_are_decoded_as_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the general way.  Each byte of the bitmap and the sizes changed, with a checksum that fits."""
+    plan = StepPlan(step_id=1, rows_epoch=5, block_rows=int32(0, 1), block_ids=int32(7, 8), decode_rows=int32(0, 1))
+    data = encode_plan(plan, 5)
+    changed = []
+    for offset, value in itertools.product(range(40, 52), range(256)):
+        changed.append(bytearray(data))
+        changed[-1][offset] = value
+
+    def outcome(wrong: bytearray) -> Any:
+        try:
+            return decode_plan(resealed(bytes(wrong)), 5, plan.decode_rows)
+        except PlanError as error:
+            return str(error)
+
+    found = [outcome(one) for one in changed]
+    monkeypatch.setattr(PlanCodec, "_decode_steady", lambda self, *arguments: None)
+    for ours, theirs in zip(found, map(outcome, changed), strict=True):
+        assert_equal(ours, theirs)
+    assert sum(not isinstance(one, str) for one in found) > 8
 
 
 def test_a_section_that_is_too_long_is_named() -> None:

@@ -26,10 +26,11 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, Buffer, Part, Section
+from tp_engine.ipc.plan_sections import INT, SECTIONS, ArraySection, Buffer, Part, Section
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
@@ -41,6 +42,7 @@ _UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of
 _SUMMED_FROM = _UNSUMMED.size
 _SUMMED = "<IIqqI"  # and from there on, before the sections' sizes
 _NUM_FIXED = 5
+_TWO_SIZES = struct.Struct("<II")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 8
 _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
@@ -59,6 +61,8 @@ class PlanCodec:
         self._related = [(array, names.index(array.name), names.index(array.per)) for array in arrays]
         self._rows_index = names.index(_ROWS)
         self._rows_bit = 1 << self._rows_index
+        self._blocks_bits = sum(1 << names.index(name) for name in ("block_rows", "block_ids"))
+        self._block_ids = next(array for array in arrays if array.name == "block_ids")
         self._present = cache(self._sections_of)
 
     def encode(self, plan: StepPlan, known_epoch: int = 0) -> bytes:
@@ -113,6 +117,10 @@ class PlanCodec:
         computed = xxhash.xxh3_64_intdigest(memoryview(buffer)[_SUMMED_FROM:])
         if magic != MAGIC or version != VERSION or total != received or checksum != computed:
             raise _fault(buffer, computed)
+        if epoch == known_epoch != control == 0 and (present == 0 or present == self._blocks_bits):
+            plan = self._decode_steady(buffer, present, step_id, epoch, known_rows)
+            if plan is not None:
+                return plan
         sections = self._present(present)
         head = _head(len(sections))
         offset = _SUMMED_FROM + head.size
@@ -138,6 +146,34 @@ class PlanCodec:
         if control:
             fields["control"] = Control(control)
         return self._plan_type(**fields)
+
+    def _decode_steady(
+        self, buffer: Buffer, present: int, step_id: int, epoch: int, known_rows: IntArray
+    ) -> StepPlan | None:
+        """As ``decode``, for known rows and new blocks alone, as in most steps; None for anything unusual.
+
+        A reader that has just been woken finds little in its caches: the general way takes it 10 us longer.
+        """
+        total = len(buffer)
+        if not present:
+            is_usual = total == _SUMMED_FROM + _head(0).size
+            return self._plan_type(step_id=step_id, rows_epoch=epoch, decode_rows=known_rows) if is_usual else None
+        start = _SUMMED_FROM + _head(2).size
+        rows_bytes, ids_bytes = _TWO_SIZES.unpack_from(buffer, _HEADER.size) if total > start else (0, 0)
+        ids_start = rows_bytes + -rows_bytes % _ALIGNMENT
+        end = start + ids_start + ids_bytes
+        if not rows_bytes or rows_bytes % 4 or end + -end % _ALIGNMENT != total:
+            return None
+        if not self._block_ids.fits(ids_bytes, rows_bytes):
+            return None
+        ints: IntArray = np.frombuffer(buffer, INT, (end - start) // 4, start)
+        return self._plan_type(
+            step_id=step_id,
+            rows_epoch=epoch,
+            block_rows=ints[: rows_bytes // 4],
+            block_ids=ints[ids_start // 4 :],
+            decode_rows=known_rows,
+        )
 
     def _sections_of(self, present: int) -> tuple[Section, ...]:
         """Those whose bits are set; ``PlanError`` if one cannot be there without another that is not."""

@@ -81,6 +81,8 @@ class ArraySection:
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> AnyArray:
         """See ``Section``."""
         num_owners = len(fields[self.per]) if self.per else 0
+        if self.per and not num_owners:
+            raise PlanError(f"malformed step plan: its {self.name} are there, and its {self.per} are empty")
         item_bytes = self._item_bytes if self._columns != ANY else self._item_bytes * num_owners
         if size % item_bytes:
             raise PlanError(f"malformed step plan: its {self.name} take {size} bytes, not a multiple of {item_bytes}")
