@@ -135,6 +135,11 @@ class CheckpointNames:
 
 
 USUAL_NAMES = CheckpointNames()
+LANGUAGE_MODEL_NAMES = CheckpointNames(
+    spellings=(("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")),
+    skipped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+"""Of models with vision whose text part is ``language_model`` (Mistral 3, Gemma 3)."""
 
 
 @dataclass(frozen=True, kw_only=True)

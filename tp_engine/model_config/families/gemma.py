@@ -6,9 +6,15 @@ from typing import Any
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.families.mistral import WRAPPED
 from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
-from tp_engine.model_config.spec import USUAL_NAMES, AttentionSpec, LayerSpec, ModelSpec, QkNormSpec
+from tp_engine.model_config.spec import (
+    LANGUAGE_MODEL_NAMES,
+    USUAL_NAMES,
+    AttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    QkNormSpec,
+)
 
 ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _GEMMA3_DEFAULTS = {
@@ -73,7 +79,7 @@ def _read_gemma3(config: ConfigJson) -> ModelSpec:
         _read_ropes(reader),
         tied=True,
         logit_softcap=config.take("final_logit_softcapping", float),
-        names=WRAPPED if is_wrapped else USUAL_NAMES,
+        names=LANGUAGE_MODEL_NAMES if is_wrapped else USUAL_NAMES,
         **_whole(reader),
     )
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.spec import USUAL_NAMES, CheckpointNames, ModelSpec
+from tp_engine.model_config.spec import LANGUAGE_MODEL_NAMES, USUAL_NAMES, ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
-WRAPPED = CheckpointNames(
-    spellings=(("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")),
-    skipped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-)
 
 
 def read(config: ConfigJson) -> ModelSpec:
@@ -27,4 +23,4 @@ def read(config: ConfigJson) -> ModelSpec:
     window = reader.take_window(None if is_ministral3 else 4096)
     windows = reader.windows(window, lambda index: True, is_free=False)
     layers = (reader.pre_norm_layer(reader.attention(window=window), reader.mlp()) for window in windows)
-    return reader.model(tuple(layers), (reader.rope(),), names=WRAPPED if is_wrapped else USUAL_NAMES)
+    return reader.model(tuple(layers), (reader.rope(),), names=LANGUAGE_MODEL_NAMES if is_wrapped else USUAL_NAMES)
