@@ -12,7 +12,7 @@ import torch
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import implementation, op
-from tp_engine.model_config.spec import SILU
+from tp_engine.model_config.mlp import SILU
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 MODULES = (
     "kernel_cases_layer_ops",
     "kernel_cases_heads",
+    "kernel_cases_experts",
     "kernel_cases_one_row_linear",
     "kernel_cases_decode_inputs",
     "kernel_cases_paged_attention",

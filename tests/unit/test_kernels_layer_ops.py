@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 
-pytestmark = pytest.mark.parametrize("cases", ["kernel_cases_layer_ops", "kernel_cases_heads"])
+pytestmark = pytest.mark.parametrize("cases", ["kernel_cases_layer_ops", "kernel_cases_heads", "kernel_cases_experts"])
 
 
 @needs_triton

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
-from tp_engine.model_config.spec import Activation
+from tp_engine.model_config.mlp import Activation
 
 _BLOCK = 1024
 # The numbers of Activation.code; 3 is "relu2".

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tp_engine.model_config.spec import Activation
+from tp_engine.model_config.mlp import Activation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.elementwise_triton import activation_constants, gated
-from tp_engine.model_config.spec import Activation
+from tp_engine.model_config.mlp import Activation
 
 _MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
 _BLOCK_ELEMENTS = 4096

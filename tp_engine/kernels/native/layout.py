@@ -47,3 +47,41 @@ class Layer(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
+
+
+class Routing(ctypes.Structure):
+    """``routing.c``: a ``RoutingRule`` for logits of ``num_experts``; ``scores`` is the place in ``RouterScores``."""
+
+    _fields_ = (
+        ("num_experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("scores", ctypes.c_int64),
+        ("renormalises", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("top_groups", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("smallest_sum", ctypes.c_float),
+        ("factor", ctypes.c_float),
+    )
+
+
+class Experts(ctypes.Structure):
+    """``experts.c``: the experts ``first`` and after, in panels; ``tensors`` are those that the addresses are of."""
+
+    tensors: tuple[object, ...]
+
+    _fields_ = (
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down_bias", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("num_experts", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    )

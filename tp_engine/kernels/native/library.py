@@ -10,7 +10,7 @@ import torch
 
 from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
-from tp_engine.kernels.native.layout import Layer, Step
+from tp_engine.kernels.native.layout import Experts, Layer, Routing, Step
 from tp_engine.kernels.native.self_check import disagreement
 from tp_engine.kernels.native.tape import Recordable
 from tp_engine.log import get_logger
@@ -35,6 +35,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "embed": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
     "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, _INT, _INT),
+    "route_tokens": (ctypes.POINTER(Routing), _POINTER, _INT, *[_POINTER] * 5, _INT, _INT),
+    "widen_rows_to_float32": (_POINTER, _POINTER, *[_INT] * 3),
+    "mix_experts": (ctypes.POINTER(Experts), *[_POINTER] * 5, _INT, _INT),
+    "add_gated": (*[_POINTER] * 3, *[_INT] * 5),
+    "experts_work_bytes": (ctypes.POINTER(Experts), _INT),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
     "panel_width": (),
@@ -48,8 +53,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "run_tape": (_POINTER, _INT, _POINTER),
     "max_words": (),
 }
+_RESULTS = {"experts_work_bytes": _INT}
 # A tape can hold all functions but these: each of them has a player, play_NAME.
 _UNRECORDED = (
+    "experts_work_bytes",
     "pack_weight",
     "panel_width",
     "attention_lanes",
@@ -85,7 +92,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int
+        function.argtypes, function.restype = arguments, _RESULTS.get(name, ctypes.c_int)
         if name not in _UNRECORDED:
             setattr(library, name, Recordable(name, function, getattr(library, f"play_{name}")))
     return library

@@ -8,7 +8,7 @@ import torch
 
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.native.layout import DTYPE_CODES
-from tp_engine.model_config.spec import Activation
+from tp_engine.model_config.mlp import Activation
 from tp_engine.units import round_up
 
 NO_ACTIVATION = -1  # as in gated.h

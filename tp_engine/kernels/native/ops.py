@@ -17,7 +17,7 @@ from tp_engine.kernels.heads import HeadNorm, Heads, Rotation
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.layout import DTYPE_CODES
-from tp_engine.model_config.spec import Activation
+from tp_engine.model_config.mlp import Activation
 
 MAX_HEAD_DIM = 256
 
@@ -56,7 +56,7 @@ def add_norm(
     library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0
 ) -> torch.Tensor:
     """See ``layer_ops.add_norm``."""
-    if not (_are_dense(x, residual) and x.dtype is rule.weight.dtype):
+    if not (are_dense(x, residual) and x.dtype is rule.weight.dtype):
         return twins.add_norm(x, residual, rule, scale)
     return _normalise(library, x, residual.data_ptr(), rule, scale)
 
@@ -85,7 +85,7 @@ def _normalise(
 
 def add(library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
     """See ``layer_ops.add``."""
-    if not _are_dense(x, residual):
+    if not are_dense(x, residual):
         twins.add(x, residual, scale)
         return
     threads = torch.get_num_threads()
@@ -262,7 +262,7 @@ def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def _are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:
+def are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:
     """Whether C takes both: contiguous, of one type of ``DTYPE_CODES``."""
     is_dense = x.is_contiguous() and residual.is_contiguous()
     return is_dense and x.dtype is residual.dtype and x.dtype in DTYPE_CODES

@@ -11,16 +11,18 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels import heads as head_twins
-from tp_engine.kernels import layer_ops
+from tp_engine.kernels import layer_ops, routing
+from tp_engine.kernels.experts import ExpertWeights, add_gated, mix_experts
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.native import ops
+from tp_engine.kernels.native import experts, ops
+from tp_engine.kernels.native.experts import NativeExperts
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
 from tp_engine.kernels.plain_attention import attend
-from tp_engine.model_config.spec import Activation, ActivationKind
+from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 
 _ACTIVATIONS = tuple(Activation(kind) for kind in get_args(ActivationKind))
 
@@ -28,6 +30,11 @@ _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 24, 4
 # (queries, keys) of each request.
 _REQUESTS = ((1, 9), (3, 40))
 _SCALE, _SOFTCAP = 0.2, 1.5
+_ROUTING_RULES = (
+    RoutingRule(top_k=2, scores="softmax_of_chosen"),
+    RoutingRule(top_k=3, scores="sigmoid", renormalises=True, num_groups=4, top_groups=2),
+    RoutingRule(top_k=3, renormalises=True, factor=2.0),
+)
 
 Check: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
 """A kernel's name, its result, and the right one."""
@@ -41,6 +48,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_rows(library, dtype, generator),
             *_heads(library, dtype, generator),
             *_linear(library, dtype, generator),
+            *_experts(library, dtype, generator),
             *_attention(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
@@ -115,6 +123,32 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32)
     wanted = torch.where(ids[:, None] < 37, weight[ids.clamp(max=36).long()], 0.0) * 2
     yield "embed_panels", PackedWeight(library, weight).rows(ids, None, 2.0), wanted
+
+
+def _experts(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """Routing, and the experts that are routed to."""
+    logits, x = torch.randn(5, 8, generator=generator).to(dtype), torch.randn(5, 24, generator=generator).to(dtype)
+    correction = torch.randn(8, generator=generator)
+    for rule in _ROUTING_RULES:
+        found, expected = experts.route(library, logits, rule, correction), routing.route(logits, rule, correction)
+        yield f"route by {rule.scores}", found[0], expected[0]
+        yield f"route by {rule.scores}", found[1].to(dtype), expected[1].to(dtype)
+    ids, shares = expected
+    gate_up, down = torch.randn(8, 40, 24, generator=generator) * 0.2, torch.randn(8, 24, 20, generator=generator) * 0.2
+    biases = torch.randn(8, 40, generator=generator).to(dtype), torch.randn(8, 24, generator=generator).to(dtype)
+    weights = ExpertWeights(
+        gate_up=gate_up.to(dtype),
+        down=down.to(dtype),
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        first=0,
+        activation=_ACTIVATIONS[0],
+    )
+    yield "mix_experts", NativeExperts(library, weights, 3)(x, ids, shares), mix_experts(x, ids, shares, weights)
+    found_sum, expected_sum = x.clone(), x.clone()
+    experts.add_gated(library, found_sum, x, logits[:, 2:3])
+    add_gated(expected_sum, x, logits[:, 2:3])
+    yield "add_gated", found_sum, expected_sum
 
 
 def _int8_rows(rows: NativeInt8Rows, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:

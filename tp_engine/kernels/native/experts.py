@@ -1,0 +1,156 @@
+"""Experts with their weights in panels (``panels.h``, ``experts.c``), and the routing to them (``routing.c``)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import get_args
+
+import torch
+
+from tp_engine.kernels import experts as expert_twins
+from tp_engine.kernels import huge_pages, routing
+from tp_engine.kernels.experts import ExpertWeights
+from tp_engine.kernels.native.layout import DTYPE_CODES, Experts, Routing
+from tp_engine.kernels.native.linear import fits_panels
+from tp_engine.kernels.native.ops import are_dense
+from tp_engine.model_config.mlp import RouterScores, RoutingRule
+
+MAX_EXPERTS, MAX_GROUPS = 1024, 64  # of routing.c
+
+
+class NativeExperts:
+    """``kernels.experts.mix_experts`` in C, for any number of rows; the weights that it is made of are not kept."""
+
+    is_recordable = True
+
+    def __init__(self, library: ctypes.CDLL, weights: ExpertWeights, top_k: int) -> None:
+        self._library = library
+        self._dtype, self._top_k = weights.gate_up.dtype, top_k
+        num_experts, hidden, inner = weights.down.shape
+        gate_up, down = pack_experts(library, weights.gate_up, 2), pack_experts(library, weights.down, 1)
+        biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
+        self._experts = Experts(
+            gate_up=gate_up.data_ptr(),
+            down=down.data_ptr(),
+            gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
+            down_bias=None if biases[1] is None else biases[1].data_ptr(),
+            first=weights.first,
+            num_experts=num_experts,
+            hidden=hidden,
+            inner=inner,
+            top_k=top_k,
+            kind=weights.activation.code,
+            dtype=DTYPE_CODES[self._dtype],
+            alpha=weights.activation.alpha,
+            limit=weights.activation.limit,
+        )
+        self._experts.tensors = (gate_up, down, *biases)
+        self._pointer = ctypes.pointer(self._experts)
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See ``kernels.experts.mix_experts``."""
+        assert x.dtype is self._dtype and x.is_contiguous() and expert_ids.shape[1] == self._top_k
+        rows = len(x)
+        out = torch.empty_like(x)
+        work = torch.empty(self._library.experts_work_bytes(self._pointer, rows), dtype=torch.uint8)
+        self._library.mix_experts(
+            self._pointer,
+            x.data_ptr(),
+            expert_ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            work.data_ptr(),
+            rows,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def takes_experts(weights: ExpertWeights) -> bool:
+    """Whether ``NativeExperts`` can be made of them."""
+    return fits_panels(weights.gate_up[0]) and fits_panels(weights.down[0])
+
+
+def pack_experts(library: ctypes.CDLL, weights: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """``weights`` (experts, out, in) in panels, expert after expert; ``num_parts`` 2 for gate and up."""
+    num_experts, out_size, in_size = weights.shape
+    width, items = library.panel_width(), in_size * weights.itemsize // 4
+    panels = huge_pages.zeros((num_experts, -(-out_size // width), items, width), torch.float32)
+    for weight, own in zip(weights, panels, strict=True):
+        library.pack_weight(
+            weight.data_ptr(),
+            own.data_ptr(),
+            out_size,
+            items,
+            num_parts,
+            DTYPE_CODES[weights.dtype],
+            torch.get_num_threads(),
+        )
+    return panels
+
+
+def route(
+    library: ctypes.CDLL,
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction: torch.Tensor | None,
+    load: routing.ExpertLoad | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``routing.route``."""
+    dtype, (rows, num_experts) = DTYPE_CODES.get(logits.dtype), logits.shape
+    is_too_large = num_experts > MAX_EXPERTS or rule.num_groups > MAX_GROUPS
+    if dtype is None or logits.stride(1) != 1 or is_too_large:
+        return routing.route(logits, rule, correction, load)
+    ids = torch.empty((rows, rule.top_k), dtype=torch.int32)
+    weights = torch.empty((rows, rule.top_k))
+    library.route_tokens(
+        _routing(rule, num_experts, dtype),
+        logits.data_ptr(),
+        logits.stride(0),
+        None if correction is None else correction.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        None if load is None else load.counts.data_ptr(),
+        None if load is None else load.slots.data_ptr(),
+        rows,
+        torch.get_num_threads(),
+    )
+    return ids, weights
+
+
+def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
+    """See ``routing.to_float32``."""
+    dtype = DTYPE_CODES.get(x.dtype)
+    if dtype is None or not x.is_contiguous():
+        return routing.to_float32(x)
+    out = torch.empty(x.shape)
+    library.widen_rows_to_float32(x.data_ptr(), out.data_ptr(), *x.shape, dtype)
+    return out
+
+
+def add_gated(library: ctypes.CDLL, total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
+    """See ``experts.add_gated``."""
+    if not (are_dense(total, x) and gates.dtype is x.dtype):
+        expert_twins.add_gated(total, x, gates)
+        return
+    dtype, threads = DTYPE_CODES[x.dtype], torch.get_num_threads()
+    library.add_gated(total.data_ptr(), x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape, dtype, threads)
+
+
+@cache
+def _routing(rule: RoutingRule, num_experts: int, dtype: int) -> ctypes._Pointer[Routing]:
+    """The rule as C reads it."""
+    return ctypes.pointer(
+        Routing(
+            num_experts=num_experts,
+            top_k=rule.top_k,
+            scores=get_args(RouterScores).index(rule.scores),
+            renormalises=rule.renormalises,
+            num_groups=rule.num_groups,
+            top_groups=rule.top_groups,
+            dtype=dtype,
+            smallest_sum=rule.smallest_sum,
+            factor=rule.factor,
+        )
+    )

@@ -1,0 +1,75 @@
+"""Which experts a token goes to, and with which weights, in plain PyTorch: the twin of ``routing_triton``.
+
+::
+
+    s_e      score of expert e: softmax of the logits, or sigmoid of its own, or the logit itself
+    c_e      s_e + correction_e, for the choice alone; -inf outside of the chosen groups
+    chosen   the top_k experts with the largest c; of equal ones, the lower ids.  In that order
+    w_j      s of the j-th chosen one; of logits, the softmax of the chosen ones
+             / max(sum of w, smallest_sum), if the rule renormalises; * factor
+
+A group is a stretch of num_experts / num_groups experts, and worth the sum of its two largest c (DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.1.2).  All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.model_config.mlp import RoutingRule
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """``counts`` (experts,) int64: the tokens that went to each expert, of those whose ``slots`` (N,) are not -1."""
+
+    counts: torch.Tensor
+    slots: torch.Tensor
+
+
+def route(
+    logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None, load: ExpertLoad | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits`` (N, experts), ``correction`` (experts,) float32 -> expert ids (N, k) int32, weights (N, k) float32.
+
+    Adds the tokens of this step to ``load``.
+    """
+    wide = logits.float()
+    scores = wide
+    if rule.scores == "softmax":
+        scores = wide.softmax(1)
+    elif rule.scores == "sigmoid":
+        scores = wide.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if rule.num_groups > 1:
+        choice = _within_groups(choice, rule)
+    chosen = _largest(choice, rule.top_k)
+    weights = scores.gather(1, chosen)
+    if rule.scores == "softmax_of_chosen":
+        weights = weights.softmax(1)
+    if rule.renormalises:
+        weights = weights / weights.sum(1, keepdim=True).clamp_min(rule.smallest_sum)
+    if load is not None:
+        is_counted = (load.slots >= 0).to(torch.int64).unsqueeze(1).expand_as(chosen)
+        load.counts.scatter_add_(0, chosen.flatten(), is_counted.flatten())
+    return chosen.to(torch.int32), weights * rule.factor
+
+
+def to_float32(x: torch.Tensor) -> torch.Tensor:
+    """``x`` (N, width) in float32."""
+    return x.float()
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The places (N, count) of each row's largest values; of equal ones the first."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _within_groups(choice: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """``choice`` (N, experts) with -inf outside of the best groups."""
+    groups = choice.view(len(choice), rule.num_groups, -1)
+    worth = groups.topk(min(2, groups.shape[2]), 2).values.sum(2)
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, _largest(worth, rule.top_groups), True)
+    return groups.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)
