@@ -31,6 +31,8 @@ _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "
 _SIGLIP = {**_VISION, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "image_size": 28, "patch_size": 14, "model_type": "pixtral", "head_dim": 16}
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 32}
+_EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}  # 3 ranks have 8, 16 and 16 of the 40
+_SHARED = {**_EXPERTS, "moe_intermediate_size": 24}
 _SLIDING_3_TO_1 = {"num_hidden_layers": 4, "sliding_window": 8}
 
 FAMILIES: dict[str, Family] = {
@@ -107,5 +109,69 @@ FAMILIES: dict[str, Family] = {
         "Qwen3VLForConditionalGeneration",
         {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         vision={**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3-moe": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_EXPERTS, "num_experts": 8, "num_hidden_layers": 3, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        {**_EXPERTS, "num_experts": 8, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        vision={**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen2-moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 48},
+    ),
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+    "granite-moe": Family(
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {
+            "num_local_experts": 5,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "glm4-moe": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **_SHARED,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 8, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "ernie4.5-moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 3, "num_hidden_layers": 3},
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "intermediate_size": 100,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 8,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**_YARN, "rope_theta": 1e4, "truncate": False},
+        },
     ),
 }

@@ -73,6 +73,9 @@ class EngineConfig:
         "CPUs: gloo, or shm (shared memory); auto takes symm_mem if the GPUs can, shm for CPUs of one host",
         choices=ALL_REDUCES,
     )
+    enable_expert_parallel: bool = option(
+        False, "give each rank some experts, whole, instead of a part of each", flags=("--ep",)
+    )
     fuse_all_reduce_norm: bool = option(
         False, "all-reduce, residual sum and norm in one kernel, if all_reduce uses shared memory"
     )

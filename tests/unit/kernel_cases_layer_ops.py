@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import implementation
-from tp_engine.model_config.spec import SILU, Activation
+from tp_engine.model_config.mlp import SILU, Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6

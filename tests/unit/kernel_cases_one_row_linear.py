@@ -18,7 +18,7 @@ from tests.unit.kernel_cases_layer_ops import ACTIVATIONS, DTYPES, assert_close_
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.one_row_linear_triton import one_row_linear_triton, takes_weight
-from tp_engine.model_config.spec import SILU, Activation
+from tp_engine.model_config.mlp import SILU, Activation
 
 # (in, out): a block that is all of a row, several blocks of 1024 and of 128, the largest block.
 SIZES = ((256, 32), (3072, 8), (384, 64), (4096, 4))

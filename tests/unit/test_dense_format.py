@@ -16,7 +16,7 @@ from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.formats import choose_formats, dense
 from tp_engine.layers.formats.dense import PackedLinear, PanelLinear, PlainLinear, ThenGate, choose_product
-from tp_engine.model_config.spec import SILU
+from tp_engine.model_config.mlp import SILU
 from tp_engine.ranks.collectives import SingleRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

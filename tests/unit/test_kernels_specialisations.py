@@ -15,7 +15,7 @@ from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.kernels.sampling_tables import SamplingTables
-from tp_engine.model_config.spec import SILU, Activation
+from tp_engine.model_config.mlp import SILU, Activation
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 128, 151_936, 16, 64
 

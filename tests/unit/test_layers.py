@@ -24,8 +24,9 @@ from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
+from tp_engine.model_config.mlp import SILU
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import SILU, AttentionSpec, NormSpec, QkNormSpec
+from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import as_stored, sources_of
 

@@ -37,6 +37,8 @@ ITERATION = "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.
 GOLDEN = f"""
 cache_config_info gauge block_size,num_gpu_blocks,max_model_len,max_num_seqs,dtype,device,tensor_parallel_size
 e2e_request_latency_seconds histogram - {LATENCY}
+expert_load_max_over_mean gauge
+experts_by_load gauge up_to
 generation_tokens counter
 http_request_duration_highr_seconds histogram - {HTTP_FINE}
 http_request_duration_seconds histogram handler,method {HTTP}

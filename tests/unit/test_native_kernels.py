@@ -20,7 +20,7 @@ from tp_engine.kernels.native import ops as native_ops
 from tp_engine.kernels.native import self_check
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import OPS, implementation
-from tp_engine.model_config.spec import SILU
+from tp_engine.model_config.mlp import SILU
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 

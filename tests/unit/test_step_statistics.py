@@ -7,7 +7,16 @@ import os
 import numpy as np
 import pytest
 
-from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S, Distribution, StepStatistics
+from tp_engine.engine.report import (
+    EXPERT_LOAD,
+    PLAN_BYTES,
+    STEP_TIME_S,
+    STEP_TOKENS,
+    WAIT_S,
+    Distribution,
+    StepStatistics,
+    expert_balance,
+)
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, MEMORY_LINES, NUM_RECORDS, PHASE_WORD, RankSlot
 from tp_engine.progress import RankPhase, RankProgress
@@ -130,3 +139,13 @@ def test_memory_and_collectives_are_on_the_board() -> None:
     first = slot.collective_ns
     progress.collected(0)
     assert 0 < first < slot.collective_ns
+
+
+def test_how_evenly_tokens_go_to_experts() -> None:
+    """Oracle: loads by hand; a layer that no token has reached yet is left out."""
+    counts = [np.array([4, 0, 8, 4]), np.array([1, 1, 1, 1]), np.array([0, 0, 0, 0])]
+    balance = expert_balance(counts)
+    assert balance is not None and balance.largest_load == 2.0
+    found = {bound: n for bound, n in zip((*EXPERT_LOAD, np.inf), balance.num_experts, strict=True) if n}
+    assert found == {0.1: 1, 1.0: 6, 2.0: 1}
+    assert expert_balance([]) is None and expert_balance(counts[2:]) is None

@@ -29,7 +29,7 @@ from tp_engine.kernels.native.tape import Tape, call, naming_calls, recording
 from tp_engine.kernels.ops import op
 from tp_engine.layers.formats import dense
 from tp_engine.model_config import load_model_config
-from tp_engine.model_config.spec import Activation, ActivationKind
+from tp_engine.model_config.mlp import Activation, ActivationKind
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.ranks.collectives import SingleRank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tp_engine.kv_layout import kv_block_bytes, kv_scale_bytes
 from tp_engine.model_config import local_num_kv_heads, padded_vocab_size
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, local_inner_size
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import GIB, MIB
 
@@ -12,25 +13,46 @@ QUANTISED = ("fp8", "int8")
 _LOGITS_COPIES = 3  # raw, edited and sorted, in float32
 
 
-def local_parameters(model: ModelSpec, world_size: int) -> int:
-    """Parameters of one of ``world_size`` ranks, with the padding of the vocabulary."""
+def local_parameters(model: ModelSpec, world_size: int, *, active_only: bool = False) -> int:
+    """Parameters of one of ``world_size`` ranks, with the padding of the vocabulary.
+
+    ``active_only`` counts those that one token meets: of experts, the ones that it goes to.
+    """
     layers = sum(
-        count * _layer_parameters(model.hidden_size, layer, world_size)
+        count * _layer_parameters(model.hidden_size, layer, world_size, active_only=active_only)
         for layer, count in model.distinct_layers.items()
     )
     vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     return layers + model.hidden_size + vocabulary
 
 
-def _layer_parameters(hidden: int, layer: LayerSpec, world_size: int) -> int:
-    attention, mlp, inner = layer.attention, layer.mlp, layer.mlp.inner_size // world_size
+def _layer_parameters(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool) -> int:
+    attention = layer.attention
     queries, keys = (heads * attention.head_dim for heads in _local_heads(attention, world_size))
     qkv = queries + 2 * keys
     found = hidden * (qkv + queries) + qkv * attention.qkv_bias + hidden * attention.out_bias
     if attention.qk_norm is not None:
         found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
     found += queries // attention.head_dim * attention.has_sinks
-    return found + 3 * hidden * inner + (2 * inner + hidden) * mlp.bias + hidden * len(list(layer.norms))
+    return (
+        found
+        + _mlp_parameters(hidden, layer.mlp, world_size, active_only=active_only)
+        + hidden * len(list(layer.norms))
+    )
+
+
+def _mlp_parameters(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, active_only: bool = False) -> int:
+    """Of an MLP on one rank; ``active_only`` counts the experts that one token goes to."""
+    if isinstance(mlp, MlpSpec):
+        inner = mlp.inner_size // world_size
+        return 3 * hidden * inner + (2 * inner + hidden) * mlp.bias
+    inner = local_inner_size(mlp.inner_size, world_size)
+    one = 3 * hidden * inner + (2 * inner + hidden) * mlp.bias
+    found = one * (mlp.rule.top_k if active_only else mlp.num_experts)
+    found += (hidden + mlp.router_bias + (mlp.correction is not None)) * mlp.num_experts
+    if mlp.shared is not None:
+        found += _mlp_parameters(hidden, mlp.shared, world_size) + hidden * (mlp.shared_gate is not None)
+    return found
 
 
 def _local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
@@ -63,9 +85,18 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     for layer in model.distinct_layers:
         num_heads, num_kv_heads = _local_heads(layer.attention, world_size)
         heads = (num_heads + 2 * num_kv_heads) * layer.attention.head_dim
-        per_token = max(per_token, 3 * layer.mlp.inner_size // world_size, 2 * heads)
+        per_token = max(per_token, _mlp_elements(model.hidden_size, layer.mlp, world_size), 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
     return num_tokens * (3 * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
+
+
+def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> int:
+    """Numbers that an MLP makes of one token: gate, up and their product; of experts, also copies of its input and
+    outputs, for each of those that it goes to."""
+    if isinstance(mlp, MlpSpec):
+        return 3 * mlp.inner_size // world_size
+    shared = 0 if mlp.shared is None else _mlp_elements(hidden, mlp.shared, world_size)
+    return max(mlp.rule.top_k * (2 * hidden + 3 * mlp.inner_size // world_size), shared)
 
 
 def overhead_bytes(world_size: int, *, is_gpu: bool) -> int:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class LayerContext:
     """The ranks that share a layer, where and how its weights are kept, and its name in the checkpoint.
 
-    ``format_of(path)`` is the format of the linear layer at ``path``.
+    ``format_of(path)`` is the format of the linear layer at ``path``.  ``splits_experts``: a rank has a part of each
+    expert; otherwise it has all of some (expert parallelism).
     """
 
     communicator: Communicator
@@ -29,6 +30,7 @@ class LayerContext:
     device: torch.device
     format_of: Callable[[str], LinearFormat]
     path: str = ""
+    splits_experts: bool = True
 
     def at(self, name: str) -> LayerContext:
         """The context of the module ``name`` inside of this one."""
@@ -43,12 +45,12 @@ class LayerContext:
         return all(is_recordable(name, self.device.type) for name in names)
 
     def parameter(
-        self, shape: Sequence[int], sources: Sequence[Source], *, dtype: torch.dtype | None = None
+        self, shape: Sequence[int], *sources: Sequence[Source], dtype: torch.dtype | None = None
     ) -> nn.Parameter:
-        """An uninitialised weight on the device, which the loader fills from ``sources``."""
+        """An uninitialised weight on the device, which the loader fills from ``sources``, one of the alternatives."""
         values = torch.empty(tuple(shape), dtype=self.dtype if dtype is None else dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=False)
-        set_sources(parameter, sources)
+        set_sources(parameter, *sources)
         return parameter
 
     @property

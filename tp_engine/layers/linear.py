@@ -19,7 +19,8 @@ import torch
 
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, LinearShape, Part, Product
-from tp_engine.model_config.spec import Activation, AttentionSpec
+from tp_engine.model_config.mlp import Activation
+from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.weights.source import Decode, Span, as_stored, equal_share, kv_head_share, times
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.source import MODEL_FILES, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import round_up
@@ -80,13 +81,24 @@ def _split_problem(model: ModelSpec, world_size: int) -> str | None:
     if world_size < 1:
         return "it must be at least 1"
     for layer in model.distinct_layers:
-        attention, inner = layer.attention, layer.mlp.inner_size
+        attention = layer.attention
         if attention.num_heads % world_size:
             return f"the {attention.num_heads} attention heads can not be divided equally"
-        if inner % world_size:
-            return f"the intermediate size of {inner} can not be divided equally"
+        if problem := _mlp_problem(layer.mlp, world_size):
+            return problem
         if attention.num_kv_heads % world_size and world_size % attention.num_kv_heads:
             return f"the {attention.num_kv_heads} KV heads can be neither divided equally nor repeated equally often"
+    return None
+
+
+def _mlp_problem(mlp: MlpSpec | ExpertsSpec, world_size: int) -> str | None:
+    """Inner sizes of dense MLPs are divided equally; those of experts need not be."""
+    if isinstance(mlp, ExpertsSpec):
+        if mlp.inner_size < world_size:
+            return f"the experts' inner size of {mlp.inner_size} is smaller than the number of ranks"
+        return None if mlp.shared is None else _mlp_problem(mlp.shared, world_size)
+    if mlp.inner_size % world_size:
+        return f"the intermediate size of {mlp.inner_size} can not be divided equally"
     return None
 
 

@@ -10,16 +10,9 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.mlp import Activation, ActivationKind, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.rope import PLAIN, RopeRules, RopeSpec, read_rope
-from tp_engine.model_config.spec import (
-    Activation,
-    ActivationKind,
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-)
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Names of transformers -> ours.
@@ -86,7 +79,27 @@ class DecoderReader:
         """A gated MLP with the model's sizes and activation."""
         return MlpSpec(inner_size=self.inner_size, activation=self.activation, **changes)
 
-    def pre_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec, **changes: Any) -> LayerSpec:
+    def experts(
+        self, num_experts: int, rule: RoutingRule, *, inner_size: int | None = None, **changes: Any
+    ) -> ExpertsSpec:
+        """Experts with the model's activation, each of ``inner_size``, or of ``intermediate_size`` without it."""
+        self.config.skip("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+        if not 1 <= rule.top_k <= num_experts:
+            raise ConfigError(
+                f"config.json: {rule.top_k} of {num_experts} experts are asked for; a token goes to at least 1 and at "
+                "most all of them"
+            )
+        usual = {"inner_size": inner_size or self.inner_size, "activation": self.activation}
+        return ExpertsSpec(num_experts=num_experts, rule=rule, **{**usual, **changes})
+
+    def take_first(self, *names: str) -> int:
+        """The first of the sizes ``names`` that the configuration has: spellings of one key."""
+        found = next((name for name in names if self.config.has(name)), names[0])
+        value = self.config.require_positive(found)
+        self.config.skip(*names)
+        return value
+
+    def pre_norm_layer(self, attention: AttentionSpec, mlp: MlpSpec | ExpertsSpec, **changes: Any) -> LayerSpec:
         """Llama's layer: a norm before each block."""
         return LayerSpec(
             attention=attention,

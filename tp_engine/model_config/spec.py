@@ -14,35 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, lay_out
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.rope import RopeSpec
-
-ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
-
-_CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(ActivationKind))}
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """How an MLP joins its gate and up (kernels/layer_ops.py has the formulas).
-
-    ``alpha`` and ``limit`` are for ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
-    """
-
-    kind: ActivationKind
-    alpha: float = 1.702
-    limit: float = 7.0
-
-    @property
-    def code(self) -> int:
-        """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
-        return _CODES[self.kind]
-
-
-SILU = Activation("silu")
-"""The activation of SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +68,11 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpSpec:
-    """``down(activation(gate(x), up(x)))``.  ``fused_name``: the one stored tensor that holds gate and up rows."""
-
-    inner_size: int
-    activation: Activation = SILU
-    bias: bool = False
-    fused_name: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | ExpertsSpec
     input_norm: NormSpec | None = None
     attention_out_norm: NormSpec | None = None
     mlp_norm: NormSpec | None = None

@@ -12,6 +12,7 @@ from tp_engine.attention.base import Backends
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.experts import Experts
 from tp_engine.layers.formats import choose_formats
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.residual import Join
@@ -64,6 +65,11 @@ class CausalLM(nn.Module):
     def attention_layers(self) -> list[Attention]:
         """One per layer, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def expert_token_counts(self) -> list[torch.Tensor]:
+        """For each layer with experts (experts,) int64: the tokens that went to each expert since the start."""
+        return [module.token_counts for module in self.modules() if isinstance(module, Experts)]
 
     @property
     def is_recordable(self) -> bool:
@@ -134,12 +140,17 @@ def build_model(
     backends: Backends,
     max_model_len: int,
     quantization: str | None = None,
+    enable_expert_parallel: bool = False,
 ) -> CausalLM:
     """This rank's part of the model, its weights allocated on ``device`` but not yet set.
 
-    ``quantization`` is ``EngineConfig``'s; the model's ``finish_loading`` applies it.
+    ``quantization`` and ``enable_expert_parallel`` are ``EngineConfig``'s; the model's ``finish_loading`` quantises.
     """
     context = LayerContext(
-        communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(quantization)
+        communicator=communicator,
+        dtype=dtype,
+        device=device,
+        format_of=choose_formats(quantization),
+        splits_experts=not enable_expert_parallel,
     )
     return CausalLM(spec, backends=backends, max_model_len=max_model_len, context=context).eval()

@@ -13,12 +13,13 @@ from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.heads import Rotation
 from tp_engine.layers.attention import Attention, current_metadata
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from tp_engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
+from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import Source, Span, equal_share
 
 
@@ -71,28 +72,6 @@ class SelfAttention(Layer):
         return self.o_proj.part(only(wanted, attended.reshape(len(x), -1)))
 
 
-class GatedMLP(Layer):
-    """``down(activation(gate(x), up(x)))``, this rank's part of it."""
-
-    def __init__(self, spec: MlpSpec, hidden_size: int, *, context: LayerContext) -> None:
-        super().__init__()
-        self.gate_up_proj = GatedColumnParallelLinear(
-            hidden_size,
-            spec.inner_size,
-            spec.activation,
-            bias=spec.bias,
-            context=context,
-            fused_name=spec.fused_name,
-        )
-        self.down_proj = RowParallelLinear(
-            spec.inner_size, hidden_size, bias=spec.bias, context=context.at("down_proj")
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
-        return self.down_proj.part(self.gate_up_proj(x))
-
-
 class DecoderLayer(Layer):
     """One layer.  The model joins it to its neighbours with ``input_norm`` and ``mlp_out_norm``."""
 
@@ -116,7 +95,7 @@ class DecoderLayer(Layer):
             group=group,
             context=context.at("self_attn"),
         )
-        self.mlp = GatedMLP(spec.mlp, hidden_size, context=context.at("mlp"))
+        self.mlp = make_mlp(spec.mlp, hidden_size, context=context)
 
         def norm(one: NormSpec | None) -> Norm | None:
             return None if one is None else Norm(one, hidden_size, context=context.at(one.name))

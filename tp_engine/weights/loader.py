@@ -65,7 +65,7 @@ def load_weights(
     begin = time.perf_counter()
     first = next(iter(parameters.values()))
     with _open(parameters, folder, load_format, seed, first) as stored, torch.no_grad():
-        items = _items(parameters, spec, stored.names())
+        items = _items(parameters, spec, stored)
         _check_tensors(stored, items, spec)
         for name, parameter in parameters.items():
             _clear_uncovered(name, parameter)
@@ -89,14 +89,20 @@ def _open(
     return Checkpoint(folder)
 
 
-def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, found: set[str]) -> list[_Item]:
+def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, stored: Stored) -> list[_Item]:
     """Every source of every parameter, in the spelling that the checkpoint uses for the embedding."""
+    found = stored.names()
     spellings = spec.names.spellings
     chosen = next((one for one in spellings if _spell(_EMBEDDING, one) in found), spellings[0])
+
+    def is_stored(source: Source) -> bool:
+        name = _spell(source.name, chosen)
+        return name in found and stored.shape(name) == source.shape
+
     return [
         _Item(_spell(source.name, chosen), source, parameter)
         for parameter in parameters.values()
-        for source in sources_of(parameter)
+        for source in sources_of(parameter, is_stored)
     ]
 
 

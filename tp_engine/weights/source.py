@@ -15,6 +15,8 @@ source are zero.
 Which part of a dimension belongs to which rank::
 
     equal     [r * n, (r + 1) * n)                query heads, inner sizes
+    blocks    as equal as whole blocks of up      experts' inner sizes (40 on 3 ranks: 8 16 16), and
+              to 32 can be                        whole experts
     KV heads  those of the rank's KV heads        fewer heads than ranks repeat (K=2, W=4: 0 0 1 1)
     vocab     [r * n, (r + 1) * n) of the         the last ranks may get fewer rows, or none
               padded vocabulary
@@ -28,6 +30,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+
+from tp_engine.model_config.mlp import block_bounds
 
 
 class Span(NamedTuple):
@@ -68,15 +72,17 @@ class Source:
     init: float | None = None
 
 
-def set_sources(parameter: nn.Parameter, sources: Sequence[Source]) -> None:
-    """Attach ``sources`` to ``parameter``."""
-    parameter._sources = tuple(sources)  # type: ignore[attr-defined]
+def set_sources(parameter: nn.Parameter, *alternatives: Sequence[Source]) -> None:
+    """Attach the sources of ``parameter``: the ``alternatives`` are the ways in which checkpoints store it."""
+    parameter._sources = tuple(tuple(one) for one in alternatives)  # type: ignore[attr-defined]
 
 
-def sources_of(parameter: torch.Tensor) -> tuple[Source, ...]:
-    """The sources that ``set_sources`` attached."""
-    sources: tuple[Source, ...] = parameter._sources  # type: ignore[attr-defined]
-    return sources
+def sources_of(parameter: torch.Tensor, is_stored: Callable[[Source], bool] | None = None) -> tuple[Source, ...]:
+    """The first alternative of which all sources satisfy ``is_stored``; without one, or without it, the first."""
+    alternatives: tuple[tuple[Source, ...], ...] = parameter._sources  # type: ignore[attr-defined]
+    if is_stored is None or len(alternatives) == 1:
+        return alternatives[0]
+    return next((one for one in alternatives if all(map(is_stored, one))), alternatives[0])
 
 
 def equal_share(size: int, rank: int, world_size: int) -> Span:
@@ -84,6 +90,12 @@ def equal_share(size: int, rank: int, world_size: int) -> Span:
     assert size % world_size == 0, f"{size} is not divisible by {world_size}"
     share = size // world_size
     return Span(rank * share, share)
+
+
+def block_share(size: int, rank: int, world_size: int) -> Span:
+    """One of the parts of ``block_bounds``; some are empty if there are more ranks than elements."""
+    start, end = block_bounds(size, world_size)[rank : rank + 2]
+    return Span(start, end - start)
 
 
 def kv_head_share(num_kv_heads: int, rank: int, world_size: int) -> Span:

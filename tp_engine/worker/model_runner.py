@@ -86,6 +86,11 @@ class ModelRunner:
         """Groups of layers, each with block tables of its own."""
         return len(self._backends)
 
+    @property
+    def expert_token_counts(self) -> list[torch.Tensor]:
+        """See ``CausalLM``."""
+        return self._model.expert_token_counts
+
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:
         """Record decode steps of each of ``sizes`` (rising) rows.

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tp_engine.attention.registry import select_backend
@@ -136,6 +138,10 @@ class Worker:
         """Whether ``execute`` returns before the step has run, so that the next step can be launched behind it."""
         return self._effective.config.device == "cuda"
 
+    def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:
+        """For each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
+        return [] if self._runner is None else [counts.cpu().numpy() for counts in self._runner.expert_token_counts]
+
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
         assert self._monitor is not None, "start() comes first"
@@ -185,6 +191,7 @@ class Worker:
             backends=self._backends,
             max_model_len=effective.max_model_len,
             quantization=config.quantization,
+            enable_expert_parallel=config.enable_expert_parallel,
         )
         report = load_weights(
             dict(model.named_parameters()),

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from tp_engine.layers.context import LayerContext
-from tp_engine.model_config.spec import Activation
+from tp_engine.layers.formats.experts import ExpertsShape
+from tp_engine.model_config.mlp import Activation
 from tp_engine.weights.source import Decode, Source, Span, as_stored
 
 
@@ -79,6 +80,16 @@ class Product(Protocol):
         """``x`` (N, in) -> (N, out), in the type of ``x``."""
 
 
+class ExpertsProduct(Protocol):
+    """The experts of a layer that are on this rank.  ``is_recordable``: whether recordings of steps can hold them."""
+
+    is_recordable: bool
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``x`` (N, hidden), ``expert_ids`` (N, k) int32 and ``weights`` (N, k) float32 -> (N, hidden), in the type of
+        ``x``: the sum, in the order of k, of this rank's experts' outputs times their weights."""
+
+
 class LinearFormat(Protocol):
     """One way to keep linear weights."""
 
@@ -87,3 +98,9 @@ class LinearFormat(Protocol):
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
         """The product of the loaded ``parameters``, on their device.  Raises ``ConfigError`` if it can not be made."""
+
+    def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+        """The parameters of a layer's experts, by name."""
+
+    def finish_experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertsProduct:
+        """The product of the loaded ``parameters`` of experts."""

@@ -33,18 +33,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tp_engine.kernels.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.native.experts import NativeExperts, takes_experts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
 from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.formats.base import LinearShape, Product
-from tp_engine.model_config.spec import Activation
+from tp_engine.layers.formats.base import ExpertsProduct, LinearShape, Product
+from tp_engine.layers.formats.experts import ExpertsShape
+from tp_engine.model_config.mlp import Activation
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Dense:
-    """One parameter, ``weight`` (out, in)."""
+    """One parameter, ``weight`` (out, in); of experts two, and their biases."""
 
     def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
@@ -53,6 +56,42 @@ class Dense:
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
         """See ``LinearFormat``."""
         return choose_product(parameters["weight"], shape.activation)
+
+    def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
+        """See ``LinearFormat``."""
+        num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
+        found = {
+            "gate_up": context.parameter((num_experts, 2 * room, hidden), *shape.gate_up_sources()),
+            "down": context.parameter((num_experts, hidden, room), *shape.down_sources()),
+        }
+        if shape.spec.bias:
+            found["gate_up_bias"] = context.parameter((num_experts, 2 * room), *shape.gate_up_bias_sources())
+            found["down_bias"] = context.parameter((num_experts, hidden), *shape.down_bias_sources())
+        return found
+
+    def finish_experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertsProduct:
+        """See ``LinearFormat``."""
+        weights = ExpertWeights(
+            gate_up=parameters["gate_up"],
+            down=parameters["down"],
+            gate_up_bias=parameters.get("gate_up_bias"),
+            down_bias=parameters.get("down_bias") if shape.adds_down_bias else None,
+            first=shape.experts.start,
+            activation=shape.spec.activation,
+        )
+        return choose_experts(weights, shape.spec.rule.top_k)
+
+
+class PlainExperts:
+    """The experts in plain PyTorch, one after the other."""
+
+    is_recordable = False
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mix_experts(x, expert_ids, weights, self._weights)
 
 
 class PlainLinear:
@@ -140,6 +179,16 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
     if packed is not None:
         return packed
     return PlainLinear(weight) if library is None else PanelLinear(library, weight)
+
+
+def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
+    """The fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither."""
+    if runs_triton(weights.gate_up.device.type) and has_triton():
+        from tp_engine.kernels.experts_triton import TritonExperts
+
+        return TritonExperts(weights)
+    library = native_library() if weights.gate_up.device.type == "cpu" and takes_experts(weights) else None
+    return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k)
 
 
 def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:

@@ -1,0 +1,154 @@
+"""What a layer's MLP is: dense, or a router and experts.  No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, TypeAlias, get_args
+
+from tp_engine.units import round_up
+
+ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
+
+_CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(ActivationKind))}
+
+_LARGEST_BLOCK = 32
+
+RouterScores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """How an MLP joins its gate and up (kernels/layer_ops.py has the formulas).
+
+    ``alpha`` and ``limit`` are for ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
+    """
+
+    kind: ActivationKind
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def code(self) -> int:
+        """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
+        return _CODES[self.kind]
+
+
+SILU = Activation("silu")
+"""The activation of SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """``down(activation(gate(x), up(x)))``.
+
+    ``name`` is the module's in the checkpoint, below its layer.  ``fused_name``: the one stored tensor that holds gate
+    and up rows.
+    """
+
+    inner_size: int
+    activation: Activation = SILU
+    bias: bool = False
+    fused_name: str | None = None
+    name: str = "mlp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """How a token's router logits become ``top_k`` experts and their weights (``kernels/routing.py`` has the formulas).
+
+    ``scores`` are the softmax of all logits, the sigmoid of each, or the logits, of which the chosen ones go through a
+    softmax.  With ``num_groups`` above 1 only the experts of the best ``top_groups`` groups can be chosen; a group is
+    worth its two best scores.  If ``renormalises``, weights are divided by their sum, but at least ``smallest_sum``.
+    Then they are multiplied by ``factor``.
+    """
+
+    top_k: int
+    scores: RouterScores = "softmax"
+    renormalises: bool = False
+    smallest_sum: float = 0.0
+    factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExperts:
+    """Names and order of a checkpoint's experts, below the MLP's module.
+
+    ::
+
+        each         gate, up (I, H) and down (H, I), a tensor for each expert: the names have {} for its number
+        fused        gate = up (E, 2 I, H), gate rows first; down (E, H, I)
+        transposed   gate = up (E, H, 2 I), gate columns first, or every other one if ``interleaved``; down (E, I, H)
+
+    A bias has the name of its weight, with ``bias_suffix`` in the place of ``weight_suffix``.
+    """
+
+    kind: Literal["each", "fused", "transposed"]
+    gate: str
+    up: str
+    down: str
+    interleaved: bool = False
+    weight_suffix: str = ".weight"
+    bias_suffix: str = ".bias"
+
+
+EACH = StoredExperts(kind="each", gate="experts.{}.gate_proj", up="experts.{}.up_proj", down="experts.{}.down_proj")
+NUMBERED = StoredExperts(kind="each", gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")
+FUSED = StoredExperts(
+    kind="fused",
+    gate="experts.gate_up_proj",
+    up="experts.gate_up_proj",
+    down="experts.down_proj",
+    weight_suffix="",
+    bias_suffix="_bias",
+)
+TRANSPOSED = replace(FUSED, kind="transposed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """``num_experts`` gated MLPs of ``inner_size``, of which a router picks some for each token.
+
+    The output is the sum of the chosen ones' outputs, each times its weight, and of the output of ``shared``, which all
+    tokens go through, times the sigmoid of ``shared_gate`` if there is one.  ``correction`` is added to the experts'
+    scores for the choice alone; ``correction_rows``: its tensor has one more dimension, of that size.  ``router``,
+    ``correction``, ``shared_gate`` and the name of ``shared`` stand below ``name`` in the checkpoint.  ``stored`` are
+    the ways in which checkpoints keep the experts; the first one that a checkpoint has is read.
+    """
+
+    num_experts: int
+    inner_size: int
+    rule: RoutingRule
+    activation: Activation = SILU
+    bias: bool = False
+    router: str = "gate"
+    router_bias: bool = False
+    routes_in_float32: bool = False
+    correction: str | None = None
+    correction_rows: int | None = None
+    shared: MlpSpec | None = None
+    shared_gate: str | None = None
+    stored: tuple[StoredExperts, ...] = (EACH, FUSED)
+    name: str = "mlp"
+
+
+def block_bounds(size: int, num_parts: int, *, block: int = 1) -> list[int]:
+    """``num_parts + 1`` bounds of parts that are whole blocks of ``block``, and as equal as can be.
+
+    Equal parts where that is possible; else in blocks of the largest power of two from ``block`` to 32 that divides
+    ``size`` into at least ``num_parts`` blocks: with blocks of 32, 2,880 in 4 parts is 704, 736, 704 and 736.
+    """
+    if size % (num_parts * block) == 0:
+        return [size // num_parts * part for part in range(num_parts + 1)]
+    unit = max(block, _LARGEST_BLOCK)
+    while unit > block and (size % unit or size // unit < num_parts):
+        unit //= 2
+    return [size // unit * part // num_parts * unit for part in range(num_parts + 1)]
+
+
+def local_inner_size(inner_size: int, world_size: int) -> int:
+    """Room for an expert's inner elements on each rank: the largest part, up to a multiple of 8."""
+    bounds = block_bounds(inner_size, world_size)
+    return round_up(max(end - start for start, end in pairwise(bounds)), 8)
