@@ -25,6 +25,7 @@ from tp_engine.engine.report import (
     WAIT_S,
     Distribution,
     EngineReport,
+    ExpertBalance,
     RankReport,
 )
 from tp_engine.engine.service import EngineLike, EngineService
@@ -264,6 +265,7 @@ class FakeEngine:
             plan_bytes=fake_distribution(PLAN_BYTES, self.num_steps),
             step_skew=fake_distribution(WAIT_S, self.num_steps),
             num_missed_steps=0,
+            experts=ExpertBalance(num_experts=[0, 0, 1, 2, 3, 1, 1, 0, 0, 0, 0], largest_load=1.5),
             view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
         )
 

@@ -18,22 +18,32 @@ import numpy as np
 from benchmarks.workloads import Workload
 from tp_engine.advice.sizes import local_parameters
 from tp_engine.model_config import read_model
+from tp_engine.model_config.mlp import ExpertsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """``num_parameters`` take part in every token's products; ``kv_values`` are K and V of one token, all layers."""
+    """``num_parameters`` take part in a token's products, those of the experts that it goes to included.
+
+    ``kv_values`` are K and V of one token, all layers.  ``experts`` has, for each layer with experts, the parameters of
+    one expert, how many experts there are, and how many a token goes to.
+    """
 
     num_parameters: int
     itemsize: int
     kv_values: int
     num_layers: int
     attention_width: int
+    experts: tuple[tuple[int, int, int], ...] = ()
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step must read: all but an input embedding that is not the head's too."""
-        return self.num_parameters * self.itemsize
+    def weight_bytes(self, num_rows: int = 1) -> float:
+        """Bytes of weights that a decode step of ``num_rows`` must read: all but an input embedding that is not the
+        head's too, and of experts as many as so many rows go to, if they choose independently and evenly."""
+        further = sum(
+            parameters * (total * (1 - (1 - top_k / total) ** num_rows) - top_k)
+            for parameters, total, top_k in self.experts
+        )
+        return (self.num_parameters + further) * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +57,7 @@ class Ceilings:
 def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
     """The cost of the model that a config.json describes, with weights and KV cache in ``dtype``."""
     model = read_model(config)
-    num_parameters = local_parameters(model, 1)
+    num_parameters = local_parameters(model, 1, active_only=True)
     if not model.tie_word_embeddings:
         num_parameters -= model.vocab_size * model.hidden_size
     attentions = [layer.attention for layer in model.layers]
@@ -57,12 +67,17 @@ def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
         kv_values=sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions),
         num_layers=model.num_layers,
         attention_width=max(attention.num_heads * attention.head_dim for attention in attentions),
+        experts=tuple(
+            (3 * model.hidden_size * layer.mlp.inner_size, layer.mlp.num_experts, layer.mlp.rule.top_k)
+            for layer in model.layers
+            if isinstance(layer.mlp, ExpertsSpec)
+        ),
     )
 
 
 def decode_step_s(cost: ModelCost, ceilings: Ceilings, *, num_rows: int, num_context_tokens: int) -> float:
     """Seconds of one decode step of ``num_rows`` requests with ``num_context_tokens`` in the cache together."""
-    num_bytes = cost.weight_bytes + num_context_tokens * cost.kv_values * cost.itemsize
+    num_bytes = cost.weight_bytes(num_rows) + num_context_tokens * cost.kv_values * cost.itemsize
     return max(num_bytes / ceilings.bytes_per_s, 2 * cost.num_parameters * num_rows / ceilings.flops_per_s)
 
 

@@ -22,6 +22,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 4, "intermediate_size": 688, "vocab_size": 4096, "tie_word_embeddings": False,
     },
+    "M": {
+        "architecture": "qwen3_moe", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 2048, "moe_intermediate_size": 384,
+        "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 # The published config.json of Qwen3: what the sizes share, and (hidden, intermediate, layers, heads, tied) of each.
@@ -67,11 +73,11 @@ def make_folder(folder: Path, shape: str, dtype: str) -> Path:
 def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
     """Save a random checkpoint of ``shape`` with transformers, for every engine to load."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     options = dict(SHAPES[shape])
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    make_config, make_model = kinds[str(options.pop("architecture"))]
+    kind = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[str(options.pop("architecture"))]
+    make_config, make_model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
     config = make_config(
         **options, max_position_embeddings=2048, initializer_range=0.02, eos_token_id=2, bos_token_id=1
     )

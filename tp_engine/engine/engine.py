@@ -21,7 +21,7 @@ from typing import Any
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.report import EngineReport, StepStatistics
+from tp_engine.engine.report import EngineReport, StepStatistics, expert_balance
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
@@ -125,7 +125,8 @@ class Engine:
     def report(self, view: ViewLimits | None = None) -> EngineReport:
         """The scheduler and every rank's steps and memory; with ``view`` also the pool and the running sequences.
 
-        This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.
+        This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.  For a
+        model with experts on a GPU it waits for the launched steps, whose counts are on the device.
         """
         self._statistics.update()
         return EngineReport(
@@ -135,6 +136,7 @@ class Engine:
             plan_bytes=self._statistics.plan_bytes.distribution(),
             step_skew=self._statistics.step_skew.distribution(),
             num_missed_steps=self._statistics.num_missed,
+            experts=expert_balance(self._worker.expert_token_counts()),
             view=None if view is None else self._scheduler.view(view),
         )
 

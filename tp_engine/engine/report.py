@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from tp_engine.sched.view import SchedulerStats, SchedulerView
 STEP_TIME_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 WAIT_S = (1e-05, 2e-05, 5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
 PLAN_BYTES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1048576)
+EXPERT_LOAD = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
@@ -49,6 +51,30 @@ class Distribution:
 
     counts: list[int]
     total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBalance:
+    """How evenly tokens have gone to experts since the start.
+
+    An expert's load is its number of tokens over the mean of its layer.  ``num_experts`` counts the experts of all
+    layers by load, in the buckets of ``EXPERT_LOAD``; ``largest_load`` is the largest load.
+    """
+
+    num_experts: list[int]
+    largest_load: float
+
+
+def expert_balance(token_counts: Sequence[npt.NDArray[np.int64]]) -> ExpertBalance | None:
+    """The balance over layers with ``token_counts`` (experts,) each; None if no token has gone to any expert."""
+    loads = [counts / counts.mean() for counts in token_counts if counts.any()]
+    if not loads:
+        return None
+    every = np.concatenate(loads)
+    places = np.searchsorted(np.array(EXPERT_LOAD), every)
+    return ExpertBalance(
+        num_experts=np.bincount(places, minlength=len(EXPERT_LOAD) + 1).tolist(), largest_load=float(every.max())
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +113,8 @@ class EngineReport:
 
     ``step_tokens``: tokens per step.  ``plan_bytes``: bytes per plan sent.  ``step_skew``: seconds from the first to
     the last rank's begin of a step (the last two are empty for one rank).  ``num_missed_steps``: steps between two
-    reports, beyond the last 512, which are in no distribution.
+    reports, beyond the last 512, which are in no distribution.  ``experts`` is None for models without
+    experts.
     """
 
     stats: SchedulerStats
@@ -96,6 +123,7 @@ class EngineReport:
     plan_bytes: Distribution
     step_skew: Distribution
     num_missed_steps: int
+    experts: ExpertBalance | None = None
     view: SchedulerView | None = None
 
 

@@ -77,7 +77,7 @@ def token_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
     """The layers' small operations on ``num_tokens`` tokens."""
     from tp_engine.kernels.layer_ops import NormRule
     from tp_engine.kernels.ops import op
-    from tp_engine.model_config.spec import SILU
+    from tp_engine.model_config.mlp import SILU
 
     norm, add_norm, gate = (op(name, "cuda") for name in ("norm", "add_norm", "gate"))
     size = f"{num_tokens} tokens"

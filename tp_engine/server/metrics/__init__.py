@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S, Distribution, EngineReport, RankReport
+from tp_engine.engine.report import (
+    EXPERT_LOAD,
+    PLAN_BYTES,
+    STEP_TIME_S,
+    STEP_TOKENS,
+    WAIT_S,
+    Distribution,
+    EngineReport,
+    RankReport,
+)
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, numbers
 from tp_engine.server.metrics.figures import HttpFigures, RequestFigures
@@ -88,6 +98,11 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
         (f.STEP_SKEW, WAIT_S, report.step_skew),
     ):
         yield histograms(family, model_name, [((), bounds, spread.counts, spread.total)])
+    if (experts := report.experts) is not None:
+        loads = (*map(str, EXPERT_LOAD), "+Inf")
+        cumulated = accumulate(experts.num_experts)
+        yield numbers(f.EXPERT_BALANCE, model_name, [((load,), n) for load, n in zip(loads, cumulated, strict=True)])
+        yield number(f.EXPERT_LARGEST, model_name, experts.largest_load)
     yield from _rank_metrics(report.ranks, model_name)
 
 

@@ -124,6 +124,14 @@ FRAGMENTATION = MetricFamily("gauge", "kv_fragmentation", "share of the used blo
 PEAK_USAGE = MetricFamily("gauge", "kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = MetricFamily("counter", "recomputed_tokens", "tokens computed again after a preemption")
 
+EXPERT_BALANCE = MetricFamily(
+    "gauge",
+    "experts_by_load",
+    "experts of all layers by load: an expert's tokens over its layer's mean, since the start",
+    ("up_to",),
+)
+EXPERT_LARGEST = MetricFamily("gauge", "expert_load_max_over_mean", "the largest of these loads; 1 is even")
+
 _RANK = ("rank",)
 STEP_SKEW = MetricFamily(
     "histogram", "step_skew_seconds", "between the first and the last rank's begin of a step", (), WAIT_S

@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""Which tiles a layer's experts should run with on this GPU, beside PyTorch's grouped product of the same pairs.
+
+    python scripts/bench_experts.py                                   all shapes, 1 to 2048 tokens
+    python scripts/bench_experts.py --shape qwen3-30b-a3b --tokens 1 32 256
+
+Every candidate is timed on random routing, that of ``TILES`` (tp_engine/kernels/experts_triton.py) marked.
+Times are compared with the least time: the bytes of the experts that any token goes to over the bandwidth of a plain
+copy, or the operations over the rate of a large matrix product, measured in the same run.  Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from bench_attention_sizes import report
+from bench_kernels import number_of_sets, seconds_per_launch
+from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name
+
+from tp_engine.kernels import routing
+from tp_engine.kernels.experts import ExpertWeights
+from tp_engine.model_config.mlp import SILU, RoutingRule
+
+BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = (16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4)
+"""Candidates.  One BLOCK_K must serve all sizes of a batch, so that a row's result does not depend on the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's experts on one rank, in bfloat16."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+    "qwen3-30b-a3b-tp4": Shape(128, 8, 2048, 192),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "mixtral-8x7b-tp8": Shape(8, 2, 4096, 1792),
+}
+
+
+def make_weights(shape: Shape) -> ExpertWeights:
+    """Random ones on the GPU."""
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16) * 0.02
+
+    return ExpertWeights(
+        gate_up=random(shape.num_experts, 2 * shape.inner, shape.hidden),
+        down=random(shape.num_experts, shape.hidden, shape.inner),
+        gate_up_bias=None,
+        down_bias=None,
+        first=0,
+        activation=SILU,
+    )
+
+
+def least_seconds(shape: Shape, ids: torch.Tensor, bandwidth: float, rate: float) -> float:
+    """Of memory or of arithmetic, whichever takes longer."""
+    parameters = 3 * shape.hidden * shape.inner
+    num_bytes = len(set(ids.flatten().tolist())) * parameters * 2
+    return max(num_bytes / bandwidth, 2 * ids.numel() * parameters / rate)
+
+
+def grouped_mm(weights: ExpertWeights, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """PyTorch's grouped products of the same pairs, sorted once beforehand; without the sort and the sum."""
+    order = ids.flatten().sort(stable=True).indices
+    counts = torch.bincount(ids.flatten(), minlength=len(weights.down))
+    ends = counts.cumsum(0).to(torch.int32)
+    gate_up, down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rows = x[order // ids.shape[1]]
+        gate, up = torch._grouped_mm(rows, gate_up, offs=ends).chunk(2, 1)
+        product: torch.Tensor = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=ends)
+        return product
+
+    return run
+
+
+def rows_of(shape: Shape, num_tokens: int, bandwidth: float, rate: float) -> Iterator[dict[str, object]]:
+    """One row per candidate, the current tiles first, PyTorch's products last."""
+    from tp_engine.kernels.experts_triton import Tiles, TritonExperts, tiles_for
+
+    rule = RoutingRule(top_k=shape.top_k, renormalises=True)
+    x = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    ids, shares = routing.route(torch.randn(num_tokens, shape.num_experts, device="cuda"), rule, None)
+    least = least_seconds(shape, ids, bandwidth, rate)
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = [make_weights(shape) for _ in range(number_of_sets(int(least * bandwidth), cache))]
+    current = tiles_for(num_tokens * shape.top_k, shape.num_experts)
+    candidates = [Tiles(*one) for one in itertools.product(BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES)]
+    for tiles in [current, *(one for one in candidates if one != current)]:
+        products = [TritonExperts(weights, tiles) for weights in sets]
+        yield _timed(str(tuple(tiles)), [partial(one, x, ids, shares) for one in products], least) | {
+            "is_current": tiles == current
+        }
+    others = [grouped_mm(weights, ids) for weights in sets]
+    yield _timed("torch._grouped_mm", [partial(one, x) for one in others], least) | {"is_current": False}
+
+
+def _timed(name: str, launches: Sequence[Callable[[], object]], least: float) -> dict[str, object]:
+    try:
+        seconds = seconds_per_launch(launches, 10)
+    except Exception as error:  # too much shared memory, say
+        return {"sizes": name, "error": f"{type(error).__name__}: {error}"}
+    return {"sizes": name, "us": round(seconds * 1e6, 2), "share": round(least / seconds, 3)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 256, 2048], help="tokens of a step")
+    parser.add_argument("--best", type=int, default=3, help="candidates to print beside the current one")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("bench_experts times CUDA kernels, and torch finds no CUDA GPU", file=sys.stderr)
+        return 2
+    bandwidth, rate = copy_bandwidth(), matmul_rate(torch.bfloat16)
+    print(f"{processor_name()}: copies at {bandwidth / 1e9:,.0f} GB/s, matrix products at {rate / 1e12:,.0f} TFLOP/s")
+    found = [
+        row
+        for name in args.shape
+        for num_tokens in args.tokens
+        for row in report(f"{name}, {num_tokens} tokens", rows_of(SHAPES[name], num_tokens, bandwidth, rate), args.best)
+    ]
+    facts = {"benchmark": "experts", "device": processor_name(), "torch": torch.__version__}
+    print(json.dumps(facts | {"results": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
