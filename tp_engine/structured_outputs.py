@@ -31,7 +31,8 @@ class StructuredOutputsParams:
     is accepted because callers send it, and changes nothing: there is one grammar library.
 
     ``reasoning`` lets free text come first: ``open`` up to the first ``</think>``, ``optional`` likewise if the output
-    begins with ``<think>``.
+    begins with ``<think>``.  ``preamble`` says more exactly what comes first, as rules in Lark syntax, whose ``start``
+    ends with ``@answer``.
 
     Raises ``RequestError`` for faults that can be found without that library; the check of a request finds the others
     (``tp_engine.grammar``).
@@ -47,6 +48,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     disable_fallback: bool = False
     reasoning: str | None = None
+    preamble: str | None = None
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -54,10 +56,12 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "preamble"):
             _check_text(name, getattr(self, name))
         if self.reasoning not in (None, "open", "optional"):
             raise _error(f"reasoning is {shown(self.reasoning)}; it must be open or optional")
+        if self.reasoning is not None and self.preamble is not None:
+            raise _error("reasoning and preamble are set; give only one of them")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
             if not isinstance(getattr(self, name), bool):
                 raise _error(f"{name} is {shown(getattr(self, name))}; it must be true or false")

@@ -59,7 +59,7 @@ def test_cut_off_by_a_limit(text: str, inside: bool, reasoning: str, answer: str
 @pytest.mark.parametrize(("text", "inside", "reasoning", "answer"), CASES)
 def test_a_format_with_other_marks(text: str, inside: bool, reasoning: str, answer: str) -> None:
     """Oracle: the cases above with their marks replaced; single characters, and the prompt's end."""
-    marks = ReasoningFormat(help="", open="[THINK]", close="[/THINK]")
+    marks = ReasoningFormat(help="", opens=("[THINK]",), closes=("[/THINK]",))
 
     def renamed(words: str) -> str:
         return words.replace("</think", "[/THINK").replace("<think", "[THINK").replace("THINK>", "THINK]")
@@ -94,8 +94,8 @@ def test_what_the_prompt_says(parser: str, prompt: str, continued: str | None, d
 
 def test_tokens_are_counted_with_and_without_a_token_for_the_mark() -> None:
     """Oracle: the tokens up to the mark's end, counted by hand; all of them where it never comes."""
-    assert ReasoningTokens("</think>", 7, lambda ids: "").count([1, 2, 7, 3, 7]) == 3
-    assert ReasoningTokens("</think>", 7, lambda ids: "").count([1, 2]) == 2
+    assert ReasoningTokens(("</think>",), 7, lambda ids: "").count([1, 2, 7, 3, 7]) == 3
+    assert ReasoningTokens(("</think>",), 7, lambda ids: "").count([1, 2]) == 2
     tokenizer = byte_level_tokenizer()
     counter = REASONING_FORMATS["qwen3"].tokens(tokenizer)
     assert counter.close_id is None

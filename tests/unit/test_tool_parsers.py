@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
-from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ToolParser
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ReasoningText, ToolParser
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
 
@@ -24,17 +24,21 @@ MARKUP = ("<tool_call", "</tool_call", "<|python_tag|>", "tool_call>")
 class Found:
     """All events of one text, joined."""
 
+    reasoning: str = ""
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
 
     def add(self, event: object) -> None:
         match event:
+            case ReasoningText(text):
+                assert text
+                self.reasoning += text
             case ContentText(text):
                 assert text
                 self.content += text
             case CallStarted(index, call_id, name):
-                assert index == len(self.calls) and call_id.startswith("call_")
+                assert index == len(self.calls) and call_id
                 self.calls.append((name, ""))
             case CallArguments(index, text):
                 assert text and index == len(self.calls) - 1
@@ -42,7 +46,7 @@ class Found:
                 self.calls[index] = (name, before + text)
             case _:
                 raise AssertionError(event)
-        kind = "text" if isinstance(event, ContentText) else "call"
+        kind = {ContentText: "text", ReasoningText: "reasoning"}.get(type(event), "call")
         self.order += [kind] if self.order[-1:] != [kind] else []
 
 

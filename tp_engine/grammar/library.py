@@ -11,7 +11,7 @@ from tp_engine.structured_outputs import StructuredOutputsParams
 PARAM = "structured_outputs"
 
 # Some models write white space without end, so it is limited to some blanks, or a line end and an indentation.
-_WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
+WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
 _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -52,7 +52,8 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     """The constraint ``params`` as a grammar of the library.  ``RequestError`` if the library can not read it."""
     try:
         text = _grammar_text(params)
-        return text if params.reasoning is None else after_reasoning(text, params.reasoning)
+        first = params.preamble or (_STARTS[params.reasoning] + _RULES if params.reasoning else None)
+        return text if first is None else _behind(first, text)
     except ValueError as error:
         raise refusal(params, str(error)) from error
 
@@ -104,12 +105,12 @@ def _closed(schema: Any) -> Any:
 def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
-    return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
 
 
-def after_reasoning(grammar: str, reasoning: str) -> str:
-    """``grammar`` (the library's JSON, or Lark) after free text up to ``</think>``; ``reasoning``: open or optional."""
+def _behind(first: str, grammar: str) -> str:
+    """``grammar`` (the library's JSON, or Lark) as the ``@answer`` of the Lark rules ``first``."""
     library_json = grammar.lstrip().startswith("{")
     parts = json.loads(grammar)["grammars"] if library_json else [{"lark_grammar": grammar}]
     parts[0]["name"] = _ANSWER
-    return json.dumps({"grammars": [{"lark_grammar": _STARTS[reasoning] + _RULES}, *parts]})
+    return json.dumps({"grammars": [{"lark_grammar": first}, *parts]})

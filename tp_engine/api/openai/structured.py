@@ -13,7 +13,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from tp_engine.api.openai.protocol import GenerationBody
@@ -21,8 +24,8 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import check_grammar
 from tp_engine.structured_outputs import StructuredOutputsParams
 
-# The prompt decides about ``reasoning``.
-_NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"reasoning"}
+# The prompt decides about what comes first.
+_NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"reasoning", "preamble"}
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -101,3 +104,40 @@ def _named(field: str, **given: Any) -> StructuredOutputsParams:
         return constraint
     except RequestError as error:
         raise RequestError(f"{field}: {error}", param=field) from None
+
+
+class TokenWriting:
+    """How ``tokenizer`` writes marks: a ``Writing`` (``tools/events.py``)."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+
+    def is_special(self, mark: str) -> bool:
+        """Whether ``mark`` is a special token, which texts leave out by default."""
+        return self._special_id(mark) is not None
+
+    def mark(self, mark: str) -> str:
+        """See ``Writing``."""
+        token_id = self._special_id(mark)
+        return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+
+    def text_until(self, rule: str, *marks: str) -> str:
+        """See ``Writing``.  A suffix ends the shortest text that has it; text can not hold a special token."""
+        if self.is_special(marks[0]):
+            return f"{rule}: /(?s:.*)/ ({' | '.join(map(self.mark, marks))})"
+        suffix = json.dumps(marks[0], ensure_ascii=False)
+        if len(marks) > 1:
+            suffix = f"/{'|'.join(map(re.escape, marks))}/"
+        return f"{rule}[suffix={suffix}]: /(?s:.*)/"
+
+    def _special_id(self, mark: str) -> int | None:
+        return None if self._tokenizer is None else _special_ids(self._tokenizer).get(mark)
+
+
+@lru_cache(maxsize=4)
+def _special_ids(tokenizer: Any) -> Mapping[str, int]:
+    """The special tokens, by their text."""
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    if added is None:
+        return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {token.content: token_id for token_id, token in added.items() if token.special}

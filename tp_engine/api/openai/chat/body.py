@@ -11,9 +11,12 @@ from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat
+from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
+from tp_engine.grammar.compiler import check_grammar
 from tp_engine.sampling_params import SamplingParams
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 # Fields of a body that the template gets under the same names.
 _TEMPLATE_FIELDS = (
@@ -63,13 +66,17 @@ def chat_parsing(body: ChatBody, prompt: ChatPrompt, processor: InputProcessor) 
             param="tools",
         )
     reasoning = None if options.reasoning_parser is None else REASONING_FORMATS[options.reasoning_parser]
-    if tools is None and reasoning is None:
+    tool_format = None if options.tool_call_parser is None else TOOL_FORMATS[options.tool_call_parser]
+    message = next((one.message for one in (reasoning, tool_format) if one is not None and one.message), None)
+    if tools is None and reasoning is None and message is None:
         return None
     return ChatParsing(
         tools=tools,
-        tool_format=None if options.tool_call_parser is None else TOOL_FORMATS[options.tool_call_parser],
+        tool_format=tool_format,
         reasoning=reasoning,
         inside=reasoning is not None and _begins_inside(body, prompt, reasoning),
+        message=message,
+        prompt=prompt.text,
         include_reasoning=body.include_reasoning is not False,
         reasoning_tokens=None if reasoning is None else reasoning.tokens(processor.tokenizer),
     )
@@ -79,20 +86,39 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
     """``params`` for a text that will be parsed: it shows marks, and a constraint begins behind reasoning."""
     if parsing is None:
         return params
-    if _are_special(parsing, processor):
+    writing = TokenWriting(processor.tokenizer)
+    if any(map(writing.is_special, _marks(parsing))):
         params = replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and parsing.reasoning is not None:
-        constraint = replace(params.structured_outputs, reasoning="open" if parsing.inside else "optional")
-        params = replace(params, structured_outputs=constraint)
+    if params.structured_outputs is not None:
+        params = replace(params, structured_outputs=_behind_reasoning(params.structured_outputs, parsing, writing))
     return params
 
 
-def _are_special(parsing: ChatParsing, processor: InputProcessor) -> bool:
-    """Whether a mark to be found is a special token, which texts leave out by default."""
-    marks = [] if parsing.reasoning is None else [parsing.reasoning.open]
+def _marks(parsing: ChatParsing) -> tuple[str, ...]:
+    """The marks to be found, which texts leave out by default if they are special tokens."""
+    if parsing.message is not None:
+        return parsing.message.marks
+    marks = () if parsing.reasoning is None else parsing.reasoning.opens
     if parsing.tools is not None and parsing.tools.choice == "auto" and parsing.tool_format is not None:
         marks += parsing.tool_format.marks
-    return any(mark in processor.tokenizer.all_special_tokens for mark in marks) if processor.tokenizer else False
+    return marks
+
+
+def _behind_reasoning(
+    constraint: StructuredOutputsParams, parsing: ChatParsing, writing: TokenWriting
+) -> StructuredOutputsParams:
+    """``constraint`` for a text that may begin with reasoning, in the model's own format."""
+    reasoning, message, tools = parsing.reasoning, parsing.message, parsing.tools
+    if message is not None:
+        check_grammar(constraint)  # its own faults, in words about the schema
+        if tools is not None and tools.choice != "auto":
+            return StructuredOutputsParams(grammar=message.forced_calls(tools, writing))
+        return replace(constraint, preamble=message.preamble(writing))
+    if reasoning is None:
+        return constraint
+    if reasoning.has_plain_marks and not writing.is_special(reasoning.closes[0]):
+        return replace(constraint, reasoning="open" if parsing.inside else "optional")
+    return replace(constraint, preamble=reasoning.preamble(writing, inside=parsing.inside))
 
 
 def _begins_inside(body: ChatBody, prompt: ChatPrompt, reasoning: ReasoningFormat) -> bool:

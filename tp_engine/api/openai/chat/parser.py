@@ -1,19 +1,25 @@
-"""From the generated text of a chat to reasoning, content and tool calls: two parsers, one behind the other."""
+"""From the generated text of a chat to reasoning, content and tool calls.
+
+Two parsers do it, one behind the other (``DividedParser``), or one that reads whole messages (``MessageFormat``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tp_engine.api.openai.reasoning import ReasoningFormat, ReasoningTokens
+from tp_engine.api.openai.reasoning import ReasoningFormat, ReasoningParser, ReasoningTokens
 from tp_engine.api.openai.tools.events import (
     CallArguments,
     CallStarted,
     ChatEvent,
     ContentText,
+    MessageFormat,
+    MessageParser,
     ReasoningText,
     ToolFormat,
     ToolParser,
+    openai_call_id,
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
@@ -54,12 +60,15 @@ class ChatParsing:
 
     ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
     chooses to make.  ``reasoning`` None: no reasoning; ``inside`` tells whether texts begin inside of it.
+    ``message``: the format of whole messages that one of the two is part of; ``prompt`` may have begun the message.
     """
 
     tools: ToolRequest | None = None
     tool_format: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     inside: bool = False
+    message: MessageFormat | None = None
+    prompt: str = ""
     include_reasoning: bool = True
     reasoning_tokens: ReasoningTokens | None = None
 
@@ -78,14 +87,22 @@ class ChatParsing:
             message.num_reasoning_tokens = self.reasoning_tokens.count(token_ids)
         return message
 
-    def tool_parser(self) -> ToolParser | None:
+    def message_parser(self) -> MessageParser:
+        """The parser for the text of one sequence."""
+        if self.message is not None:
+            return self.message.new_parser(self.tools, self.prompt)
+        reasoning = None if self.reasoning is None else self.reasoning.new_parser(inside=self.inside)
+        return DividedParser(reasoning, self._tool_parser())
+
+    def _tool_parser(self) -> ToolParser | None:
         """The parser for the calls of one sequence; None if the request has no tools."""
         if self.tools is None:
             return None
+        new_call_id = openai_call_id if self.tool_format is None else self.tool_format.new_call_id
         if self.tools.choice == "required":
-            return CallListParser()
+            return CallListParser(new_call_id)
         if self.tools.name is not None:
-            return NamedCallParser(self.tools.name)
+            return NamedCallParser(self.tools.name, new_call_id)
         assert self.tool_format is not None, "checked with the options"
         return self.tool_format.new_parser(self.tools)
 
@@ -98,8 +115,8 @@ class ChatParser:
 
     def __init__(self, parsing: ChatParsing) -> None:
         self._parsing = parsing
-        self._reasoning = None if parsing.reasoning is None else parsing.reasoning.new_parser(inside=parsing.inside)
-        self._tools = parsing.tool_parser()
+        self._message = parsing.message_parser()
+        self._shows_reasoning = parsing.reasoning is not None and parsing.include_reasoning
         self._max_calls = None if parsing.tools is None or parsing.tools.several else 1
         self._num_calls = 0
         self._num_reasoning_tokens = 0
@@ -107,7 +124,7 @@ class ChatParser:
     @property
     def has_reasoning(self) -> bool:
         """Whether the text is known to begin with reasoning."""
-        return self._reasoning is not None and self._reasoning.has_reasoning
+        return self._message.has_reasoning
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -116,43 +133,26 @@ class ChatParser:
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ChatEvent]:
         """Take the next piece of text with its tokens; returns the events that are certain now."""
-        if self._reasoning is None:
-            return self._answer(text)
-        self._count(token_ids)
-        return self._divided(*self._reasoning.feed(text))
+        counter = self._parsing.reasoning_tokens
+        if counter is not None and not self._message.in_answer:
+            self._num_reasoning_tokens += counter.count_piece(token_ids)
+        return self._allowed(self._message.feed(text))
 
     def finish(self, finish_reason: str | None) -> list[ChatEvent]:
         """The text has ended for this reason; returns the events that were held back."""
-        cut_off = finish_reason in _CUT_OFF
-        events = [] if self._reasoning is None else self._divided(*self._reasoning.finish(cut_off=cut_off))
-        return events if self._tools is None else events + self._allowed(self._tools.finish(cut_off=cut_off))
+        return self._allowed(self._message.finish(cut_off=finish_reason in _CUT_OFF))
 
     def finish_reason(self, finish_reason: str | None) -> str | None:
         """``tool_calls`` for an answer that stopped with calls that the model chose to make."""
         chose = self._num_calls > 0 and self._parsing.tools is not None and self._parsing.tools.name is None
         return "tool_calls" if chose and finish_reason == "stop" else finish_reason
 
-    def _count(self, token_ids: Sequence[int]) -> None:
-        assert self._reasoning is not None
-        counter = self._parsing.reasoning_tokens
-        if counter is not None and not self._reasoning.in_answer:
-            self._num_reasoning_tokens += counter.count_piece(token_ids)
-
-    def _divided(self, reasoning: str, answer: str) -> list[ChatEvent]:
-        events: list[ChatEvent] = []
-        if reasoning and self._parsing.include_reasoning:
-            events.append(ReasoningText(reasoning))
-        return events + self._answer(answer)
-
-    def _answer(self, text: str) -> list[ChatEvent]:
-        if not text:
-            return []
-        return [ContentText(text)] if self._tools is None else self._allowed(self._tools.feed(text))
-
     def _allowed(self, events: list[ChatEvent]) -> list[ChatEvent]:
-        """``events`` without the calls that the request does not allow."""
+        """``events`` without the calls and the reasoning that the request does not allow."""
         if self._max_calls is not None:
             events = [one for one in events if _call_index(one) < self._max_calls]
+        if not self._shows_reasoning:
+            events = [one for one in events if not isinstance(one, ReasoningText)]
         self._num_calls += sum(isinstance(one, CallStarted) for one in events)
         return events
 
@@ -160,3 +160,42 @@ class ChatParser:
 def _call_index(event: ChatEvent) -> int:
     """Which call an event belongs to; -1 for none."""
     return event.index if isinstance(event, (CallStarted, CallArguments)) else -1
+
+
+class DividedParser:
+    """A ``MessageParser`` of two parsers: the first divides reasoning from answer, the second reads the answer.
+
+    Without ``reasoning`` all text is the answer; without ``tools`` all of the answer is content.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def has_reasoning(self) -> bool:
+        """See ``MessageParser``."""
+        return self._reasoning is not None and self._reasoning.has_reasoning
+
+    @property
+    def in_answer(self) -> bool:
+        """See ``MessageParser``."""
+        return self._reasoning is None or self._reasoning.in_answer
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        return self._answer(text) if self._reasoning is None else self._divided(*self._reasoning.feed(text))
+
+    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        events = [] if self._reasoning is None else self._divided(*self._reasoning.finish(cut_off=cut_off))
+        return events if self._tools is None else events + self._tools.finish(cut_off=cut_off)
+
+    def _divided(self, reasoning: str, answer: str) -> list[ChatEvent]:
+        events: list[ChatEvent] = [ReasoningText(reasoning)] if reasoning else []
+        return events + self._answer(answer)
+
+    def _answer(self, text: str) -> list[ChatEvent]:
+        if not text:
+            return []
+        return [ContentText(text)] if self._tools is None else self._tools.feed(text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
+
+_CONTENT, _REASONING = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,21 @@ class CallArguments:
 ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
+def openai_call_id() -> str:
+    """A fresh id of a call, as OpenAI's API writes it."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class Writing(Protocol):
+    """How a model's tokenizer writes marks, for grammars in the Lark syntax of the library."""
+
+    def mark(self, mark: str) -> str:
+        """What stands for ``mark``: its special token, or its text."""
+
+    def text_until(self, rule: str, *marks: str) -> str:
+        """A ``rule`` for any text up to the first of ``marks``, and that mark."""
+
+
 class ToolParser(Protocol):
     """The parser of one sequence; its joined events are the same for every split of the text."""
 
@@ -55,37 +72,72 @@ class ToolParser(Protocol):
         """The text has ended.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
 
 
+class MessageParser(ToolParser, Protocol):
+    """A parser of whole messages: it finds the reasoning too."""
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the text is known to begin with reasoning."""
+
+    @property
+    def in_answer(self) -> bool:
+        """Whether the reasoning at the beginning has ended, or there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageFormat:
+    """How some models write whole messages, where reasoning, content and calls can not be told apart one by one.
+
+    ``new_parser`` takes the tools, None if calls are not wanted, and the prompt, which may have begun the message.
+    ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``);
+    ``forced_calls`` is the grammar, in Lark, of a text with a call that the request forces.
+    """
+
+    marks: tuple[str, ...]
+    new_parser: Callable[[ToolRequest | None, str], MessageParser]
+    preamble: Callable[[Writing], str]
+    forced_calls: Callable[[ToolRequest, Writing], str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """How some models write tool calls; each format has a module and a line in ``chat/options.TOOL_FORMATS``.
 
     ``models`` names them in ``--help``.  Texts show ``marks`` also where the tokenizer calls them special tokens.
+    ``message``: the calls are part of a format of whole messages.
     """
 
     models: str
     marks: tuple[str, ...]
     new_parser: Callable[[ToolRequest], ToolParser]
+    new_call_id: Callable[[], str] = openai_call_id
+    message: MessageFormat | None = None
 
 
 class EventSink:
     """Collects the events of one ``feed`` and joins neighbouring pieces of the same kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_call_id: Callable[[], str] = openai_call_id) -> None:
+        self._new_call_id = new_call_id
         self._events: list[ChatEvent] = []
         self._pieces: list[str] = []
-        self._call: int | None = None  # the call whose arguments the pieces are; None for content
+        self._kind = _CONTENT  # of the pieces: one of the two below 0, or the call whose arguments they are
         self.num_calls = 0
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
-        self._add(text, None)
+        self._add(text, _CONTENT)
+
+    def reasoning(self, text: str) -> None:
+        """Add text of the reasoning."""
+        self._add(text, _REASONING)
 
     def start_call(self, name: str) -> int:
         """Begin the next call; returns its index."""
         self._settle()
         index = self.num_calls
         self.num_calls += 1
-        self._events.append(CallStarted(index, f"call_{uuid.uuid4().hex[:24]}", name))
+        self._events.append(CallStarted(index, self._new_call_id(), name))
         return index
 
     def arguments(self, index: int, text: str) -> None:
@@ -98,19 +150,24 @@ class EventSink:
         events, self._events = self._events, []
         return events
 
-    def _add(self, text: str, call: int | None) -> None:
+    def _add(self, text: str, kind: int) -> None:
         if not text:
             return
-        if call != self._call:
+        if kind != self._kind:
             self._settle()
-            self._call = call
+            self._kind = kind
         self._pieces.append(text)
 
     def _settle(self) -> None:
-        if self._pieces:
-            text = "".join(self._pieces)
-            self._events.append(ContentText(text) if self._call is None else CallArguments(self._call, text))
-            self._pieces = []
+        if not self._pieces:
+            return
+        text, self._pieces = "".join(self._pieces), []
+        if self._kind == _CONTENT:
+            self._events.append(ContentText(text))
+        elif self._kind == _REASONING:
+            self._events.append(ReasoningText(text))
+        else:
+            self._events.append(CallArguments(self._kind, text))
 
 
 class Prose:
@@ -144,9 +201,16 @@ class Prose:
         self._space = ""
 
 
-def partial_suffix(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` with which ``marker`` begins, if it is not the whole marker."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
+def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """The place and the mark of the first of ``marks`` in ``text``; None if it has none."""
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(found, default=None)
+
+
+def partial_suffix(text: str, *marks: str) -> int:
+    """Length of the longest end of ``text`` with which one of ``marks`` begins, if it is not the whole mark."""
+    longest = max(map(len, marks)) - 1
+    for length in range(min(len(text), longest), 0, -1):
+        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tp_engine.api.openai.tools.call_reader import CallReader
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink
+from tp_engine.api.openai.tools.events import ChatEvent, EventSink, openai_call_id
 
 _SEPARATORS = " \t\r\n,[]"
 
@@ -14,8 +16,8 @@ class CallListParser:
     Other text, which only a model without the constraint can write, is content.
     """
 
-    def __init__(self) -> None:
-        self._sink = EventSink()
+    def __init__(self, new_call_id: Callable[[], str] = openai_call_id) -> None:
+        self._sink = EventSink(new_call_id)
         self._reader: CallReader | None = None
         self._raw = ""  # text that may turn out to be content
         self._is_content = False
@@ -69,9 +71,9 @@ class CallListParser:
 class NamedCallParser:
     """A ``ToolParser`` for a ``tool_choice`` that names a function: the text is its arguments."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, new_call_id: Callable[[], str] = openai_call_id) -> None:
         self._name = name
-        self._sink = EventSink()
+        self._sink = EventSink(new_call_id)
         self._index: int | None = None
 
     def feed(self, text: str) -> list[ChatEvent]:

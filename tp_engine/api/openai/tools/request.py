@@ -52,6 +52,10 @@ class ToolRequest:
         """The tools' names."""
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each tool's arguments, by the tool's name."""
+        return {tool["function"]["name"]: _parameters(tool) for tool in self.tools}
+
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema of the whole output if the choice forces a call, else None.
 

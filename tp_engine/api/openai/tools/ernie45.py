@@ -1,0 +1,92 @@
+"""Tool calls as ERNIE 4.5 models write them: those of Hermes, beside an answer in ``<response>...</response>``.
+
+::
+
+    BEFORE --<response>--> INSIDE --</response>--> BEHIND
+       +-- anything else --------------------------> PLAIN
+"""
+
+from __future__ import annotations
+
+import enum
+
+from tp_engine.api.openai.tools import hermes
+from tp_engine.api.openai.tools.events import ChatEvent, ToolFormat, partial_suffix
+
+OPEN, CLOSE = "<response>", "</response>"
+
+
+class _State(enum.Enum):
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()
+    BEHIND = enum.auto()
+    PLAIN = enum.auto()
+
+
+class ResponseMarks:
+    """Drops the marks around an answer and the white space beside them; the joined text is the same for every split.
+
+    The opening mark counts at the beginning of the answer only.
+    """
+
+    def __init__(self) -> None:
+        self._state = _State.BEFORE
+        self._pending = ""
+        self._has_text = False
+
+    def feed(self, text: str) -> str:
+        """Take the next piece; returns the text that is certain now."""
+        if self._state is _State.PLAIN:
+            return text
+        self._pending += text
+        if self._state is _State.BEFORE:
+            self._read_beginning()
+        shown = self._read_inside() if self._state is _State.INSIDE else ""
+        if self._state is _State.BEHIND and self._pending.strip():
+            self._state = _State.PLAIN
+        if self._state is _State.PLAIN:
+            shown, self._pending = shown + self._pending, ""
+        return shown
+
+    def finish(self, *, cut_off: bool) -> str:
+        """The text that was held back.  ``cut_off``: a limit ended the text; drop half a mark."""
+        pending, self._pending = self._pending, ""
+        return "" if cut_off or self._state is _State.BEHIND else pending
+
+    def _read_beginning(self) -> None:
+        solid = self._pending.lstrip()
+        if solid.startswith(OPEN):
+            self._state, self._pending = _State.INSIDE, solid[len(OPEN) :]
+        elif not OPEN.startswith(solid):
+            self._state = _State.PLAIN
+
+    def _read_inside(self) -> str:
+        text = self._pending if self._has_text else self._pending.lstrip()
+        before, mark, after = text.partition(CLOSE)
+        if mark:
+            self._state, self._pending = _State.BEHIND, after
+            return before.rstrip()
+        shown = text[: len(text) - partial_suffix(text, CLOSE)].rstrip()
+        self._has_text |= bool(shown)
+        self._pending = text[len(shown) :]
+        return shown
+
+
+class Ernie45ToolParser:
+    """A ``ToolParser``: that of Hermes, behind ``ResponseMarks``."""
+
+    def __init__(self) -> None:
+        self._response = ResponseMarks()
+        self._calls = hermes.HermesToolParser()
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        return self._calls.feed(self._response.feed(text))
+
+    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        events = self._calls.feed(self._response.finish(cut_off=cut_off))
+        return events + self._calls.finish(cut_off=cut_off)
+
+
+FORMAT = ToolFormat(models="ERNIE 4.5", marks=(hermes.OPEN, OPEN), new_parser=lambda tools: Ernie45ToolParser())
