@@ -14,6 +14,7 @@ from tests.unit.test_chat_answers import ARGUMENTS, CHAT, QUESTION, TOOLS, body,
 from tests.unit.test_chat_answers import whole as message_of
 from tp_engine.server.config import ServerConfig
 
+CITY = "Köln 😀"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -33,6 +34,14 @@ HARMONY = f"{THOUGHT}<|channel|>commentary<|message|>I look.<|end|><|start|>assi
 # the two parsers, and a text with a thought, a content and a call
 TEXTS = {
     ("openai", "openai_gptoss"): HARMONY,
+    ("glm45", "glm45"): f"\n<think>A tool.</think>\nI look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+    f"<arg_value>{CITY}</arg_value>\n</tool_call>",
+    ("minimax_m2", "minimax_m2"): 'A tool.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+    f'<parameter name="city">{CITY}</parameter>\n</invoke>\n</minimax:tool_call>',
+    ("qwen3_coder", "qwen3"): "<think>\nA tool.\n</think>\n\nI look.\n<tool_call>\n<function=get_weather>\n"
+    f"<parameter=city>\n{CITY}\n</parameter>\n</function>\n</tool_call>",
+    ("ernie45", "ernie45"): "A tool.\n</think>\n\n<response>\nI look.\n</response>\n\n<tool_call>\n"
+    f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n',
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
-from tp_engine.api.openai.tools import ernie45, harmony, hermes, llama3_json
+from tp_engine.api.openai.tools import ernie45, glm45, harmony, hermes, llama3_json, minimax_m2, qwen3_coder
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.config import option
 from tp_engine.errors import ConfigError
@@ -18,6 +18,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": hermes.FORMAT,
     "llama3_json": llama3_json.FORMAT,
     "openai": harmony.FORMAT,
+    "glm45": glm45.FORMAT,
+    "minimax_m2": minimax_m2.FORMAT,
+    "qwen3_coder": qwen3_coder.FORMAT,
     "ernie45": ernie45.FORMAT,
 }
 CONTENT_FORMATS = ("auto", "string", "openai")

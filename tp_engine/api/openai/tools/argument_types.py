@@ -1,0 +1,124 @@
+"""Values of arguments that models write as plain text: the tool's JSON schema tells what they are."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Types = frozenset[str]
+_STRING: Types = frozenset({"string"})
+# What schemas of careless writers say instead.
+_OTHER_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object",
+                "list": "array", "none": "null"}  # fmt: skip
+_MAX_REFERENCES = 8
+_MAX_PYTHON = 10_000
+
+
+class ArgumentTypes:
+    """The types of one tool's arguments; ``parameters`` is the JSON schema of all of them."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = parameters
+
+    def of(self, key: str) -> Types | None:
+        """The JSON types that argument ``key`` may have; None if the schema does not say."""
+        properties = self._parameters.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return self._types(schema, _MAX_REFERENCES)
+
+    def _types(self, schema: object, depth: int) -> Types | None:
+        if not isinstance(schema, Mapping) or not depth:
+            return None
+        given = schema.get("type")
+        if isinstance(given, (str, list)):
+            names = [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
+            return frozenset(_OTHER_NAMES.get(name.lower(), name.lower()) for name in names) or None
+        if isinstance(schema.get("$ref"), str):
+            return self._types(self._definition(schema["$ref"]), depth - 1)
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return frozenset(name for value in values for name in _types_of(value)) or None
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if isinstance(schema.get(keyword), list):
+                found = [self._types(one, depth - 1) for one in schema[keyword]]
+                known = frozenset(name for types in found for name in types or ())
+                return known or None if keyword == "allOf" or None not in found else None
+        return None
+
+    def _definition(self, reference: str) -> object:
+        """What a reference such as ``#/$defs/city`` means, None if it can not be found."""
+        found: object = self._parameters
+        for step in reference.removeprefix("#").strip("/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return found
+
+
+def is_text(types: Types | None) -> bool:
+    """Whether a value of ``types`` is text, however it looks."""
+    return types == _STRING
+
+
+def json_value(text: str, types: Types | None) -> str:
+    """The JSON text of a value that the model wrote as ``text``; what does not fit ``types`` is a string."""
+    as_string = json.dumps(text, ensure_ascii=False)
+    if is_text(types):
+        return as_string
+    stripped = text.strip()
+    lowered = stripped.lower()
+    may_be_text = types is not None and "string" in types
+    if types is not None and lowered in ("null", "none") and ("null" in types or not may_be_text):
+        return "null"
+    if types is not None and lowered in ("true", "false") and "boolean" in types:
+        return lowered
+    found = _json(stripped)
+    if found is None and types is not None and not may_be_text:
+        found = _python(stripped)
+    if found is None:
+        return as_string
+    written, value = found
+    return as_string if may_be_text and not (set(_types_of(value)) - _STRING) & set(types or ()) else written
+
+
+def _types_of(value: object) -> tuple[str, ...]:
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case int():
+            return ("integer", "number")
+        case float():
+            return ("number",)
+        case str():
+            return ("string",)
+        case list():
+            return ("array",)
+    return ("object",)
+
+
+def _json(text: str) -> tuple[str, Any] | None:
+    """``text`` as JSON and its value, if it is JSON; raw control characters in its strings become escapes."""
+    try:
+        value = json.loads(text, strict=False, parse_constant=_refuse)
+        if any(char < " " for char in text):
+            text = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
+    return text, value
+
+
+def _python(text: str) -> tuple[str, Any] | None:
+    """As ``_json``, for a literal in Python's spelling, such as ``{'a': True}``."""
+    if len(text) > _MAX_PYTHON:
+        return None
+    try:
+        value = ast.literal_eval(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False), value
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

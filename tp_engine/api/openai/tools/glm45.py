@@ -1,0 +1,26 @@
+"""Tool calls as GLM-4.5 to 4.7 models write them; a line end between name and arguments may be missing.
+
+::
+
+    <tool_call>NAME
+    <arg_key>KEY</arg_key>
+    <arg_value>VALUE</arg_value>
+    </tool_call>
+"""
+
+from __future__ import annotations
+
+from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.marked_calls import CallMarks, MarkedCallsParser
+
+MARKS = CallMarks(
+    open="<tool_call>",
+    close="</tool_call>",
+    name_ends=("\n", "<arg_key>", "</tool_call>"),
+    key="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    value_end="</arg_value>",
+    value_breaks=("</tool_call>",),
+)
+FORMAT = ToolFormat(models="GLM-4.5", marks=MARKS.all, new_parser=lambda tools: MarkedCallsParser(MARKS, tools))

@@ -1,0 +1,294 @@
+"""Tool calls whose arguments stand between marks: ``<function=f><parameter=key>value</parameter></function>``.
+
+::
+
+    PROSE --open--> BLOCK --call--> NAME --> CALL --key--> KEY --> VALUE --value_end--> CALL
+      ^               |                      |
+      +---- close ----+------ call_end ------+
+
+``CallMarks`` names the marks of one format; where ``call`` is empty, the block is one call.  Values become JSON by the
+schema of the tool (``argument_types.py``).  A string is passed on as it comes, any other value once it has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tp_engine.api.openai.tools.argument_types import ArgumentTypes, Types, is_text, json_value
+from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, first_mark, partial_suffix
+
+if TYPE_CHECKING:
+    from tp_engine.api.openai.tools.request import ToolRequest
+
+_NAME = re.compile(r"[^\s<>{}\[\]\"']+")
+_QUOTES = "\"'"
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMarks:
+    """The marks of one format.
+
+    ``name_ends``: the first of these ends the name; one that is a mark of its own is read again.  ``value`` empty: the
+    end of the key begins the value.  ``value_breaks`` end a value whose ``value_end`` is missing.  ``own_lines``: a
+    value that begins with a line end is on lines of its own, and the line ends around it do not belong to it.
+    ``bare``: a call may come without ``open`` if it names a tool of the request.
+    """
+
+    open: str
+    close: str
+    call: str = ""
+    call_end: str = ""
+    name_ends: tuple[str, ...]
+    key: str
+    key_end: str
+    value: str = ""
+    value_end: str
+    value_breaks: tuple[str, ...]
+    own_lines: bool = False
+    bare: bool = False
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        marks = (self.open, self.close, self.call, self.call_end, self.key, self.key_end, self.value, self.value_end)
+        return tuple(mark for mark in marks if mark)
+
+
+class _State(enum.Enum):
+    PROSE = enum.auto()
+    BLOCK = enum.auto()
+    NAME = enum.auto()
+    CALL = enum.auto()
+    KEY = enum.auto()
+    BEFORE_VALUE = enum.auto()
+    VALUE = enum.auto()
+    JUNK = enum.auto()
+
+
+class MarkedCallsParser:
+    """A ``ToolParser``.  A block without a call is content, with its marks, so that no text is lost."""
+
+    def __init__(self, marks: CallMarks, tools: ToolRequest) -> None:
+        self._marks = marks
+        self._types = {name: ArgumentTypes(parameters) for name, parameters in tools.parameters().items()}
+        self._sink = EventSink()
+        self._prose = Prose(self._sink)
+        self._state = _State.PROSE
+        self._pending = ""  # not yet understood
+        self._raw = ""  # marks since the block's beginning, shown if no call follows
+        self._is_bare = False
+        self._index = 0
+        self._of_tool = ArgumentTypes({})
+        self._num_arguments = 0
+        self._value_types: Types | None = None
+        self._at_beginning = False  # of a value
+        self._on_own_lines = False
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        if self._state is _State.PROSE and not self._pending and "<" not in text:
+            self._prose.add(text)
+            return self._sink.take()
+        self._pending += text
+        while self._pending and self._step():
+            pass
+        return self._sink.take()
+
+    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
+        """See ``ToolParser``."""
+        if not cut_off:
+            match self._state:
+                case _State.PROSE | _State.NAME:
+                    self._prose.add(self._raw + self._pending)
+                case _State.BLOCK if self._raw:
+                    self._prose.add(self._raw + self._pending)
+                case _State.CALL | _State.KEY | _State.BEFORE_VALUE:
+                    self._end_call()
+                case _State.VALUE:
+                    self._end_value(self._pending)
+                    self._end_call()
+        self._pending = self._raw = ""
+        self._prose.finish()
+        return self._sink.take()
+
+    def _step(self) -> bool:
+        """Read some of the pending text; False if that needs more text."""
+        match self._state:
+            case _State.PROSE:
+                return self._read_prose()
+            case _State.BLOCK:
+                return self._read_block()
+            case _State.NAME:
+                return self._read_name()
+            case _State.CALL:
+                return self._read_call()
+            case _State.KEY:
+                return self._read_key()
+            case _State.BEFORE_VALUE:
+                return self._read_before_value()
+            case _State.VALUE:
+                return self._read_value()
+            case _State.JUNK:
+                return self._skip_junk()
+
+    def _read_prose(self) -> bool:
+        marks = (self._marks.open, self._marks.call) if self._marks.bare else (self._marks.open,)
+        found = first_mark(self._pending, marks)
+        if found is None:
+            settled = len(self._pending) - partial_suffix(self._pending, *marks)
+            self._prose.add(self._pending[:settled])
+            self._pending = self._pending[settled:]
+            return False
+        place, mark = found
+        self._prose.add(self._pending[:place])
+        self._raw, self._pending = mark, self._pending[place + len(mark) :]
+        self._is_bare = mark != self._marks.open
+        self._state = _State.NAME if self._is_bare else _State.BLOCK
+        return True
+
+    def _read_block(self) -> bool:
+        """Before the first call of a block, and behind a call."""
+        marks, rest = self._marks, self._pending.lstrip()
+        if rest.startswith(marks.close):
+            self._state, self._pending, self._raw = _State.PROSE, rest[len(marks.close) :], ""
+        elif rest.startswith(marks.open):
+            self._state, self._pending, self._raw = _State.PROSE, rest, ""
+        elif rest and not marks.call and not any(mark.startswith(rest) for mark in (marks.open, marks.close)):
+            self._state, self._raw, self._pending = _State.NAME, self._raw + self._pending[: -len(rest)], rest
+        elif marks.call and rest.startswith(marks.call):
+            self._raw += self._pending[: len(self._pending) - len(rest)] + marks.call
+            self._state, self._pending = _State.NAME, rest[len(marks.call) :]
+        elif any(mark.startswith(rest) for mark in (marks.close, marks.open, marks.call)):
+            return False
+        else:
+            self._not_a_call()
+        return True
+
+    def _read_name(self) -> bool:
+        marks = self._marks
+        found = first_mark(self._pending, marks.name_ends)
+        length = len(self._pending) - partial_suffix(self._pending, *marks.name_ends) if found is None else found[0]
+        if found is None and length <= _MAX_NAME:
+            return False
+        name = self._pending[:length].strip().strip(_QUOTES)
+        if (
+            found is None
+            or length > _MAX_NAME
+            or not _NAME.fullmatch(name)
+            or (self._is_bare and name not in self._types)
+        ):
+            self._not_a_call()
+            return True
+        is_mark = found[1] in (marks.key, marks.close)
+        self._pending = self._pending[length + (0 if is_mark else len(found[1])) :]
+        self._prose.note_call()
+        self._index, self._num_arguments = self._sink.start_call(name), 0
+        self._of_tool = self._types.get(name, ArgumentTypes({}))
+        self._state, self._raw = _State.CALL, ""
+        return True
+
+    def _not_a_call(self) -> None:
+        """Show a block without a call; drop other text behind a call in its block."""
+        if self._raw:
+            self._prose.add(self._raw)
+        self._state = _State.PROSE if self._raw or self._is_bare else _State.JUNK
+        self._raw = ""
+
+    def _skip_junk(self) -> bool:
+        _, mark, after = self._pending.partition(self._marks.close)
+        if mark:
+            self._state, self._pending = _State.PROSE, after
+            return True
+        self._pending = self._pending[len(self._pending) - partial_suffix(self._pending, self._marks.close) :]
+        return False
+
+    def _read_call(self) -> bool:
+        """Between arguments; text without marks there is dropped."""
+        marks, rest = self._marks, self._pending.lstrip()
+        ends = tuple(mark for mark in (marks.call_end, marks.close, marks.open, marks.call) if mark)
+        if rest.startswith(marks.key):
+            self._state, self._pending = _State.KEY, rest[len(marks.key) :]
+        elif rest.startswith(ends):
+            self._end_call()
+            ended = marks.call_end and rest.startswith(marks.call_end)
+            self._state, self._pending = _State.BLOCK, rest[len(marks.call_end) :] if ended else rest
+        elif any(mark.startswith(rest) for mark in (marks.key, *ends)):
+            return False
+        else:
+            place = rest.find("<", 1)
+            self._pending = rest[place:] if place > 0 else ""
+        return True
+
+    def _read_key(self) -> bool:
+        end = self._marks.key_end
+        place = self._pending.find(end)
+        length = place if place >= 0 else len(self._pending) - partial_suffix(self._pending, end)
+        if length > _MAX_NAME:
+            self._state = _State.CALL
+            return True
+        if place < 0:
+            return False
+        key = self._pending[:place].strip().strip(_QUOTES)
+        self._pending = self._pending[place + len(end) :]
+        self._value_types = self._of_tool.of(key)
+        self._key = key
+        if self._marks.value:
+            self._state = _State.BEFORE_VALUE
+        else:
+            self._begin_value()
+        return True
+
+    def _read_before_value(self) -> bool:
+        mark, rest = self._marks.value, self._pending.lstrip()
+        if rest.startswith(mark):
+            self._pending = rest[len(mark) :]
+            self._begin_value()
+        elif mark.startswith(rest):
+            return False
+        else:  # a key without a value
+            self._state = _State.CALL
+        return True
+
+    def _begin_value(self) -> None:
+        self._state, self._at_beginning, self._on_own_lines = _State.VALUE, True, False
+        before = ", " if self._num_arguments else "{"
+        quote = '"' if is_text(self._value_types) else ""
+        self._give(f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}")
+        self._num_arguments += 1
+
+    def _read_value(self) -> bool:
+        marks = self._marks
+        if self._at_beginning:
+            self._at_beginning = False
+            if marks.own_lines and self._pending.startswith("\n"):
+                self._on_own_lines, self._pending = True, self._pending[1:]
+        found = first_mark(self._pending, (marks.value_end, *marks.value_breaks))
+        if found is None:
+            if is_text(self._value_types):
+                settled = len(self._pending) - partial_suffix(self._pending, marks.value_end, *marks.value_breaks)
+                settled -= self._on_own_lines and self._pending[:settled].endswith("\n")
+                self._give(json.dumps(self._pending[:settled], ensure_ascii=False)[1:-1])
+                self._pending = self._pending[settled:]
+            return False
+        place, mark = found
+        self._end_value(self._pending[:place])
+        self._pending = self._pending[place + (len(mark) if mark == marks.value_end else 0) :]
+        self._state = _State.CALL
+        return True
+
+    def _end_value(self, text: str) -> None:
+        """``text`` is the rest of a string, or another value as a whole."""
+        text = text.removesuffix("\n") if self._on_own_lines else text
+        is_string = is_text(self._value_types)
+        self._give(json.dumps(text, ensure_ascii=False)[1:] if is_string else json_value(text, self._value_types))
+
+    def _end_call(self) -> None:
+        self._give("}" if self._num_arguments else "{}")
+
+    def _give(self, text: str) -> None:
+        self._sink.arguments(self._index, text)

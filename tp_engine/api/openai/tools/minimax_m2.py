@@ -1,0 +1,29 @@
+"""Tool calls as MiniMax-M2 models write them; a block may have several calls.
+
+::
+
+    <minimax:tool_call>
+    <invoke name="NAME">
+    <parameter name="KEY">VALUE</parameter>
+    </invoke>
+    </minimax:tool_call>
+"""
+
+from __future__ import annotations
+
+from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.marked_calls import CallMarks, MarkedCallsParser
+
+MARKS = CallMarks(
+    open="<minimax:tool_call>",
+    close="</minimax:tool_call>",
+    call="<invoke name=",
+    call_end="</invoke>",
+    name_ends=(">",),
+    key="<parameter name=",
+    key_end=">",
+    value_end="</parameter>",
+    value_breaks=("</invoke>\n</minimax:tool_call>", "</invoke></minimax:tool_call>"),
+    own_lines=True,
+)
+FORMAT = ToolFormat(models="MiniMax-M2", marks=MARKS.all, new_parser=lambda tools: MarkedCallsParser(MARKS, tools))
