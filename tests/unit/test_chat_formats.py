@@ -40,6 +40,9 @@ TEXTS = {
     f'<parameter name="city">{CITY}</parameter>\n</invoke>\n</minimax:tool_call>',
     ("qwen3_coder", "qwen3"): "<think>\nA tool.\n</think>\n\nI look.\n<tool_call>\n<function=get_weather>\n"
     f"<parameter=city>\n{CITY}\n</parameter>\n</function>\n</tool_call>",
+    ("mistral", "mistral"): f"[THINK]A tool.[/THINK]I look.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}",
+    ("granite", "granite"): "Here is my thought process: A tool.\nHere's my response: I look.\n<|tool_call|>"
+    f'[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
     ("ernie45", "ernie45"): "A tool.\n</think>\n\n<response>\nI look.\n</response>\n\n<tool_call>\n"
     f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n',
 }

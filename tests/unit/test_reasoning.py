@@ -8,6 +8,10 @@ import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningTokens
+from tp_engine.api.openai.structured import TokenWriting
+from tp_engine.grammar.compiler import check_grammar, compile_grammar
+from tp_engine.grammar.vocabulary import byte_vocabulary
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 
 def divide(text: Iterable[str], *, inside: bool, cut_off: bool = False) -> tuple[str, str, bool]:
@@ -69,6 +73,58 @@ def test_a_format_with_other_marks(text: str, inside: bool, reasoning: str, answ
     expected = (renamed(reasoning), renamed(answer))
     assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == expected
     assert marks.begins_inside("says [THINK]") and not marks.begins_inside("says <think>")
+
+
+FORMATS = [
+    # the parser, text, reasoning, answer
+    ("glm45", "\n<think>Hm.</think>\nFour.", "Hm.", "Four."),
+    ("glm45", "Four.", "", "Four."),
+    ("minimax_m2", "Hm.\n</think>\n\nFour.", "Hm.", "Four."),
+    ("mistral", "[THINK]Hm.[/THINK]Four. [THINK]", "Hm.", "Four. [THINK]"),
+    ("mistral", "Four.", "", "Four."),
+    ("granite", "Here is my thought process: Hm.\n\nHere is my response: Four.", "Hm.", "Four."),
+    ("granite", "Here's my thought process:\nHere is it. Here's my response:\nFour.", "Here is it.", "Four."),
+    ("granite", "Here is my answer: Four.", "", "Here is my answer: Four."),
+    ("ernie45", "Hm.\n</think>\n\n\n<response>\nFour. \n</response>\n", "Hm.", "Four."),
+    ("ernie45", "<think>\nHm.</think>\nFour.", "Hm.", "Four."),
+    ("ernie45", "Hm.</think><response>\nFour.</resp", "Hm.", "Four.</resp"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning", "answer"), FORMATS)
+def test_every_split_in_other_formats(name: str, text: str, reasoning: str, answer: str) -> None:
+    """As models write them, whole, in two pieces and by character. Oracle: both parts by hand."""
+    form = REASONING_FORMATS[name]
+    pieces: list[Iterable[str]] = [[text[:first], text[first:]] for first in range(len(text) + 1)]
+    for split in (*pieces, text):
+        parser = form.new_parser(inside=form.begins_inside("<|assistant|>"))
+        parts = [parser.feed(piece) for piece in split] + [parser.finish(cut_off=False)]
+        assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == (reasoning, answer)
+        cut = form.new_parser(inside=form.begins_inside("<|assistant|>"))
+        shown = [cut.feed(piece) for piece in list(split)[:1]] + [cut.finish(cut_off=True)]
+        assert answer.startswith("".join(other for _, other in shown))
+
+
+def test_marks_come_first_in_a_grammar() -> None:
+    """Oracle: whole outputs by hand; marks that are special tokens are tokens, others are text."""
+    for name, open_mark, close in (
+        ("mistral", "[THINK]", "[/THINK]"),
+        ("granite", "Here's my thought process:", "Here is my response:"),
+    ):
+        for inside in (False, True):
+            preamble = REASONING_FORMATS[name].preamble(TokenWriting(None), inside=inside)
+            constraint = StructuredOutputsParams(choice=["yes"], preamble=preamble)
+            check_grammar(constraint)
+            first = "" if inside else open_mark
+            for text, fits in ((f"{first}Hm.{close} yes", True), ("yes", not inside), (f"{first}Hm.{close}no", False)):
+                matcher = compile_grammar(constraint, byte_vocabulary()).start()
+                is_whole = all(matcher.accept(byte) for byte in text.encode())
+                assert (is_whole and (matcher.is_over or matcher.accept(256))) is fits, (name, text)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    preamble = REASONING_FORMATS["mistral"].preamble(TokenWriting(tokenizer), inside=False)
+    ids = tokenizer.convert_tokens_to_ids(["[THINK]", "[/THINK]"])
+    assert [f"<[{token_id}]>" in preamble for token_id in ids] == [True, True] and "THINK" not in preamble
 
 
 @pytest.mark.parametrize(

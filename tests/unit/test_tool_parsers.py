@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from tp_engine.api.openai.chat.options import TOOL_FORMATS
+from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ReasoningText, ToolParser
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
@@ -17,7 +19,7 @@ from tp_engine.api.openai.tools.request import ToolRequest
 TOOLS = ToolRequest(
     tools=tuple({"function": {"name": name}} for name in ("get_weather", "add", "größe")), choice="auto"
 )
-MARKUP = ("<tool_call", "</tool_call", "<|python_tag|>", "tool_call>")
+MARKUP = ("<tool_call", "</tool_call", "<|python_tag|>", "tool_call>", "<|tool_call", "[TOOL_CALLS]")
 
 
 @dataclass
@@ -138,8 +140,85 @@ LLAMA: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "<|python_tag": ("<|python_tag", []),
 }
 
+LIST = f'[{{"name": "add", "arguments": {ARGUMENTS}}}, {{"name": "größe", "arguments": {{}}}}]'
+LISTED = [("add", ARGUMENTS), ("größe", "{}")]
+GRANITE: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "": ("", []),
+    " just text, [1] < 2 <|tool \n": (" just text, [1] < 2 <|tool \n", []),
+    f"<|tool_call|>{LIST}": ("", LISTED),
+    "<|tool_call|> " + LIST.replace("}, {", "},\n{"): ("", LISTED),
+    f"I look.\n<tool_call>{LIST}": ("I look.", LISTED),
+    f"A <|tool_call|>{LIST}\n\nAnd 中文 ": ("A \n\nAnd 中文", LISTED),
+    '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "x"}\n</tool_call> ok': (
+        "ok",
+        [("add", "{}"), ("x", "{}")],
+    ),
+    "<|tool_call|>[]": ("", []),
+    "<|tool_call|>add(1)": ("<|tool_call|>add(1)", []),
+    '<|tool_call|>[{"name": "add", "arguments": {"a": <}}] <|tool_call|>[{"name": "x", "arguments": {}}]': (
+        "",
+        [("add", '{"a": '), ("x", "{}")],
+    ),
+}
+
+MISTRAL: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "": ("", []),
+    " just text, [1] < 2 and [TOOL \n": (" just text, [1] < 2 and [TOOL \n", []),
+    f"[TOOL_CALLS]{LIST}": ("", LISTED),
+    f"Let me see. [TOOL_CALLS] {LIST}": ("Let me see.", LISTED),
+    f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}": ("", [("add", ARGUMENTS)]),
+    f"I add.\n[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]größe[ARGS]{{}}": ("I add.", LISTED),
+    f"[TOOL_CALLS]add{ARGUMENTS}[TOOL_CALLS] größe {{}} Done.": ("Done.", LISTED),
+    '[TOOL_CALLS]add[CALL_ID]aB3456789[ARGS]{"a": {"b": "[TOOL_CALLS]"}}': (
+        "",
+        [("add", '{"a": {"b": "[TOOL_CALLS]"}}')],
+    ),
+    '[TOOL_CALLS]{"name": "add", "arguments": {}}': ("", [("add", "{}")]),
+    "[TOOL_CALLS]not a call": ("[TOOL_CALLS]not a call", []),
+    "[TOOL_CALLS]not a call {}": ("[TOOL_CALLS]not a call {}", []),
+    "[TOOL_CALLS]add[ARGS]5": ("[TOOL_CALLS]add[ARGS]5", []),
+    "[TOOL_CALLS][1, 2]": ("[TOOL_CALLS][1, 2]", []),
+    '[TOOL_CALLS]add[ARGS]{"a": <}[TOOL_CALLS]x[ARGS]{}': ("", [("add", '{"a": '), ("x", "{}")]),
+}
+
+ERNIE: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "": ("", []),
+    " \n": (" \n", []),
+    "plain <response> text </response> ": ("plain <response> text </response> ", []),
+    "\n<response>\nIt is 4.\n\nYes </resp> 中文\n</response>\n": ("It is 4.\n\nYes </resp> 中文", []),
+    "<response>\nhalf": ("half", []),
+    "<response></response>": ("", []),
+    f'<response>\nI add.\n</response>\n\n<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>\n': (
+        "I add.",
+        [("add", ARGUMENTS)],
+    ),
+    '\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n\n<tool_call>{"name": "x"}</tool_call>': (
+        "",
+        [("add", "{}"), ("x", "{}")],
+    ),
+    "<response>a</response> <response>b</response>": ("a <response>b</response>", []),
+    "<respon": ("<respon", []),
+}
+
+
+def granite() -> ToolParser:
+    return TOOL_FORMATS["granite"].new_parser(TOOLS)
+
+
+def mistral() -> ToolParser:
+    return TOOL_FORMATS["mistral"].new_parser(TOOLS)
+
+
+def ernie() -> ToolParser:
+    return TOOL_FORMATS["ernie45"].new_parser(TOOLS)
+
+
 CASES = [(hermes, text, *expected) for text, expected in HERMES.items()]
 CASES += [(llama, text, *expected) for text, expected in LLAMA.items()]
+CASES += [(granite, text, *expected) for text, expected in GRANITE.items()]
+CASES += [(mistral, text, *expected) for text, expected in MISTRAL.items()]
+CASES += [(ernie, text, *expected) for text, expected in ERNIE.items()]
+TEXTS = {hermes: HERMES, llama: LLAMA, granite: GRANITE, mistral: MISTRAL, ernie: ERNIE}
 Maker = Callable[[], ToolParser]
 
 
@@ -170,11 +249,11 @@ def test_cut_off_by_a_limit(parser: Maker, text: str, content: str, calls: list[
             assert whole.startswith(part)
 
 
-@pytest.mark.parametrize("parser", [hermes, llama])
+@pytest.mark.parametrize("parser", TEXTS)
 def test_random_splits_of_random_conversations(parser: Maker) -> None:
     """Oracle: the text in one piece; arguments are JSON that was put in."""
     rng = random.Random(5)
-    fragments = [*(HERMES if parser is hermes else LLAMA), "\n", "{", "<", "</tool_call>", "中", " ;"]
+    fragments = [*TEXTS[parser], "\n", "{", "<", "</tool_call>", "中", " ;"]
     for _ in range(200):
         text = "".join(rng.choices(fragments, k=rng.randint(1, 4)))
         whole = find(parser(), [text])
@@ -195,6 +274,15 @@ def test_arguments_come_before_the_call_ends() -> None:
         started, arguments = parser.feed(text)
         assert isinstance(started, CallStarted) and started.name == "add"
         assert arguments == CallArguments(0, '{"a": 1')
+
+
+def test_ids_that_mistral_takes() -> None:
+    """Oracle: the rule of the models' chat templates; a forced call has such an id, too."""
+    for tools in (TOOLS, replace(TOOLS, choice="required"), replace(TOOLS, choice="named", name="add")):
+        parsing = ChatParsing(tools=tools, tool_format=TOOL_FORMATS["mistral"])
+        text = '[{"name": "add", "arguments": {}}]'
+        message = parsing.parse(f"[TOOL_CALLS]{text}" if tools.choice == "auto" else text, [], "stop")
+        assert re.fullmatch("[0-9a-zA-Z]{9}", message.calls[0][0])
 
 
 CALLS = '[{"name": "add", "parameters": {"a": [1, "]"]}}, {"name": "größe", "parameters": {}}]'

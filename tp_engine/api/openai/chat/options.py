@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
-from tp_engine.api.openai.tools import ernie45, glm45, harmony, hermes, llama3_json, minimax_m2, qwen3_coder
+from tp_engine.api.openai.tools import (
+    ernie45,
+    glm45,
+    granite,
+    harmony,
+    hermes,
+    llama3_json,
+    minimax_m2,
+    mistral,
+    qwen3_coder,
+)
 from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.config import option
 from tp_engine.errors import ConfigError
@@ -22,6 +32,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "minimax_m2": minimax_m2.FORMAT,
     "qwen3_coder": qwen3_coder.FORMAT,
     "ernie45": ernie45.FORMAT,
+    "mistral": mistral.FORMAT,
+    "granite": granite.FORMAT,
 }
 CONTENT_FORMATS = ("auto", "string", "openai")
 

@@ -69,6 +69,11 @@ class CallReader:
         """Whether the sink has got the call's name."""
         return self._index is not None
 
+    @property
+    def has_whole_arguments(self) -> bool:
+        """Whether it has read the last character of the arguments' object."""
+        return self._saw_arguments and self._state is _State.BETWEEN
+
     def push(self, text: str, position: int) -> int:
         """Read at ``position`` of ``text``: one character, or a run of plain ones inside of arguments.
 

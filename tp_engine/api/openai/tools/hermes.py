@@ -11,9 +11,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from tp_engine.api.openai.tools.call_reader import CallReader
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, Prose, ToolFormat, partial_suffix
+from tp_engine.api.openai.tools.events import (
+    ChatEvent,
+    EventSink,
+    Prose,
+    ToolFormat,
+    first_mark,
+    openai_call_id,
+    partial_suffix,
+)
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -29,10 +38,22 @@ class _State(enum.Enum):
 
 
 class HermesToolParser:
-    """A ``ToolParser``.  A block without a call is content, with its markup, so that no text is lost."""
+    """A ``ToolParser``.  A block without a call is content, with its markup, so that no text is lost.
 
-    def __init__(self) -> None:
-        self._sink = EventSink()
+    One of ``opens`` begins a block.  ``closes``: a block ends with ``CLOSE`` only; otherwise any text ends it, too.
+    """
+
+    def __init__(
+        self,
+        opens: tuple[str, ...] = (OPEN,),
+        *,
+        closes: bool = True,
+        new_call_id: Callable[[], str] = openai_call_id,
+    ) -> None:
+        self._opens = opens
+        self._closes = closes
+        self._first_characters = frozenset(mark[0] for mark in opens)
+        self._sink = EventSink(new_call_id)
         self._prose = Prose(self._sink)
         self._state = _State.PROSE
         self._pending = ""  # not yet understood
@@ -41,7 +62,7 @@ class HermesToolParser:
 
     def feed(self, text: str) -> list[ChatEvent]:
         """See ``ToolParser``."""
-        if self._state is _State.PROSE and not self._pending and "<" not in text:
+        if self._state is _State.PROSE and not self._pending and self._first_characters.isdisjoint(text):
             self._prose.add(text)
             return self._sink.take()
         self._pending += text
@@ -71,46 +92,48 @@ class HermesToolParser:
                 return self._skip_junk()
 
     def _read_prose(self) -> bool:
-        before, marker, after = self._pending.partition(OPEN)
-        if marker:
-            self._prose.add(before)
-            self._state, self._pending, self._raw = _State.BLOCK, after, OPEN
-            return True
-        held = partial_suffix(self._pending, OPEN)
-        settled = len(self._pending) - held
-        self._prose.add(self._pending[:settled])
-        self._pending = self._pending[settled:]
-        return False
+        found = first_mark(self._pending, self._opens)
+        if found is None:
+            settled = len(self._pending) - partial_suffix(self._pending, *self._opens)
+            self._prose.add(self._pending[:settled])
+            self._pending = self._pending[settled:]
+            return False
+        place, mark = found
+        self._prose.add(self._pending[:place])
+        self._state, self._pending, self._raw = _State.BLOCK, self._pending[place + len(mark) :], mark
+        return True
 
     def _read_block(self) -> bool:
         """Between a block's objects."""
-        char = self._pending[0]
-        if char in _SEPARATORS:
+        char, marks = self._pending[0], (CLOSE, *self._opens)
+        if self._pending.startswith(marks):
+            self._end_block()
+        elif any(mark.startswith(self._pending) for mark in marks):
+            return False
+        elif char in _SEPARATORS:
             self._consume(char)
         elif char == "{":
             self._consume(char)
-            self._state, self._reader = _State.CALL, CallReader(self._sink)
-        elif self._pending.startswith((OPEN, CLOSE)):
-            self._end_block()
-        elif OPEN.startswith(self._pending) or CLOSE.startswith(self._pending):
-            return False
+            self._begin_call()
         else:
             self._not_a_call()
         return True
 
     def _end_block(self) -> None:
         """At either mark: the closing one may be missing before the next block."""
-        if self._pending.startswith(OPEN):
-            self._pending, self._raw = self._pending[len(OPEN) :], OPEN
-        else:
-            self._pending, self._raw = self._pending[len(CLOSE) :], ""
+        mark = next((one for one in self._opens if self._pending.startswith(one)), "")
+        self._pending, self._raw = self._pending[len(mark or CLOSE) :], mark
+        if not mark:
             self._state = _State.PROSE
+
+    def _begin_call(self) -> None:
+        self._state, self._reader = _State.CALL, CallReader(self._sink)
 
     def _read_call(self) -> bool:
         position = 0
         while position < len(self._pending):
             was_started = self._reader.started
-            position += self._reader.push(self._pending, position)
+            position += self._push(position)
             if self._reader.started and not was_started:
                 self._prose.note_call()
             if self._reader.broken:
@@ -126,6 +149,10 @@ class HermesToolParser:
         self._pending = ""
         return False
 
+    def _push(self, position: int) -> int:
+        """Let the reader read at ``position`` of the pending text; returns the number of characters."""
+        return self._reader.push(self._pending, position)
+
     def _leave_broken_call(self) -> None:
         if self._reader.started:
             self._state, self._raw = _State.JUNK, ""
@@ -133,17 +160,22 @@ class HermesToolParser:
             self._not_a_call()
 
     def _skip_junk(self) -> bool:
-        _, marker, after = self._pending.partition(CLOSE)
-        if marker:
-            self._state, self._pending = _State.PROSE, after
+        marks = (CLOSE,) if self._closes else (CLOSE, *self._opens)
+        found = first_mark(self._pending, marks)
+        if found is not None:
+            place, mark = found
+            self._state, self._pending = _State.PROSE, self._pending[place + (len(CLOSE) if mark == CLOSE else 0) :]
             return True
-        self._pending = self._pending[len(self._pending) - partial_suffix(self._pending, CLOSE) :]
+        self._pending = self._pending[len(self._pending) - partial_suffix(self._pending, *marks) :]
         return False
 
     def _not_a_call(self) -> None:
         """Show a block without a call; drop other text behind a call in its block."""
-        if self._raw.startswith(OPEN):
+        if self._raw.startswith(self._opens):
             self._prose.add(self._raw)
+            self._state = _State.PROSE
+        elif not self._closes:
+            self._prose.add(self._raw[len(self._raw.rstrip()) :])
             self._state = _State.PROSE
         else:
             self._state = _State.JUNK
