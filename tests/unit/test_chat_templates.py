@@ -122,6 +122,15 @@ def test_reasoning_is_passed_back_under_both_names() -> None:
         assert render([{"role": "assistant", "content": "4", name: "thought"}], source) == "thought"
 
 
+def test_reasoning_is_the_thinking_of_a_template_that_knows_no_other_name() -> None:
+    """Oracle: by hand; the template of gpt-oss refuses a message with content, thinking and calls."""
+    source = "{% for message in messages %}{{ message.thinking or '-' }}{% endfor %}"
+    thought = {"role": "assistant", "content": "4", "reasoning": "thought"}
+    messages = [thought, thought | {"tool_calls": [CALL]}, thought | {"content": None, "tool_calls": [CALL]}]
+    assert render(messages, source) == "thought-thought"
+    assert render(messages, source + "{# reasoning_content #}") == "---"
+
+
 def test_arguments_are_text_where_the_template_takes_no_object() -> None:
     """Oracle: by hand, for a template in the manner of DeepSeek R1; the first refusal is the one that is told."""
     source = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.test_tool_parsers import ARGUMENTS, TOOLS, find
+from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat.body import chat_parsing, chat_prompt, parsed_params
+from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import Writing
 from tp_engine.api.openai.tools.harmony import HARMONY, HarmonyParser
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.grammar.compiler import check_grammar, compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary, make_vocabulary
+from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 THOUGHT = "<|channel|>analysis<|message|>Hm, 1 < 2. 😀\n<|end|><|start|>assistant"
@@ -148,7 +156,7 @@ def test_forms_of_forced_answers_in_bytes() -> None:
 
 def test_marks_that_are_special_tokens() -> None:
     """Oracle: the tokens of a whole answer, by hand; no text stands for a mark."""
-    tokenizer: Any = byte_level_tokenizer()
+    tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
     writing: Writing = TokenWriting(tokenizer)
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id or 0])
@@ -158,3 +166,21 @@ def test_marks_that_are_special_tokens() -> None:
     ids = tokenizer.encode(f"{THOUGHT}{CALL}{json.dumps({'a': 7})}", add_special_tokens=False)
     assert sum(id in tokenizer.all_special_ids for id in ids) == 7
     assert all(matcher.accept(token_id) for token_id in ids)
+
+
+def test_what_a_request_becomes() -> None:
+    """Oracle: by hand: texts show the marks, and a call ends the turn though the model may not say so."""
+    tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
+    processor = InputProcessor(MODEL_INFO, tokenizer)
+    options = ChatOptions(reasoning_parser="openai_gptoss", chat_template="{{ messages[0].content }}")
+    processor.chat = ChatFormat(tokenizer, options)
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
+    parsing = chat_parsing(body, chat_prompt(body, processor), processor)
+    plain = parsed_params(SamplingParams(), parsing, processor)
+    assert plain.skip_special_tokens and not plain.stop_token_ids
+    processor.tokenizer = tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
+    params = parsed_params(SamplingParams(stop_token_ids=[1]), parsing, processor)
+    stops = tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    assert not params.skip_special_tokens and list(params.stop_token_ids) == [1, *stops]
+    assert not parsed_params(SamplingParams(ignore_eos=True), parsing, processor).stop_token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -120,7 +121,7 @@ def test_marks_come_first_in_a_grammar() -> None:
                 matcher = compile_grammar(constraint, byte_vocabulary()).start()
                 is_whole = all(matcher.accept(byte) for byte in text.encode())
                 assert (is_whole and (matcher.is_over or matcher.accept(256))) is fits, (name, text)
-    tokenizer = byte_level_tokenizer()
+    tokenizer = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     preamble = REASONING_FORMATS["mistral"].preamble(TokenWriting(tokenizer), inside=False)
     ids = tokenizer.convert_tokens_to_ids(["[THINK]", "[/THINK]"])

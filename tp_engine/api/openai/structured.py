@@ -112,13 +112,17 @@ class TokenWriting:
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
 
+    def special_id(self, mark: str) -> int | None:
+        """The special token that is ``mark``, None if there is none."""
+        return None if self._tokenizer is None else _special_ids(self._tokenizer).get(mark)
+
     def is_special(self, mark: str) -> bool:
         """Whether ``mark`` is a special token, which texts leave out by default."""
-        return self._special_id(mark) is not None
+        return self.special_id(mark) is not None
 
     def mark(self, mark: str) -> str:
         """See ``Writing``."""
-        token_id = self._special_id(mark)
+        token_id = self.special_id(mark)
         return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def text_until(self, rule: str, *marks: str) -> str:
@@ -129,9 +133,6 @@ class TokenWriting:
         if len(marks) > 1:
             suffix = f"/{'|'.join(map(re.escape, marks))}/"
         return f"{rule}[suffix={suffix}]: /(?s:.*)/"
-
-    def _special_id(self, mark: str) -> int | None:
-        return None if self._tokenizer is None else _special_ids(self._tokenizer).get(mark)
 
 
 @lru_cache(maxsize=4)

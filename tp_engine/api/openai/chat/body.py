@@ -89,6 +89,9 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
     writing = TokenWriting(processor.tokenizer)
     if any(map(writing.is_special, _marks(parsing))):
         params = replace(params, skip_special_tokens=False)
+    if parsing.message is not None and not params.ignore_eos:  # not all models name them as their ends
+        stops = [token_id for mark in parsing.message.stops if (token_id := writing.special_id(mark)) is not None]
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
     if params.structured_outputs is not None:
         params = replace(params, structured_outputs=_behind_reasoning(params.structured_outputs, parsing, writing))
     return params

@@ -5,7 +5,7 @@
 | null fields, as the OpenAI library dumps them | nothing |
 | content as text or as parts of text | text, or parts if the template loops over them |
 | tool_calls with arguments as JSON text | arguments as an object |
-| reasoning | reasoning_content too, its name in templates |
+| reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
 | role developer | system, if the template does not know developer |
 """
@@ -20,12 +20,17 @@ from tp_engine.errors import RequestError
 
 
 def normal_messages(
-    messages: Sequence[Mapping[str, Any]], *, as_parts: bool = False, knows_developer: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    as_parts: bool = False,
+    knows_developer: bool = False,
+    takes_thinking: bool = False,
 ) -> list[dict[str, Any]]:
     """Checked copies; raises ``RequestError`` that names the faulty message.
 
     ``as_parts``: contents become lists of ``{"type": "text", "text": ...}``, otherwise text, parts joined with line
-    ends.
+    ends.  ``takes_thinking``: reasoning is also given as ``thinking``, but for messages with both content and calls,
+    which the template of gpt-oss refuses.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
@@ -37,6 +42,8 @@ def normal_messages(
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
         texts = message["content"]
+        if takes_thinking and "reasoning_content" in message and not (any(texts) and "tool_calls" in message):
+            message.setdefault("thinking", message["reasoning_content"])
         message["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
     return normal
 

@@ -57,7 +57,12 @@ class ChatFormat:
         begins, continues = _begins_or_continues(given)
         template = self._template(given.pop("chat_template", None), with_tools=bool(given.get("tools")))
         as_parts = self._takes_parts(template)
-        conversation = normal_messages(messages, as_parts=as_parts, knows_developer=template.mentions("developer"))
+        conversation = normal_messages(
+            messages,
+            as_parts=as_parts,
+            knows_developer=template.mentions("developer"),
+            takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
+        )
         variables = {
             **self._special_tokens(),
             "tools": None,

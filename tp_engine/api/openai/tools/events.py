@@ -90,10 +90,12 @@ class MessageFormat:
 
     ``new_parser`` takes the tools, None if calls are not wanted, and the prompt, which may have begun the message.
     ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``);
-    ``forced_calls`` is the grammar, in Lark, of a text with a call that the request forces.
+    ``forced_calls`` is the grammar, in Lark, of a text with a call that the request forces.  Those of ``marks`` that
+    are in ``stops`` end the model's turn.
     """
 
     marks: tuple[str, ...]
+    stops: tuple[str, ...]
     new_parser: Callable[[ToolRequest | None, str], MessageParser]
     preamble: Callable[[Writing], str]
     forced_calls: Callable[[ToolRequest, Writing], str]

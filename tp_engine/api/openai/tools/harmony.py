@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END = "<|end|>"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
-_ENDS = (END, "<|call|>", "<|return|>")
+_STOPS = ("<|call|>", "<|return|>")
+_ENDS = (END, *_STOPS)
 _BREAKS = (*_ENDS, START, CHANNEL)
 _HEADERS = (START, CHANNEL, MESSAGE, "to=")
 _ANSWERER = f"{START}assistant"
@@ -235,6 +236,7 @@ def _forced_calls(tools: ToolRequest, writing: Writing) -> str:
 
 HARMONY = MessageFormat(
     marks=(START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS),
+    stops=_STOPS,
     new_parser=HarmonyParser,
     preamble=_preamble,
     forced_calls=_forced_calls,
