@@ -85,6 +85,7 @@ FORMATS = [
     ("mistral", "Four.", "", "Four."),
     ("granite", "Here is my thought process: Hm.\n\nHere is my response: Four.", "Hm.", "Four."),
     ("granite", "Here's my thought process:\nHere is it. Here's my response:\nFour.", "Here is it.", "Four."),
+    ("granite", "<think>Hm.</think> <response>Four.</response>", "Hm.", "Four."),
     ("granite", "Here is my answer: Four.", "", "Here is my answer: Four."),
     ("ernie45", "Hm.\n</think>\n\n\n<response>\nFour. \n</response>\n", "Hm.", "Four."),
     ("ernie45", "<think>\nHm.</think>\nFour.", "Hm.", "Four."),

@@ -85,9 +85,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "ernie45": ReasoningFormat(help="ERNIE: as deepseek_r1, then <response>", always=True, unwrap=ResponseMarks),
     "mistral": ReasoningFormat(help="[THINK] in its place", opens=("[THINK]",), closes=("[/THINK]",)),
     "granite": ReasoningFormat(
-        help="Granite: Here is my thought process: and Here is my response:",
-        opens=("Here is my thought process:", "Here's my thought process:"),
-        closes=("Here is my response:", "Here's my response:"),
+        help="Granite: Here is my thought process: and Here is my response:, or <think> and <response>",
+        opens=("Here is my thought process:", "Here's my thought process:", "<think>"),
+        closes=("Here is my response:", "Here's my response:", "</think>"),
+        unwrap=ResponseMarks,
     ),
     "openai_gptoss": ReasoningFormat(
         help="gpt-oss: the channel analysis", opens=(ANALYSIS,), closes=(END,), message=HARMONY
