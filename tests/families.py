@@ -14,13 +14,15 @@ from typing import Any
 class Family:
     """Names of transformers' configuration and model, and what departs from ``make_checkpoint``'s settings.
 
-    With ``vision``, the settings of the vision part, the others are those of the text part.
+    With ``vision``, the settings of the vision part, the others are those of the text part.  ``seed`` is one with which
+    no token is near the border between two experts.
     """
 
     config: str
     model: str
     changes: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = None
+    seed: int = 0
 
 
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0]}
@@ -125,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
         {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 48},
+        seed=1,
     ),
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
     "granite-moe": Family(
@@ -151,16 +154,23 @@ FAMILIES: dict[str, Family] = {
             "use_qk_norm": True,
             "attention_bias": True,
         },
+        seed=1,
     ),
     "minimax-m2": Family(
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",
-        {"num_local_experts": 8, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        seed=1,
     ),
     "ernie4.5-moe": Family(
         "Ernie4_5_MoeConfig",
         "Ernie4_5_MoeForCausalLM",
-        {"moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 3, "num_hidden_layers": 3},
+        {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 3},
+        seed=2,
     ),
     "gpt-oss": Family(
         "GptOssConfig",

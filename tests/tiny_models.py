@@ -29,7 +29,7 @@ def make_checkpoint(
     vocab_size: int = 203,
     tie: bool | None = None,
     max_position: int = 512,
-    seed: int = 0,
+    seed: int | None = None,
     dtype: str = "float32",
     max_shard_size: str | None = None,
     **config_overrides: Any,
@@ -68,7 +68,7 @@ def make_checkpoint(
         del settings["head_dim"]  # those have no such option
     config = _configure(transformers, family, settings)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(family.seed if seed is None else seed)
         model = getattr(transformers, family.model)(config)
         _randomise_vectors(model)
     model = model.to(getattr(torch, dtype))

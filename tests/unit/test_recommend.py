@@ -75,7 +75,9 @@ def test_parameters_of_real_models(config: dict[str, Any], num_parameters: int) 
     assert sizes.local_parameters(model(config), 1) == num_parameters
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss", "ernie4.5-moe"]
+)
 @pytest.mark.parametrize("tie", [True, False])
 def test_parameters_of_checkpoints(tmp_path: Path, architecture: str, tie: bool) -> None:
     """Oracle: the tensors in a checkpoint that transformers wrote."""
@@ -85,6 +87,33 @@ def test_parameters_of_checkpoints(tmp_path: Path, architecture: str, tie: bool)
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         found = sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118  (not a dict)
     assert sizes.local_parameters(load_model_config(str(folder))[0], 1) == found
+
+
+QWEN3_30B = QWEN3_06B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
+
+def test_parameters_of_experts() -> None:
+    """Oracle: Qwen3-30B-A3B is published with 30.5 billion parameters, of which 3.3 billion are active."""
+    spec = model(QWEN3_30B)
+    assert round(sizes.local_parameters(spec, 1) / 1e9, 1) == 30.5
+    assert round(sizes.local_parameters(spec, 1, active_only=True) / 1e9, 1) == 3.4  # with the embedding
+    found = recommend(spec, workload="chat", gpu="h100", tensor_parallel_size=1)
+    assert found.fits and found.active_weight_bytes * 8 < found.weight_bytes
+    assert "for one token: the experts that it goes to" in found.explain()
+    dense = recommend(model(SEVEN_B), workload="chat", gpu="h100", tensor_parallel_size=1)
+    assert dense.active_weight_bytes == dense.weight_bytes and "for one token" not in dense.explain()
 
 
 def test_the_vocabulary_is_padded_as_the_layers_pad_it() -> None:

@@ -73,7 +73,10 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     utilization = question.gpu_memory_utilization or hardware.utilization
     block_size = question.block_size or choose_block_size(workload)
     num_batched_tokens = max(workload.step_tokens, num_sequences)
-    weights = sizes.local_parameters(model, world_size) * sizes.ITEMSIZES[dtype]
+    weights, active = (
+        sizes.local_parameters(model, world_size, active_only=active_only) * sizes.ITEMSIZES[dtype]
+        for active_only in (False, True)
+    )
     activations = sizes.activation_bytes(
         model, world_size, dtype=dtype, num_tokens=num_batched_tokens, num_sequences=num_sequences
     )
@@ -102,6 +105,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         total_bytes=memory,
         requested_bytes=requested,
         weight_bytes=weights,
+        active_weight_bytes=active,
         activation_bytes=activations,
         overhead_bytes=overhead,
         kv_cache_bytes=available,

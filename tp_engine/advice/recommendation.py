@@ -24,7 +24,8 @@ _OPTIONS = (
 class Recommendation:
     """Options for one model, device and workload, with the arithmetic behind them.
 
-    Bytes are those of one rank.  If ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and
+    Bytes are those of one rank; ``active_weight_bytes`` are those of the weights that one token needs, which are fewer
+    if the model has experts.  If ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and
     ``command`` is None.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds
     at once; ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up
     to ``max_model_len``.  ``reasons`` explain each choice.
@@ -40,6 +41,7 @@ class Recommendation:
     total_bytes: int
     requested_bytes: int
     weight_bytes: int
+    active_weight_bytes: int
     activation_bytes: int
     overhead_bytes: int
     kv_cache_bytes: int
@@ -98,7 +100,10 @@ class Recommendation:
             "runtime (estimate)": self.overhead_bytes,
             "left for the KV cache": self.kv_cache_bytes,
         }
-        return [f"  {name:<28}{format_gib(value):>12}" for name, value in rows.items()]
+        lines = [f"  {name:<28}{format_gib(value):>12}" for name, value in rows.items()]
+        if self.active_weight_bytes < self.weight_bytes:
+            lines[2] += f"  ({format_gib(self.active_weight_bytes)} for one token: the experts that it goes to)"
+        return lines
 
     def _capacity(self) -> list[str]:
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each"

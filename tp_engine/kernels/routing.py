@@ -36,15 +36,7 @@ def route(
 
     Adds the tokens of this step to ``load``.
     """
-    wide = logits.float()
-    scores = wide
-    if rule.scores == "softmax":
-        scores = wide.softmax(1)
-    elif rule.scores == "sigmoid":
-        scores = wide.sigmoid()
-    choice = scores if correction is None else scores + correction
-    if rule.num_groups > 1:
-        choice = _within_groups(choice, rule)
+    scores, choice = score(logits, rule, correction)
     chosen = _largest(choice, rule.top_k)
     weights = scores.gather(1, chosen)
     if rule.scores == "softmax_of_chosen":
@@ -55,6 +47,19 @@ def route(
         is_counted = (load.slots >= 0).to(torch.int64).unsqueeze(1).expand_as(chosen)
         load.counts.scatter_add_(0, chosen.flatten(), is_counted.flatten())
     return chosen.to(torch.int32), weights * rule.factor
+
+
+def score(
+    logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each expert's score, and what decides the choice, both (N, experts) float32."""
+    scores = logits.float()
+    if rule.scores == "softmax":
+        scores = scores.softmax(1)
+    elif rule.scores == "sigmoid":
+        scores = scores.sigmoid()
+    choice = scores if correction is None else scores + correction
+    return scores, choice if rule.num_groups == 1 else _within_groups(choice, rule)
 
 
 def to_float32(x: torch.Tensor) -> torch.Tensor:
