@@ -112,6 +112,7 @@ def test_marks_come_first_in_a_grammar() -> None:
     for name, open_mark, close in (
         ("mistral", "[THINK]", "[/THINK]"),
         ("granite", "Here's my thought process:", "Here is my response:"),
+        ("granite", "<think>", "</think>"),
     ):
         for inside in (False, True):
             preamble = REASONING_FORMATS[name].preamble(TokenWriting(None), inside=inside)

@@ -131,7 +131,8 @@ class TokenWriting:
             return f"{rule}: /(?s:.*)/ ({' | '.join(map(self.mark, marks))})"
         suffix = json.dumps(marks[0], ensure_ascii=False)
         if len(marks) > 1:
-            suffix = f"/{'|'.join(map(re.escape, marks))}/"
+            texts = "|".join(map(re.escape, marks)).replace("/", r"\/")
+            suffix = f"/{texts}/"
         return f"{rule}[suffix={suffix}]: /(?s:.*)/"
 
 
