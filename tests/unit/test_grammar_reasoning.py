@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tp_engine.errors import RequestError
-from tp_engine.grammar.compiler import compile_grammar
+from tp_engine.grammar.compiler import check_grammar, compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -48,3 +48,7 @@ def test_other_words_are_refused() -> None:
     """Oracle: the error's words."""
     with pytest.raises(RequestError, match="open or optional"):
         StructuredOutputsParams(json_object=True, reasoning="yes")
+    with pytest.raises(RequestError, match="only one of them"):
+        StructuredOutputsParams(json_object=True, reasoning="open", preamble="start: @answer")
+    with pytest.raises(RequestError, match="can not be used"):
+        check_grammar(StructuredOutputsParams(json_object=True, preamble="start: nothing @answer"))
