@@ -178,9 +178,8 @@ def test_families_equal_transformers(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_expert_parallel_equals_transformers(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: transformers' logits, given our tokens; each rank has some experts, whole."""
+def test_expert_parallel_equals_transformers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: transformers' logits, given our tokens; each of 3 ranks has some experts, whole, not equally many."""
 
     def choose(folder: Path) -> dict[str, dict[str, Any]]:
         return {"ahead": settings_of(folder)["ahead"] | {"enable_expert_parallel": True}}
