@@ -10,12 +10,14 @@ import torch
 
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
+from tp_engine.kernels.experts import ExpertWeights
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
+from tp_engine.kernels.routing import ExpertLoad
 from tp_engine.kernels.sampling_tables import SamplingTables
-from tp_engine.model_config.mlp import SILU, Activation
+from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 128, 151_936, 16, 64
 
@@ -47,7 +49,7 @@ def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tens
     """The same, with everything that most models lack, and on one of eight ranks."""
     from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
 
-    ops = {name: implementation(name, "triton") for name in OPS}
+    ops = {name: implementation(name, "triton") for name, one in OPS.items() if one.triton is not None}
     x, residual = empty(num_tokens, HIDDEN), empty(num_tokens, HIDDEN)
     rule = NormRule(empty(HIDDEN), 1e-6, offset=1.0, is_centred=True)
     ops["embed"](empty(num_tokens, dtype=torch.int64), empty(VOCAB // 8, HIDDEN), VOCAB // 8, 32.0)
@@ -138,5 +140,39 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
             for num_chunks, num_tokens, width in ((0, 0, 1), (1, 1, 16), (1, 16, 7), (16, 99, 48)):
                 if num_decodes + num_tokens:
                     step(num_decodes, num_chunks, num_decodes + num_tokens, width)
+        added = [kernel.name for kernel in kernels if id(kernel) not in known]
+    assert not added, f"compiled for a size: {sorted(set(added))}"
+
+
+def launch_experts(num_tokens: int) -> None:
+    """Routing, experts and a gated shared MLP of a layer like gpt-oss-20b's on one of four ranks."""
+    from tp_engine.kernels.experts_triton import TritonExperts
+
+    num_experts, hidden, inner = 32, 2880, 736
+    weights = ExpertWeights(
+        gate_up=empty(num_experts, 2 * inner, hidden),
+        down=empty(num_experts, hidden, inner),
+        gate_up_bias=empty(num_experts, 2 * inner),
+        down_bias=empty(num_experts, hidden),
+        first=0,
+        activation=Activation("swiglu_clamped"),
+    )
+    load = ExpertLoad(empty(num_experts, dtype=torch.int64), empty(num_tokens, dtype=torch.int64))
+    rule, logits = RoutingRule(top_k=4, scores="softmax_of_chosen"), empty(num_tokens, num_experts + 1)
+    x = empty(num_tokens, hidden)
+    TritonExperts(weights)(x, *implementation("route", "triton")(logits[:, :num_experts], rule, None, load))
+    implementation("add_gated", "triton")(x, x, logits[:, num_experts:])
+
+
+@needs_triton
+@quiet
+def test_no_number_of_tokens_compiles_experts_anew() -> None:
+    """Oracle: Triton's own cache: after a step for each line of the table of tiles, no step adds to it."""
+    with compiled_for(90) as kernels:
+        for num_tokens in (3, 100, 700, 2000):
+            launch_experts(num_tokens)
+        known = {id(kernel) for kernel in kernels}
+        for num_tokens in (1, 2, 16, 17, 64, 65, 256, 257, 1024, 1025, 4096):
+            launch_experts(num_tokens)
         added = [kernel.name for kernel in kernels if id(kernel) not in known]
     assert not added, f"compiled for a size: {sorted(set(added))}"

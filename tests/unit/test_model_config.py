@@ -134,7 +134,7 @@ def test_rope_spellings_agree() -> None:
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"logit_scale": 0.5}, "logit_scale=0.5"),
         ({"qk_norm": True}, "qk_norm"),
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
         ({"architectures": None}, "architectures"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"num_attention_heads": "32"}, "num_attention_heads"),
