@@ -78,7 +78,7 @@ def describe(args: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> d
     """What was run, on what, and what the machine can do."""
     on_gpu = torch.cuda.is_available()
     kind = "copy" if on_gpu else "read"
-    step_s = decode_step_s(cost, ceilings, num_rows=0, num_context_tokens=0)
+    step_s = decode_step_s(cost, ceilings, num_rows=1, num_context_tokens=0)
     return {
         "shape": args.shape if args.model is None else args.model,
         "dtype": args.dtype,

@@ -44,22 +44,34 @@ _QWEN3_SIZES = {
     "qwen3-14b": (5120, 17408, 40, 40, False),
     "qwen3-32b": (5120, 25600, 64, 64, False),
 }
-DUMMY_SHAPES = tuple(_QWEN3_SIZES)
+# Qwen3-30B-A3B: what its config.json has beside that.
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_QWEN3_MOE_SIZES = {"qwen3-30b-a3b": (2048, 6144, 48, 32, False)}
+DUMMY_SHAPES = (*_QWEN3_SIZES, *_QWEN3_MOE_SIZES)
 _DEMO_MODEL = Path(__file__).resolve().parents[2] / "tp_engine" / "demo_model"
 
 
 def qwen3_config(shape: str, dtype: str) -> dict[str, Any]:
     """The config.json of one of ``DUMMY_SHAPES``."""
-    hidden, intermediate, layers, heads, tied = _QWEN3_SIZES[shape]
-    return _QWEN3 | {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "max_window_layers": layers,
-        "num_attention_heads": heads,
-        "tie_word_embeddings": tied,
-        "dtype": dtype,
-    }
+    hidden, intermediate, layers, heads, tied = (_QWEN3_SIZES | _QWEN3_MOE_SIZES)[shape]
+    experts = _QWEN3_MOE if shape in _QWEN3_MOE_SIZES else {}
+    return (
+        _QWEN3
+        | experts
+        | {
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "max_window_layers": layers,
+            "num_attention_heads": heads,
+            "tie_word_embeddings": tied,
+            "dtype": dtype,
+        }
+    )
 
 
 def make_folder(folder: Path, shape: str, dtype: str) -> Path:

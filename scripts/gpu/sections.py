@@ -102,6 +102,8 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         ),
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
+        _offline("offline_30b-a3b", 420, "--shape", "qwen3-30b-a3b", "--rounds", "1", "--no-peer"),
+        _bench("experts", "tiles of experts beside torch._grouped_mm", 420, "scripts/bench_experts.py"),
         _offline("offline_32b", 420, "--shape", "qwen3-32b", "--rounds", "1", "--no-peer"),
         Section(
             name="ranks_0.6b",

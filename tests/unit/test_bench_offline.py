@@ -36,6 +36,7 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -72,7 +73,18 @@ def test_qwen3_shapes_have_the_published_number_of_parameters(shape: str) -> Non
     """Oracle: the number that the hub shows for each checkpoint."""
     config = qwen3_config(shape, "bfloat16")
     embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
-    assert model_cost(config, "bfloat16").num_parameters + embedding == PUBLISHED[shape]
+    cost = model_cost(config, "bfloat16")
+    idle = sum(parameters * (total - top_k) for parameters, total, top_k in cost.experts)
+    assert cost.num_parameters + idle + embedding == PUBLISHED[shape]
+
+
+def test_weights_of_experts_that_rows_go_to() -> None:
+    """Oracle: by hand: one row reads 2 of 4 experts of 100, two rows 4 (1 - 1/4) of them on the average, many all."""
+    cost = ModelCost(
+        num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4, experts=((100, 4, 2),)
+    )
+    assert [cost.weight_bytes(rows) for rows in (1, 2)] == [2000, 2200]
+    assert cost.weight_bytes(1000) == pytest.approx(2400)
 
 
 def test_roofline_of_a_step() -> None:
