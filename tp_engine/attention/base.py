@@ -18,10 +18,10 @@ class AttentionMetadata:
 
     With N tokens in B requests, on the device: ``slot_mapping`` (N,) int64, -1 for padding; ``block_table`` (B, M)
     int32; ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
-    On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32, from which backends may plan without a
-    synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  ``is_padded`` False promises that there is
-    no padding, so the device is not asked.  ``slot_mapping`` and ``block_table`` are those of one group of
-    layers (``kv_layout``), all else is the same for all groups.
+    On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32; backends plan from them without a
+    synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  If ``is_padded`` is False there is no
+    padding, so the device is not asked.  ``slot_mapping`` and ``block_table`` belong to one group of layers
+    (``kv_layout``); all else is the same for all groups.
     """
 
     num_decodes: int
@@ -60,14 +60,14 @@ class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache.
 
     ``can_capture_decodes`` says that a step of decodes can be recorded, in a CUDA graph or on a tape: ``forward`` then
-    launches the same kernels whatever the lengths, which they read themselves.
+    launches the same kernels for all lengths, and the kernels read the lengths.
     """
 
     name: str
     can_capture_decodes: bool
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Once per step, before the first layer: work out what all layers share."""
+        """Work out what all layers share; called once per step, before the first layer."""
 
     def forward(
         self,
@@ -77,15 +77,15 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store all of this step's keys and values, then attend: requests of one step may share a prefix it computes.
+        """Store this step's keys and values, then attend: a request may share a prefix that this step computes.
 
-        ``query`` (N, heads, head_dim); ``new`` is None where its keys and values are stored already; returns
+        ``query`` (N, heads, head_dim); ``new`` is None if its keys and values are stored already; returns
         (N, heads, head_dim).
         """
 
 
 Backends: TypeAlias = Sequence[AttentionBackend]
-"""One for each group of layers (``kv_layout``): a backend keeps what it works out of one group's step."""
+"""One backend for each group of layers (``kv_layout``), because a backend keeps the plan of one group's step."""
 
 
 def prepare_groups(backends: Backends, metadata: Sequence[AttentionMetadata]) -> None:
@@ -116,13 +116,13 @@ class AttentionNeeds:
     capability: tuple[int, int] | None = None
 
     def why_no_sinks(self) -> str | None:
-        """What a backend without attention sinks says of a model with them; None of others."""
+        """Why a backend without attention sinks can not be used; None if the model has no sinks."""
         if not self.has_sinks:
             return None
         return "the model has attention sinks, which it does not; use attention_backend=torch, native or triton"
 
     def why_too_old(self, least: tuple[int, int]) -> str | None:
-        """What to say of a GPU below the compute capability ``least``; None of others, and where it is not known."""
+        """Why a GPU below the compute capability ``least`` is too old; None for others, and if it is unknown."""
         if self.capability is None or self.capability >= least:
             return None
         (major, minor), (own_major, own_minor) = least, self.capability

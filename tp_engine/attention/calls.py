@@ -1,4 +1,4 @@
-"""The two kinds of attention call that a step is made of: many requests with a short query, one with a long query.
+"""The two kinds of attention call in a step: many requests with a short query, or one request with a long query.
 
 Grouped-query attention never copies keys: the queries that share a KV head either become more query positions
 (``GroupCall``) or a batch axis over which the keys are repeated as a view (``ChunkCall``).
@@ -24,7 +24,7 @@ from tp_engine.plan import IntArray
 
 _HIDDEN = float("-inf")
 
-# Queries per call of a long chunk: keys after the tile's end are not read, and a mask stays small.
+# Queries of a long chunk in one call: it does not read keys after the tile's end, and its mask stays small.
 TILE = 256
 # Which of the step's tokens: a range, or their indices (tokens,) int64.
 TokenSelection: TypeAlias = slice | torch.Tensor
@@ -60,7 +60,7 @@ class AttentionCall(Protocol):
 class GroupCall:
     """B requests of ``query_len`` queries each, padded to the same number of keys.
 
-    ``mask`` (B, 1, query_len x group, keys), where one query alone may have 1 instead of ``group``.
+    ``mask`` (B, 1, query_len x group, keys); (B, 1, 1, keys) if ``query_len`` is 1.
     """
 
     tokens: TokenSelection
@@ -108,7 +108,7 @@ class ChunkCall:
     masks: StaircaseMasks
 
     def run(self, layer: LayerInput, dtype: torch.dtype) -> torch.Tensor:
-        """Tile by tile of queries, each over the keys it can see."""
+        """Attend in tiles of queries, each over the keys that it can see."""
         query = layer.query[self.tokens].to(dtype)
         keys, values = (states.to(dtype) for states in self._read(layer))
         out = torch.empty_like(query)
@@ -167,8 +167,8 @@ def attend(
 ) -> torch.Tensor:
     """``query`` (..., q, head_dim) over ``keys`` and ``values`` (..., k, head_dim) -> (..., q, head_dim).
 
-    ``mask`` (..., q, k) is 0, or -inf where a key is hidden; ``is_causal`` stands for one, where there is neither a
-    softcap nor sinks.  ``sinks`` (..., q or 1, 1) are the shape's, by the rows of ``query``.
+    ``mask`` (..., q, k) is 0, or -inf where a key is hidden; ``is_causal`` replaces a causal mask if the layer has no
+    softcap and no sinks.  ``sinks`` (..., q or 1, 1) are the shape's sinks for the rows of ``query``.
     """
     if shape.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal, scale=shape.scale)
@@ -196,7 +196,7 @@ def batched_mask(
 class StaircaseMasks:
     """Masks of queries that are the last positions of their keys, all cut from one table per window and dtype.
 
-    Such a mask depends on ``j - i`` alone, so those of t queries over n keys are the table's lower right corner::
+    Such a mask depends on ``j - i`` alone, so the mask of t queries over n keys is the table's lower right corner::
 
                  n keys
         . . . . 0 0 0 -        . visible in the table, outside this corner
@@ -210,7 +210,7 @@ class StaircaseMasks:
     def corner(
         self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Mask (num_queries, num_keys); at most ``max_queries`` queries, and at least as many keys."""
+        """Mask (num_queries, num_keys), for at most ``max_queries`` queries and at least as many keys as queries."""
         table = self._tables.get((window, dtype, device))
         if table is None or table.shape[1] < num_keys:
             table = self._build(max(num_keys, self._max_queries), window, dtype, device)

@@ -25,7 +25,7 @@ MIN_CAPABILITY = (8, 0)
 _HOPPER = 9
 
 Rule: TypeAlias = dict[str, Any]
-"""What a layer's shape says to both calls, by the package's names."""
+"""The arguments that follow from a layer's shape, by the package's names; both calls take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Prefills:
 
 
 class FlashAttnCalls(Protocol):
-    """The two calls, in the words of one version of the package; ``rule`` are the arguments that both take.
+    """The two calls, for one version of the package; ``rule`` holds the arguments that both take.
 
     ``decode``: ``query`` (D, 1, heads, head_dim), the output likewise.  ``prefill``: ``query`` (T, heads, head_dim);
     causal from the lower right: a request's last query sees its last key.
@@ -96,7 +96,7 @@ class FlashAttn2:
 
 
 class FlashAttn3:
-    """Both by ``flash_attn_with_kvcache``, which packs queries of different lengths too; ``package`` is the module."""
+    """Both calls by ``flash_attn_with_kvcache``, which also packs unequal queries; ``package`` is the module."""
 
     def __init__(self, package: Any = None) -> None:
         package = package or import_module("flash_attn_interface")
@@ -146,7 +146,7 @@ class FlashAttnBackend:
         self._prefills: Prefills | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Cumulative lengths of the prefills; see ``AttentionBackend``."""
+        """Compute the cumulative lengths of the prefills; see ``AttentionBackend``."""
         self._prefills = None
         first = metadata.num_decodes
         if first == metadata.num_requests:
@@ -172,7 +172,7 @@ class FlashAttnBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
         if new is not None:
             op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
@@ -190,13 +190,13 @@ class FlashAttnBackend:
 
 
 def _rule_of(shape: AttentionShape) -> Rule:
-    """The window counts keys to the left and right of the own one, -1 is no limit; a softcap of 0 is none."""
+    """The window counts keys to the left and right of the query's own key, -1: no limit; a softcap of 0 is none."""
     window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
     return {"softmax_scale": shape.scale, "causal": True, "window_size": window, "softcap": shape.softcap or 0.0}
 
 
 def best_version(needs: AttentionNeeds) -> int | None:
-    """3 or 2, of what is installed and runs on this GPU; None if nothing is."""
+    """The best installed version that runs on this GPU, 3 or 2; None if there is none."""
     is_hopper = needs.capability is None or needs.capability[0] == _HOPPER
     if is_hopper and find_spec("flash_attn_interface") is not None:
         return 3
@@ -204,7 +204,7 @@ def best_version(needs: AttentionNeeds) -> int | None:
 
 
 def make_backend(needs: AttentionNeeds) -> FlashAttnBackend:
-    """With the best version of the package."""
+    """A backend with the best version of the package."""
     return FlashAttnBackend(FlashAttn3() if best_version(needs) == 3 else FlashAttn2())
 
 

@@ -20,7 +20,7 @@ _WORKSPACE_BYTES = 128 << 20
 
 
 class _LayerKind(NamedTuple):
-    """Layers that share a plan."""
+    """What layers that share a plan have in common."""
 
     shape: AttentionShape
     block_size: int
@@ -44,7 +44,7 @@ class FlashInferBackend:
         self._num_tokens = 0
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Plans are made by the first layer of each kind; see ``AttentionBackend``."""
+        """Drop the last step's plans; the first layer of each kind makes a new one; see ``AttentionBackend``."""
         self._planned.clear()
         self._num_tokens = int(metadata.host_query_lens.sum())
 
@@ -56,7 +56,7 @@ class FlashInferBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None and shape.sinks is None, "why_not refuses a quantised cache, and sinks"
         if new is not None:
             op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
@@ -77,7 +77,7 @@ class FlashInferBackend:
         return wrapper
 
     def _plan(self, wrapper: Any, kind: _LayerKind, metadata: AttentionMetadata) -> None:
-        """Its lengths and sums are wanted on the host, its block ids on the device."""
+        """Plan a step: flashinfer takes lengths and sums on the host, block ids on the device."""
         shape, block_size = kind.shape, kind.block_size
         counts: IntArray = -(-metadata.host_seq_lens // block_size)
         last_page: IntArray = np.where(counts > 0, metadata.host_seq_lens - (counts - 1) * block_size, 0)
@@ -107,7 +107,7 @@ def _sums(lengths: IntArray) -> torch.Tensor:
 
 
 def _blocks_in_order(block_table: torch.Tensor, counts: IntArray) -> torch.Tensor:
-    """The first ``counts[b]`` (B,) blocks of each row of the table, one row after the other, without waiting for it."""
+    """The first ``counts[b]`` (B,) blocks of each row b of the table, row after row, without waiting for the device."""
     starts = np.cumsum(counts, dtype=np.int64) - counts
     columns = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(starts, counts)
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)

@@ -2,7 +2,7 @@
 
 The groups follow from lengths alone, on the host, once per step.  Requests share a call if their query lengths are
 equal (all decodes: 1) and their contexts are of similar length, because every request of a call gathers as many keys as
-the longest one.  A long query gets a call of its own.
+the longest one.  A long query gets its own call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.layer_kv import LayerKv, dequantise, scales_at
 from tp_engine.plan import IntArray
 
-# Longest query that is batched: beyond it a call has enough work to hide its own cost.
+# Longest query that is batched: a longer one is enough work to hide the cost of its own call.
 MAX_BATCHED_QUERY = 32
 # One more call costs about as much as gathering and attending over this many tokens (measured on CPUs).
 CALL_COST_TOKENS = 512
@@ -109,9 +109,9 @@ def _length_buckets(seq_lens: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """The keys that a group's calls read: of each request ``num_keys`` positions from ``first[b]`` (B,) on.
+    """The keys that a group's calls read: ``num_keys`` positions of each request b, from ``first[b]`` (B,) on.
 
-    They may begin before the first visible key (at its block's start) and end behind the request's end.  Behind the end
+    They may begin before the first visible key (at its block's start) and end after the request's end.  After the end
     they repeat the first key, because another request's memory may hold NaN, which passes through a mask.  A mask must
     hide both, unless ``is_exact``.
     """
@@ -142,7 +142,7 @@ def visible_keys(group: RequestGroup, window: int | None, metadata: AttentionMet
 def _slots(
     group: RequestGroup, first: IntArray, counts: IntArray, block_table: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Slots (B x longest count,) int32 of ``counts[b]`` positions from ``first[b]`` on, which begin blocks."""
+    """Slots (B x longest count,) int32 of ``counts[b]`` positions from ``first[b]`` on, where a block begins."""
     device, num_keys = block_table.device, int(counts.max())
     num_blocks = -(-num_keys // block_size)
     tables = block_table.index_select(0, torch.from_numpy(group.rows).to(device))

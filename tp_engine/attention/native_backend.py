@@ -44,7 +44,7 @@ class NativeBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None, "why_not refuses a quantised cache"
         query = _with_dense_tokens(query)
         if new is not None:

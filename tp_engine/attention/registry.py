@@ -48,7 +48,7 @@ _KINDS: dict[str, _Kind] = {
 def check_backend(name: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
-    Raises ``ConfigError`` where a named backend, or one of a pair, can not be used.
+    Raises ``ConfigError`` if a named backend, or one of a pair, can not be used.
     """
     if name == "auto":
         return _choose(needs)
@@ -65,12 +65,12 @@ def check_backend(name: str, needs: AttentionNeeds) -> str:
 
 
 def obstacles(needs: AttentionNeeds) -> dict[str, str | None]:
-    """Every backend in the order in which ``auto`` tries them: what keeps it from being used, or None."""
+    """Each backend, in the order in which ``auto`` tries them, with the reason why it can not be used, or None."""
     return {name: kind.why_not(needs) for name, kind in _KINDS.items()}
 
 
 def _choose(needs: AttentionNeeds) -> str:
-    """The first usable backend; the log says why those before it are not, and which later ones are usable if named."""
+    """The first usable backend; the log says why earlier ones can not be used, and which later ones can, if named."""
     found = obstacles(needs)
     chosen = next(name for name, obstacle in found.items() if obstacle is None)  # torch, if no other
     before = list(found)[: list(found).index(chosen)]
@@ -83,7 +83,7 @@ def _choose(needs: AttentionNeeds) -> str:
 
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    """A new backend of the kind that ``check_backend`` answers for the same arguments."""
+    """A new backend of the kind that ``check_backend`` returns for the same arguments."""
     prefill, _, decode = check_backend(name, needs).partition(":")
     if not decode or decode == prefill:
         return _KINDS[prefill].make(needs)
@@ -117,7 +117,7 @@ class PairBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if self._parts is None:
             return self._only(metadata).forward(query, new, kv, metadata, shape)
         if new is not None:
@@ -137,7 +137,7 @@ class PairBackend:
 
 
 def split_step(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """A mixed step's decodes, and its prefills with the padding tokens behind them, each as a step of its own."""
+    """A mixed step's decodes, and its prefills with the padding tokens after them, each as a separate step."""
     first = metadata.num_decodes
     decodes = AttentionMetadata(
         num_decodes=first,

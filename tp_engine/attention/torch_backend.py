@@ -26,7 +26,7 @@ from tp_engine.plan import IntArray
 class _LayerKind(NamedTuple):
     """The properties that layers with the same calls share.  ``dtype`` is that of the computation.
 
-    ``reads_fresh_keys``: the step's own keys are at hand and exactly what the cache holds of them.
+    ``reads_fresh_keys``: the step's own keys are at hand, and equal to their copies in the cache.
     """
 
     window: int | None
@@ -53,7 +53,7 @@ class TorchBackend:
         self._kept: torch.Tensor | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """RequestGroup this step's requests; see ``AttentionBackend``."""
+        """Group this step's requests; see ``AttentionBackend``."""
         limit = MAX_CALL_TOKENS[metadata.block_table.device.type]
         self._groups = group_requests(metadata.host_query_lens, metadata.host_seq_lens, limit)
         self._calls = {}
@@ -67,7 +67,7 @@ class TorchBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if new is not None:
             self._store(new, kv, metadata)
         layer = LayerInput(query, new, kv, shape, self._reader)

@@ -1,4 +1,4 @@
-"""Paged attention through PyTorch's own ``varlen_attn``, where this PyTorch's takes a block table."""
+"""Paged attention through PyTorch's own ``varlen_attn``, if the installed version takes a block table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEEDED = ("window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"
 class TorchVarlenBackend:
     """One call for the whole step, decodes as queries of length 1.
 
-    The keys are never split over programs, so a request's output does not depend on what else is in the batch.
+    The keys are never split over programs, so a request's output does not depend on the rest of the batch.
     ``varlen_attn`` is PyTorch's function unless given.
     """
 
@@ -35,7 +35,7 @@ class TorchVarlenBackend:
         self._num_tokens = self._max_seqlen_q = self._max_seqlen_k = 0
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Cumulative lengths; see ``AttentionBackend``."""
+        """Compute the cumulative lengths; see ``AttentionBackend``."""
         seq_lens = metadata.seq_lens
         self._cu_seqlens_k = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         torch.cumsum(seq_lens, 0, dtype=torch.int32, out=self._cu_seqlens_k[1:])
@@ -51,7 +51,7 @@ class TorchVarlenBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None, "why_not refuses a quantised cache"
         assert shape.softcap is None and shape.sinks is None, "why_not refuses both"
         if new is not None:
@@ -77,7 +77,7 @@ class TorchVarlenBackend:
 
 @cache
 def paged_varlen_attn() -> Callable[..., Any] | None:
-    """PyTorch's function, if there is one that takes everything that is needed here."""
+    """PyTorch's function, if it exists and takes all arguments of ``_NEEDED``."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

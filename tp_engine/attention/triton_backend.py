@@ -13,7 +13,7 @@ from tp_engine.kernels.ops import has_triton
 MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
-# Of Triton's interpreter, which has no GPU to ask.
+# For Triton's interpreter, which has no GPU to ask.
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
@@ -38,7 +38,7 @@ class TritonBackend:
         self._decode_tables = (torch.empty(0), torch.empty(0))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Where the decodes end; see ``AttentionBackend``."""
+        """Find where the decodes end; see ``AttentionBackend``."""
         first = metadata.num_decodes
         self._num_prefill_tokens = int(metadata.host_query_lens[first:].sum())
         self._decode_tables = (metadata.block_table[:first], metadata.seq_lens[:first])
@@ -51,7 +51,7 @@ class TritonBackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens of no request get zeros."""
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if new is not None:
             self._store_kv(new, kv, metadata.slot_mapping)
         num_decodes, out = metadata.num_decodes, torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -42,7 +42,7 @@ class RowTables:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
     """Inputs of one step; see the module's text.  Each group's part of ``slot_mapping`` and ``block_table`` is
-    contiguous.  Columns of ``block_table`` behind a request's last block hold whatever block ids they held before.
+    contiguous.  Columns of ``block_table`` after a request's last block keep their old block ids.
     ``query_start`` (B + 1,) int32 never changes."""
 
     rows: torch.Tensor
@@ -55,7 +55,7 @@ class DecodeInputs:
 
     @staticmethod
     def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
-        """Room for ``max_requests``, all of them padding; for a few more where several groups follow one another."""
+        """Room for ``max_requests``, or a few more with several groups (``padded_room``); all are padding."""
         device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
         room = padded_room(max_requests, num_groups)
         starts = torch.arange(room + 1, dtype=torch.int32)  # on the meta device this would import sympy
@@ -75,11 +75,11 @@ class DecodeInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Of all the tensors."""
+        """Bytes of all the tensors."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def first(self, num_requests: int) -> DecodeInputs:
-        """The first so many requests, at the same place."""
+        """The first ``num_requests``, in the same memory."""
         return DecodeInputs(
             rows=self.rows[:num_requests],
             input_ids=self.input_ids[:num_requests],
@@ -94,7 +94,7 @@ class DecodeInputs:
 def padded_room(count: int, num_groups: int) -> int:
     """Room for ``count`` entries of each of ``num_groups`` groups that follow one another in one tensor.
 
-    All groups begin at multiples of 16 bytes: for others Triton would compile a kernel anew.
+    Each group begins at a multiple of 16 bytes, because Triton would compile another kernel for other addresses.
     """
     return count if num_groups == 1 else round_up(count, 4)
 
@@ -114,7 +114,7 @@ def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
 
 
 def advance_decodes(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
-    """The tokens of ``inputs`` are computed, and ``sampled`` (B,) int32 follow them; padding is skipped."""
+    """End a step: the tokens of ``inputs`` are computed, and ``sampled`` (B,) int32 follow; padding is skipped."""
     rows = inputs.rows
     is_kept = rows >= 0
     places = rows.clamp(min=0).to(torch.int64)

@@ -2,7 +2,7 @@
 
 ::
 
-    prepare: program (b, g) gathers request b; of its block table of group g it copies the columns in use, BLOCK at
+    prepare: program (b, g) gathers request b, and copies the columns in use of its block table of group g, BLOCK at
              a time
     advance: program i ends the step of requests [i * BLOCK, (i + 1) * BLOCK)
 """
@@ -42,7 +42,7 @@ def prepare_decodes_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one request, in one group; the strides are those from group to group."""
+    """One program: one request, in one group; the last three strides go from group to group."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     request = tl.program_id(0)

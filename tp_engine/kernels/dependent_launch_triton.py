@@ -43,7 +43,7 @@ def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noq
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch on ``device``: the kernel's constant PDL, and Triton's option where the GPU can."""
+    """Arguments of a launch on ``device``: the kernel's constant PDL, and Triton's option if the GPU can."""
     return {"PDL": True, "launch_pdl": True} if can_launch_early(device) else {"PDL": False}
 
 

@@ -17,7 +17,7 @@ _BLOCK = 1024
 _SILU, _GELU_TANH, _SWIGLU_CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _TWO_ROOTS_OF_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 _TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
-# Of tanh: below it four terms of the series are exact to float32; above it the difference of exponentials is.
+# tanh adds up four terms of its series below this, and divides exponentials above: each is exact to float32 there.
 _SMALL = tl.constexpr(0.2)
 
 
@@ -94,7 +94,7 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def activation_constants(activation: Activation | None) -> dict[str, float]:
-    """The constants of ``gated``; with None, of a kernel that does not call it."""
+    """The constants of ``gated``; for None, those of a kernel that does not call it."""
     if activation is None:
         return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
     return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
@@ -112,7 +112,7 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: up to BLOCK of the SIZE elements of one token's row, of the NUM_IDS rows from FIRST_ID on."""
+    """One program: up to BLOCK of the SIZE elements of a token's row; ``weight`` has NUM_IDS rows from FIRST_ID on."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -129,7 +129,7 @@ def embed_kernel(  # type: ignore[no-untyped-def]
 def embed_triton(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0
 ) -> torch.Tensor:
-    """``layer_ops.embed``; with ``first_id`` None too, ids that ``weight`` does not hold give zeros."""
+    """``layer_ops.embed``; ids that ``weight`` does not hold give zeros, even if ``first_id`` is None."""
     num_ids, size = weight.shape
     assert weight.is_contiguous() and token_ids.is_contiguous(), (weight.stride(), token_ids.stride())
     out = torch.empty((len(token_ids), size), dtype=weight.dtype, device=weight.device)
@@ -159,7 +159,7 @@ def cap_logits_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: up to BLOCK logits of one row; a CAP of 0 bounds nothing."""
+    """One program: up to BLOCK logits of one row; CAP 0: no bound."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""A layer's experts applied to the tokens that were routed to them, in plain PyTorch: the twin of C's and Triton's.
+"""A layer's experts applied to the tokens that were routed to them, in plain PyTorch: the twin of C and Triton.
 
 ::
 
@@ -21,7 +21,7 @@ from tp_engine.model_config.mlp import Activation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The experts ``first`` and after: ``gate_up`` (E, 2 * inner, hidden), ``down`` (E, hidden, inner), and biases, if
+    """The experts from ``first`` on: ``gate_up`` (E, 2 * inner, hidden), ``down`` (E, hidden, inner), and biases, if
     any, (E, 2 * inner) and (E, hidden)."""
 
     gate_up: torch.Tensor

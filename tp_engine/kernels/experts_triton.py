@@ -4,7 +4,7 @@
 
     pair            token * top_k + j, of the token's j-th expert
     sorted pairs    expert 0's pairs, padded to whole blocks of BLOCK_M, then expert 1's ...; padding is `num_pairs`
-    block expert    the expert of each block of BLOCK_M places, -1 behind the last one
+    block expert    the expert of each block of BLOCK_M places, -1 after the last one
 
     count           program e: how many pairs go to expert e
     sort            program e: where its blocks begin (all counts before), its pairs there, in their order
@@ -12,10 +12,10 @@
     down            program (block, columns): inner of the block's pairs -> outputs[pair]
     sum             program (token, columns): outputs of the token's pairs times their weights, in the order of j
 
-Grids are as large as they may have to be for the number of tokens; how many blocks there are stays on the device, so
-that a CUDA graph holds all of it and the host waits for nothing.  Nothing is added atomically, and the columns of a
-product are gone through in blocks of the same size whatever the number of rows: a row's result does not depend on the
-rest of the batch.  The shape is vLLM's (``fused_moe.py``, Apache-2.0), the code is this project's.
+Grids have room for the most blocks that the number of tokens can need; the real number of blocks stays on the device,
+so a CUDA graph holds all of it and the host never waits.  No sum is atomic, and a product adds up its columns in blocks
+of one size for any number of rows, so a row's result does not depend on the rest of the batch.  The shape is vLLM's
+(``fused_moe.py``, Apache-2.0), the code is this project's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Up to so many pairs per expert, on average; scripts/bench_experts.py times the candidates.  Not yet measured on a GPU.
+# The most pairs per expert, on average, and the tiles.  scripts/bench_experts.py times them; not yet measured on a GPU.
 TILES = (
     (8, Tiles(16, 64, 64, 4, 4)),
     (32, Tiles(32, 64, 64, 4, 4)),
@@ -54,7 +54,7 @@ TILES = (
 
 
 def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
-    """The line of ``TILES`` for so many pairs."""
+    """The tiles of ``TILES`` for ``num_pairs``."""
     return next(tiles for most, tiles in TILES if num_pairs <= most * num_experts)
 
 
@@ -238,7 +238,7 @@ def add_gated_kernel(  # type: ignore[no-untyped-def]
 class TritonExperts:
     """``kernels.experts.mix_experts`` of ``weights``; shapes follow from the number of tokens alone.
 
-    ``tiles`` instead of those of ``TILES``.
+    ``tiles`` replaces the choice from ``TILES``.
     """
 
     is_recordable = True

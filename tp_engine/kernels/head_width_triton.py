@@ -1,10 +1,10 @@
-"""RMS norm of all queries, and of all keys, of a token at once, in two launches: the Triton twins in ``heads``.
+"""RMS norm over all queries of a token, and over all its keys, in two launches: Triton twins of ``heads``.
 
 ::
 
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]     squares (N, 2): of the queries, of the keys
     squares:  program (i, part)   adds up all of one part of token i
-    norm:     program (i, j)      BLOCK elements of token i: the programs of the queries, then those of the keys
+    norm:     program (i, j)      BLOCK elements of token i: first programs for the queries, then for the keys
 """
 
 from __future__ import annotations

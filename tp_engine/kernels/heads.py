@@ -114,8 +114,8 @@ def prepare_heads(
 ) -> Heads:
     """``heads`` (N, H + 2 KV, head_dim) -> query (N, H, head_dim), key and value (N, KV, head_dim).
 
-    Without a ``rotation`` nothing turns.  Nothing is stored here: the attention backend does that.  An implementation
-    that stores K/V at the slots ``slot_mapping`` (N,) int64 of ``kv``, where there is one, returns None for both.  It
+    Without a ``rotation`` nothing turns.  This twin leaves the store to the attention backend.  An implementation may
+    store K/V at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then returns None for both.  It
     may overwrite ``heads``.
     """
     num_rotated = heads.shape[1] - num_kv_heads
@@ -145,7 +145,7 @@ def norm_width(
 ) -> None:
     """Normalise the queries and keys of ``heads``, in place; values are left.
 
-    ``squares`` (N, 2) float32, those of all ranks; ``weights`` (H + KV, head_dim); ``widths``: of queries, of keys.
+    ``squares`` (N, 2) float32, summed over all ranks; ``weights`` (H + KV, head_dim); ``widths``: of queries, of keys.
     """
     for column, (first, end) in enumerate(((0, num_heads), (num_heads, num_heads + num_kv_heads))):
         own = heads[:, first:end]

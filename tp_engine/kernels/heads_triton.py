@@ -4,12 +4,12 @@
 
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]      queries are changed in place
     program (i, t), t < query tiles:  queries [t * TILE, (t + 1) * TILE) of token i
-    program (i, t), the others:       as many keys, stored at their slot (without a cache: in place), and their values
+    program (i, t), the others:       TILE keys, stored at their slot (without a cache: in place), and their values
     cache, scales                     as in layer_kv.py
 
     a head    | a: rotary_dim / 2 | b: rotary_dim / 2 | c: the others |      element j of a turns with element j of b
 
-A head is held as these three parts, a tile of heads each; c only if it exists.  If nothing turns, a and b are the
+A program holds each part of a tile of heads as one matrix; c only if it exists.  If nothing turns, a and b are the
 halves of the head.
 """
 
@@ -39,7 +39,7 @@ def _load_parts(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,  # noqa: N803
     REST: tl.constexpr,  # noqa: N803
 ):
-    """Parts a, b and c, float32, of what begins at ``place``; zeros outside.  ``is_head`` masks rows of a tile."""
+    """Parts a, b and c, float32, of the heads at ``place``; zeros outside.  ``is_head`` masks rows of a tile."""
     inside = is_head & (pair < HALF)
     a = tl.load(place + pair, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + pair + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -211,7 +211,7 @@ def prepare_heads_triton(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
-    """``heads.prepare_heads`` in one launch, which stores K/V where there is a cache; a slot of -1 is not stored.
+    """``heads.prepare_heads`` in one launch, which also stores K/V if there is a cache; a slot of -1 is not stored.
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is a view of ``heads``.
     """
@@ -266,7 +266,7 @@ def _head_constants(heads: torch.Tensor, num_kv_heads: int, rotation: Rotation |
 
 
 def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[torch.Tensor, ...]:
-    """Keys, values and their scales; for those that do not exist ``heads`` stands in, which is not read."""
+    """Keys, values and their scales; ``heads`` stands in for those that do not exist, and is not read."""
     if kv is None:
         return heads, heads, heads, heads
     keys, values = kv.cache.unbind(0)
@@ -275,7 +275,7 @@ def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[torch.Ten
 
 
 def _cache_constants(kv: LayerKv | None) -> dict[str, Any]:
-    """Whether K/V are stored, and as what."""
+    """Whether K/V are stored, and in which form."""
     return {
         "STORES": kv is not None,
         "BLOCK_SIZE": 1 if kv is None else kv.cache.shape[2],

@@ -22,9 +22,9 @@ _ALIGNMENT = 64
 
 
 def map_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros (num_bytes,) uint8 that begin at a huge page.  The system brings a page when it is first written.
+    """Zeros (num_bytes,) uint8 that begin at a huge page.  The system allocates a page at its first write.
 
-    Raises ``OSError`` if the address space has no room for them.
+    Raises ``OSError`` if the address space has no room.
     """
     return _tensor(_map(num_bytes), num_bytes)
 

@@ -3,10 +3,10 @@
 ::
 
     scale[n]   = max |x[n]| / 127
-    code[n, i] = round(x[n, i] / scale[n]) + 128         1 .. 255, unsigned: what the instructions of x86 multiply
+    code[n, i] = round(x[n, i] / scale[n]) + 128         1 .. 255, unsigned, as the instructions of x86 take it
     out[n, o]  = products[n, o] * scale[n] + bias[o]
 
-Each row has a scale of its own, so what one request computes does not depend on what else is in its step.
+Each row has a scale of its own, so a request's result does not depend on the other requests of its step.
 """
 
 from __future__ import annotations

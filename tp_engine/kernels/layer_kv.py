@@ -51,13 +51,13 @@ def store_kv(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
 
 
 def tokens_to_store(slot_mapping: torch.Tensor) -> torch.Tensor | None:
-    """Indices of the tokens that are no padding, or None where all are to be stored.  Waits for the device."""
+    """Indices of the tokens that are not padding, or None if there is no padding.  Waits for the device."""
     stored = slot_mapping >= 0
     return None if bool(stored.all()) else stored.nonzero().squeeze(1)
 
 
 def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
-    """``store_kv`` for slots (N,) int64 of which none is padding."""
+    """``store_kv`` for slots (N,) int64 without padding."""
     width = new.key.shape[1] * new.key.shape[2]
     for part, states in enumerate(new):
         cache = kv.cache[part]

@@ -39,7 +39,7 @@ def normalised(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # noqa: N803
     CENTRED: tl.constexpr,  # noqa: N803
 ):
-    """A row of SIZE elements, float32, zeros behind them."""
+    """The normalised row of ``values``: SIZE elements, float32, then zeros."""
     if CENTRED:
         values = tl.where(inside, values - tl.sum(values, axis=0) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
@@ -63,7 +63,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one row of SIZE elements, SCALE times which are added to the residual where ADDS."""
+    """One program: one row of SIZE elements; with ADDS, SCALE times the row is added to the residual."""
     let_next_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -3,10 +3,10 @@
 ::
 
     weight (out, in) = [ rows of program 0 ]     program i: BLOCK_OUT whole rows, BLOCK_IN columns at a time
-                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and the same of up, of which
-                       ...                       an activation makes one result each
+                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and BLOCK_OUT of up; the activation
+                       ...                       of a gate and an up is one result
 
-Libraries make tiles for matrix units of one row, split the columns over programs, and then add up their sums.  Here a
+Libraries cut one row into tiles for matrix units, split the columns over programs, and then add up their sums.  Here a
 program multiplies as it reads, and the first columns of its weight are on their way before the kernel that makes ``x``
 has ended (``dependent_launch_triton``).
 """
@@ -45,7 +45,7 @@ def one_row_linear_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: BLOCK_OUT of the OUT results; ``weight`` has twice as many rows where GATED, by ``gated``."""
+    """One program: BLOCK_OUT of the OUT results; with GATED, ``weight`` has twice as many rows, gate then up."""
     let_next_begin(PDL)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     column = tl.arange(0, BLOCK_IN)
@@ -114,7 +114,7 @@ def one_row_linear_triton(
 
 
 def _blocks(size: int, is_gated: bool) -> tuple[int, int]:
-    """Columns, the largest power of two of which there is a whole number, and rows of a program."""
+    """Columns and rows of a program; the columns are the largest power of two that divides ``size``, up to a limit."""
     block_in = min(size & -size, _MAX_BLOCK_IN)
     block_out = max(_BLOCK_ELEMENTS // block_in, _MIN_BLOCK_OUT)
     return block_in, block_out // 2 if is_gated else block_out

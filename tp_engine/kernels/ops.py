@@ -24,10 +24,10 @@ Kind: TypeAlias = Literal["twin", "triton", "native"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its ``twin``, and what is faster, as ``module:function``, imported when it is first asked for.
+    """One operation: its ``twin``, and faster implementations as ``module:function``, imported at their first use.
 
     ``triton`` is below ``tp_engine.kernels``; it takes and returns what the twin does.  ``native`` is below
-    ``tp_engine.kernels.native``, and takes the compiled library before that.
+    ``tp_engine.kernels.native``; its first argument is the compiled library.
     """
 
     twin: Callable[..., Any]

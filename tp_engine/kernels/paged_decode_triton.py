@@ -8,7 +8,7 @@
     splits, 4 at most       |  s0   |  s1   |s2|       the other programs end at once
 
     partial (N, heads, splits, head_dim), partial_lse (N, heads, splits)    float32
-    arrivals (B, KV heads)    splits that have written theirs: the last to arrive joins them, in their order
+    arrivals (B, KV heads)    splits that have written their part; the last to arrive joins the parts, in their order
 
 A small batch is split until its programs fill the GPU: ``usual_splits``.  A larger one fills it without splits, and
 each request's result is written at once.  But a request of many keys is still split, into at most ``num_splits``, so
@@ -33,9 +33,9 @@ from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, l
 MAX_SPLITS = 64
 # Parts that are joined at a time.
 _JOIN_WIDTH = tl.constexpr(8)
-# On an H200 (docs/benchmarks.md) more programs do not read faster, and what they split must be joined.
+# On an H200 (docs/benchmarks.md) more programs do not read faster, and their parts must be joined.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # those that have nothing to do end at once, but must be launched too
+_MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
 MAX_ARRIVALS = 4096
 _MIN_ROWS = 16  # of a matrix product
 
@@ -44,8 +44,8 @@ _MIN_ROWS = 16  # of a matrix product
 class DecodeSizes:
     """``tile`` keys at a time by ``num_warps`` warps, ``num_stages`` tiles on their way.
 
-    ``usual_splits`` parts of each request's keys, more where they would have more than ``long_keys``, at most
-    ``num_splits``.
+    Each request's keys are split into ``usual_splits`` parts, or into more if a part would have more than
+    ``long_keys``; at most ``num_splits``.
     """
 
     tile: int
@@ -91,7 +91,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """A request of one split alone goes to ``out`` (N, heads, head_dim), the others with IS_SPLIT to ``partial``."""
+    """One program: one split.  A request of one split goes to ``out`` (N, heads, head_dim), others to ``partial``."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     kv_head = tl.program_id(0)
@@ -105,7 +105,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         line = tl.arange(0, ROWS)
         column = tl.arange(0, HEAD_PAD)
         inside = (line < QUERY_LEN * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-        # 64 bits only where the request's memory begins: as offsets of every element they would fill the registers.
+        # Only the start of the request's memory has 64 bits: 64-bit offsets of every element would fill the registers.
         own_query = query + request * QUERY_LEN * query_stride
         head = kv_head * GROUP + line % GROUP
         place = (line // GROUP * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
@@ -167,7 +167,7 @@ def join_splits(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
 ):
-    """(ROWS, HEAD_PAD) float32: the attention over all keys of heads ``row`` (ROWS,), from those over the parts.
+    """(ROWS, HEAD_PAD) float32: the attention over all keys of heads ``row`` (ROWS,), from that over each part.
 
     A part weighs as much as its sum of exponentials.
     """
@@ -236,7 +236,7 @@ def paged_decode_triton(
     ``query`` (N, heads, head_dim), a token's heads contiguous; ``out`` (N, heads, head_dim), contiguous; the rest as in
     ``paged_attention``.  Launches the same kernel for every content of ``seq_lens`` and ``block_table``.
 
-    ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros, and are so again afterwards; launches that may run at the same
+    ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros before and after the launch; launches that may run at the same
     time need their own.
     """
     num_tokens, _, head_dim = query.shape
@@ -288,7 +288,7 @@ def decode_sizes(
 ) -> DecodeSizes:
     """Sizes for a batch on a GPU; ``itemsize`` is that of the query's type, ``is_quantised`` the cache.
 
-    The numbers of splits, powers of two, follow from the size of the batch, whatever its lengths.
+    The numbers of splits, powers of two, follow from the size of the batch, and not from its lengths.
     """
     num_programs = max(1, num_requests * num_kv_heads)
     usual_splits = _power_of_two(num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_programs)

@@ -23,7 +23,7 @@ import triton.language as tl
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, layer_constants, score_scale, with_sinks
 
-# Of the GPUs that are for servers (sm_80, sm_90, sm_100); others, such as sm_86 and sm_89, have 99 KiB.
+# Bytes that server GPUs (sm_80, sm_90, sm_100) have at least; others, such as sm_86 and sm_89, have 99 KiB.
 LARGE_SHARED_MEMORY = 160 << 10
 
 

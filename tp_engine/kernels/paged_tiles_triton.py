@@ -25,7 +25,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
-    """Keys, values and their scales; for a cache without scales other tensors stand in, which are not read."""
+    """Keys, values and their scales; the cache stands in for scales that do not exist, and is not read as such."""
     assert kv.cache[0].is_contiguous(), "one layer's keys must be contiguous"
     scales = kv.cache if kv.scales is None else kv.scales
     return kv.cache[0], kv.cache[1], scales[0], scales[1]
@@ -86,9 +86,9 @@ def load_states(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
 ):
-    """(TILE, HEAD_PAD) of ``cache`` at ``row`` (TILE,), a slot's head; zeros where there is no key and behind HEAD_DIM.
+    """(TILE, HEAD_PAD) of ``cache`` at ``row`` (TILE,), a slot's head; zeros where there is no key and after HEAD_DIM.
 
-    Memory of other requests may hold anything, NaN too, so it is never read.
+    Memory of other requests may hold anything, even NaN, so it is never read.
     """
     column = tl.arange(0, HEAD_PAD)
     place = cache + row[:, None] * HEAD_DIM + column[None, :]
@@ -174,7 +174,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
 def with_sinks(accumulated, total, peak, sinks, head, counts):  # type: ignore[no-untyped-def]
     """The state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
 
-    Only if it ``counts``: once for each row, however many splits its keys have.
+    Only if it ``counts``: a sink counts in one split of each row.
     """
     sink = tl.where(counts, tl.load(sinks + head) * _LOG2_E, float("-inf"))
     new_peak = tl.maximum(peak, sink)

@@ -5,8 +5,8 @@
     score  = scale * q . k                  with a softcap: cap * tanh(score / cap), before the mask
     weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink))           without a sink: of keys alone
 
-A sink is an extra score of a head that takes part in the sum and has no value.  ``scaled_dot_product_attention`` knows
-neither.  ``paged_attention`` is the twin of the paged kernels, in Triton and in C.
+A sink is an extra score of a head that takes part in the sum and has no value.  ``scaled_dot_product_attention`` has no
+caps and no sinks.  ``paged_attention`` is the twin of the paged kernels, in Triton and in C.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attend(
     """``query`` (..., q, d) over ``keys`` and ``values`` (..., k, d) -> (..., q, d); the leading axes broadcast.
 
     ``hidden`` (..., q, k) is added to the scores: 0, or -inf where a key is hidden.  ``sinks`` (..., q, 1).  Scores
-    are float32 (of float64: float64), the product with the values is of the query's type.
+    are float32 (float64 for float64), the product with the values is of the query's type.
     """
     num_queries, num_keys = query.shape[-2], keys.shape[-2]
     width = query.shape[:-2].numel() * num_keys
@@ -66,7 +66,7 @@ def attend(
 
 
 def _rows_of(states: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Those of ``states`` (..., q, n), or the same for all queries: (..., 1, n)."""
+    """The ``rows`` of ``states`` (..., q, n); all of (..., 1, n), which is the same for all queries."""
     return states if states is None or states.shape[-2] == 1 else states[..., rows, :]
 
 

@@ -22,7 +22,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.norm_triton import load_gain, normalised, row_constants
 
 MAX_PROGRAMS = 32
-"""Of every launch: all programs must run at once, as they wait for other ranks', and their signals must fit the pad."""
+"""The most of a launch: all must run at once, because they wait for other ranks, and their signals must fit the pad."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

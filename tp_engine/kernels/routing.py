@@ -5,10 +5,10 @@
     s_e      score of expert e: softmax of the logits, or sigmoid of its own, or the logit itself
     c_e      s_e + correction_e, for the choice alone; -inf outside of the chosen groups
     chosen   the top_k experts with the largest c; of equal ones, the lower ids.  In that order
-    w_j      s of the j-th chosen one; of logits, the softmax of the chosen ones
+    w_j      s of the j-th chosen expert; if s are logits, their softmax over the chosen ones
              / max(sum of w, smallest_sum), if the rule renormalises; * factor
 
-A group is a stretch of num_experts / num_groups experts, and worth the sum of its two largest c (DeepSeek-V3,
+A group is a stretch of num_experts / num_groups experts; its worth is the sum of its two largest c (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.1.2).  All arithmetic is float32.
 """
 
@@ -23,7 +23,7 @@ from tp_engine.model_config.mlp import RoutingRule
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """``counts`` (experts,) int64: the tokens that went to each expert, of those whose ``slots`` (N,) are not -1."""
+    """``counts`` (experts,) int64: the tokens that went to each expert, without tokens whose ``slots`` (N,) are -1."""
 
     counts: torch.Tensor
     slots: torch.Tensor

@@ -19,7 +19,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 
 @triton.jit  # type: ignore[untyped-decorator]
 def take_largest(values, index, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The first ``index`` with the largest of ``values``; one below COUNT if all are NaN."""
+    """The first ``index`` with the largest of ``values``; COUNT - 1 if all are NaN."""
     return tl.minimum(tl.min(tl.where(values == tl.max(values, 0), index, COUNT), 0), COUNT - 1)
 
 

@@ -193,7 +193,7 @@ def gumbel_noise(token_ids, word_1, word_2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def exponential(x):  # type: ignore[no-untyped-def]
-    """exp of a float32 as the twin has it."""
+    """exp of a float32, as the twin computes it."""
     return libdevice.exp(x) if HAS_LIBDEVICE else tl.exp(x)
 
 

@@ -1,11 +1,11 @@
-"""Rows with top_k or top_p, drawn from few candidates; many programs look for those of one row.
+"""Draw rows with top_k or top_p from few candidates, which many programs find in each row.
 
 ::
 
     logits (n, vocab)   | chunk 0 | chunk 1 | chunk 2 | ...       each of 64 groups of 64
     survey (i, c)       the largest value of each group; if there is no top_k, the sum of the chunk's weights, roughly
-    choose_cut (i)      a value surely not above the threshold: with top_k, the k-th largest of the groups' values
-    collect (i, c)      values not below that cut, up to 64 candidates of a chunk
+    choose_cut (i)      a value that is at most the threshold: with top_k, the k-th largest of the groups' values
+    collect (i, c)      values of at least that cut, up to 64 candidates of a chunk
     draw (i)            thresholds and the token from row i's candidates alone, all of them in registers
 
 A threshold found among the candidates is the row's, with two exceptions: a chunk had too many of them, or the cut was
@@ -116,8 +116,8 @@ def choose_cut_kernel(  # type: ignore[no-untyped-def]
 ):
     """One program: one row's cut (ordered bits) and its largest value.
 
-    At least k values are not below the k-th largest of the groups' largest.  What has less than an equal share of the
-    weight that top_p leaves out lies, all together, in what it leaves out.
+    At least k values reach the k-th largest of the groups' maxima.  top_p leaves out all values that weigh less than
+    (1 - top_p) * total / num_ids each, because together they weigh less than the part that it leaves out.
     """
     place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     if is_filtered(parameters, top_k, num_ids):
@@ -161,7 +161,7 @@ def collect_candidates_kernel(  # type: ignore[no-untyped-def]
     KEPT: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one chunk of a row; of more than KEPT candidates it stores the first, and how many there are."""
+    """One program: one chunk of a row; it stores the first KEPT candidates, and the number of all of them."""
     place, _, parameters, top_k = begin_row(rows, floats, top_ks, NUM_FLOATS, PDL)
     chunk = tl.program_id(1)
     if is_filtered(parameters, top_k, num_ids):
@@ -258,8 +258,8 @@ def draw_filtered_triton(
 ) -> None:
     """Draw the rows of ``logits`` (n, vocab) that have top_k or top_p, by these, min_p and noise.
 
-    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  ``noise_keys`` (n, 2) int32 are
-    taken instead of seeds and positions where they are known.  Other arguments as for ``best_keys_triton``.
+    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  ``noise_keys`` (n, 2) int32, if
+    given, replace seeds and positions.  Other arguments as for ``best_keys_triton``.
     """
     num_rows, num_ids = logits.shape
     assert logits.stride(1) == 1 and (positions is None) != (noise_keys is None), logits.stride()

@@ -60,7 +60,7 @@ def value_of(ordered):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def amounts_of(values, temperature, highest, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """What each value counts, int64: its weight, or 1."""
+    """The amount that each value counts, int64: its weight, or 1."""
     return fixed_weights(values, temperature, highest) if WEIGHTED else tl.full(values.shape, 1, tl.int64)
 
 
@@ -145,7 +145,7 @@ def find_nucleus(  # type: ignore[no-untyped-def]
     total = above + num_equal * weight
     wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     border = search(logits, num_ids, wanted, threshold, temperature, highest, True, BLOCK)
-    # Where the values above the threshold do not weigh enough, it stays the border.
+    # If the values above the threshold weigh too little, the threshold stays the border.
     if border > threshold:
         threshold = border
         num_equal = tl.full((), _MAX_INT32, tl.int64)
@@ -265,8 +265,8 @@ def next_digit(  # type: ignore[no-untyped-def]
 ):
     """``found`` (ordered bits + 2**31) with two more bits, from ``shift`` on: the largest that still has ``target``.
 
-    ``ordered`` (BLOCK,) are in registers; those that are not ``counted`` do not count, the others their ``amounts``,
-    or 1.
+    ``ordered`` (BLOCK,) are in registers.  Each ``counted`` value counts its ``amounts`` if WEIGHTED, else 1; the
+    others count nothing.
     """
     unit = tl.full((), 1, tl.int64) << shift
     above_low = counted & (ordered >= (found + unit - 2147483648).to(tl.int32))
@@ -308,7 +308,7 @@ def narrow(  # type: ignore[no-untyped-def]
 ):
     """The threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
 
-    And whether it is the row's, which has other values too, all of them below ``cut``.
+    Also whether it is the threshold of the whole row, whose other values are all below ``cut``.
     """
     threshold = tl.full((), _MIN_INT32, tl.int32)
     num_equal = tl.full((), 0, tl.int64)

@@ -26,7 +26,7 @@ class SamplingTables:
 
     @property
     def num_bytes(self) -> int:
-        """Of all three."""
+        """Bytes of all three."""
         return self.floats.nbytes + self.top_k.nbytes + self.seeds.nbytes
 
     @staticmethod

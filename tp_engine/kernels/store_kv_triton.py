@@ -94,7 +94,7 @@ def scaled_to_range(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """One head's ``states`` (head_dim, zeros behind it) float32 -> float32 values in the type's range, and the scale.
+    """One head's ``states`` (head_dim, then zeros) float32 -> float32 values in the type's range, and the scale.
 
     The caller casts the values to the cache's type, which rounds floats; integers are rounded here.
     """

@@ -22,7 +22,7 @@ class LayerContext:
     """The ranks that share a layer, where and how its weights are kept, and its name in the checkpoint.
 
     ``format_of(path)`` is the format of the linear layer at ``path``.  ``splits_experts``: a rank has a part of each
-    expert; otherwise it has all of some (expert parallelism).
+    expert; otherwise it has some experts whole (expert parallelism).
     """
 
     communicator: Communicator
@@ -47,7 +47,7 @@ class LayerContext:
     def parameter(
         self, shape: Sequence[int], *sources: Sequence[Source], dtype: torch.dtype | None = None
     ) -> nn.Parameter:
-        """An uninitialised weight on the device, which the loader fills from ``sources``, one of the alternatives."""
+        """An uninitialised weight on the device, which the loader fills from one of the alternative ``sources``."""
         values = torch.empty(tuple(shape), dtype=self.dtype if dtype is None else dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=False)
         set_sources(parameter, *sources)

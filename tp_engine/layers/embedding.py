@@ -26,15 +26,15 @@ from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.source import Span, vocab_share
 
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
-"""``lookup(token_ids, first_id, scale)``: ``kernels.layer_ops.embed`` with a weight of its own."""
+"""``lookup(token_ids, first_id, scale)``: ``kernels.layer_ops.embed`` with its own weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabSlice:
     """The token ids ``first`` to ``first + num_ids - 1``, which one rank holds; ``num_ids`` may be 0.
 
-    They are the first columns of the rank's logits, of which there are ``width``, the same on every rank; the others
-    are padding.
+    A rank's logits have ``width`` columns, the same number on every rank: first one for each of these ids, then
+    padding.
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ class VocabSlice:
         return (token_ids >= self.first) & (token_ids < self.first + self.num_ids)
 
     def columns_of(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The columns of those of ``token_ids`` (c,) that belong to the slice, in their order."""
+        """The columns of the ``token_ids`` (c,) that belong to the slice, in their order."""
         return token_ids[self.holds(token_ids)] - self.first
 
 

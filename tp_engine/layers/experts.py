@@ -76,7 +76,7 @@ class Experts(Layer):
         self._product: ExpertsProduct | None = None
 
     def finish_loading(self) -> None:
-        """Make the product of the loaded weights; those that it does not keep are given up."""
+        """Make the product of the loaded weights, then drop the parameters."""
         assert self._product is None, "finish_loading was called twice"
         weights: Mapping[str, nn.Parameter] = {
             name: weight for name, weight in self.named_parameters(recurse=False) if name != "correction"
@@ -90,7 +90,7 @@ class Experts(Layer):
         """``x`` (N, hidden), ``logits`` (N, experts or more) -> this rank's part of the experts' output."""
         assert self._product is not None, "finish_loading comes first"
         slots = current_metadata().slot_mapping
-        # Of a prompt's last layer only some tokens come here; they are not counted.
+        # In the last layer only some tokens of a prompt come here; they are not counted.
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
         return self._product(x, *self._route(logits[:, : self._num_experts], self._rule, self.correction, load))
 

@@ -12,7 +12,7 @@ from tp_engine.weights.source import Decode, Source, Span, equal_share, kv_head_
 
 
 class Norm(Layer):
-    """``spec`` over the last dimension, of ``size``; math in float32."""
+    """Normalises the last dimension, of ``size``, by ``spec``; computes in float32."""
 
     def __init__(self, spec: NormSpec, size: int, *, context: LayerContext) -> None:
         super().__init__()

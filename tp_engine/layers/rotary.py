@@ -94,8 +94,8 @@ def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): pairs that turn ``beta_fast`` times and more within the
-    original context are kept, those that turn ``beta_slow`` times and less are slowed by ``factor``, others blended."""
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): pairs that turn ``beta_fast`` times or more within the
+    original context are kept, pairs that turn ``beta_slow`` times or less are slowed by ``factor``, others blended."""
     dim = spec.rotary_dim
 
     def pair_that_turns(times: float) -> float:

@@ -78,7 +78,7 @@ def set_sources(parameter: nn.Parameter, *alternatives: Sequence[Source]) -> Non
 
 
 def sources_of(parameter: torch.Tensor, is_stored: Callable[[Source], bool] | None = None) -> tuple[Source, ...]:
-    """The first alternative of which all sources satisfy ``is_stored``; without one, or without it, the first."""
+    """The first alternative whose sources all satisfy ``is_stored``; the first one if none does, or if it is None."""
     alternatives: tuple[tuple[Source, ...], ...] = parameter._sources  # type: ignore[attr-defined]
     if is_stored is None or len(alternatives) == 1:
         return alternatives[0]

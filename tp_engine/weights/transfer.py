@@ -7,7 +7,7 @@
                                                                       one waits for the disk while another copies
 
 Reading a mapped file waits for its pages, so several threads wait at the same time.  numpy copies into the room, in one
-thread and without Python's lock; torch would start all of its threads in each of these.
+thread and without Python's lock; torch would start all of its threads in each loading thread.
 """
 
 from __future__ import annotations

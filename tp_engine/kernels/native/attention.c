@@ -4,7 +4,7 @@
 #include "attention_task.h"
 #include "tape.h"
 
-/* One head's key of a token, to its lane of the group at `to`. */
+/* Stores a token's key of one head in its lane of the group at `to`. */
 INLINE void store_key(const Call *call, const char *key, char *to, int64_t lane)
 {
     const Layer *layer = call->layer;
@@ -14,7 +14,7 @@ INLINE void store_key(const Call *call, const char *key, char *to, int64_t lane)
         memcpy(to + (u * call->lanes + lane) * 4, items + u, 4);
 }
 
-/* One head's keys of VW tokens, which fill the group at `to`. */
+/* Stores the keys of VW tokens, of one head, which fill the group at `to`. */
 INLINE void store_keys(const Call *call, const char *key, int64_t stride, float *to)
 {
     const int64_t items = call->head_bytes / 4;
@@ -28,7 +28,7 @@ INLINE void store_keys(const Call *call, const char *key, int64_t stride, float 
     }
 }
 
-/* Whether the tokens from `first` on fill a group of VW keys, as those of a prompt do. */
+/* Whether the tokens from `first` on fill a group of VW keys, as in a prompt. */
 INLINE int fills_group(const Call *call, int64_t first)
 {
     const Step *step = call->step;
@@ -40,7 +40,7 @@ INLINE int fills_group(const Call *call, int64_t first)
     return step->slots[first] % VW == 0;
 }
 
-/* A token's keys and values; the first of a group stores the keys of all. */
+/* Stores a token's keys and values; the first token of a full group stores the keys of the whole group. */
 static void store_token(const Call *call, int64_t token)
 {
     const Layer *layer = call->layer;
@@ -64,7 +64,7 @@ static void store_token(const Call *call, int64_t token)
     }
 }
 
-/* Add up the ranges of each row, in their order, each scaled to the largest maximum. */
+/* Adds up the ranges of each row, in their order, each scaled to the largest maximum. */
 static void run_merge(const Call *call, const Merge *merge, float *partial)
 {
     const Task *task = &merge->rows;
@@ -99,7 +99,7 @@ static const Task *following(const Step *step, const Task *tasks, int64_t i, int
     return i + step->num_threads < num_tasks ? &tasks[i + step->num_threads] : NULL;
 }
 
-/* How many keys lie side by side as columns, in blocks that have as many. */
+/* The number of keys that lie side by side as columns, in blocks of at least that size. */
 int attention_lanes(void) { return VW; }
 
 /* `key` and `value` may be NULL: they are stored already.  Returns 0, or 1 where memory ran out. */

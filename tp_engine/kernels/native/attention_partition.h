@@ -3,10 +3,10 @@
 
 #include "attention_sharing.h"
 
-/* The ranges of a request's rows: how many there are from `first` to `end`. */
+/* The number of ranges of SPLIT keys from key `first` to `end`. */
 INLINE int64_t count_ranges(int64_t first, int64_t end) { return (end - 1) / SPLIT - first / SPLIT + 1; }
 
-/* The tasks of `rows`, one per range of keys that they do not share, and the merge they need. */
+/* Plans the tasks of `rows`, one per range that has keys that are not shared, and the merge of the ranges. */
 static int plan_ranges(const Call *call, Partition *partition, Task rows)
 {
     const int64_t first = first_visible(call, position_of(call, &rows, rows.first_row));
@@ -38,8 +38,8 @@ static int plan_ranges(const Call *call, Partition *partition, Task rows)
     return 1;
 }
 
-/* How many KV heads a task has.  All in one task read the cache in one stream; few requests are better split by heads, a
-   single decode just among the threads. */
+/* The number of KV heads of a task.  A task of all heads reads the cache in one stream.  Few requests are faster split by
+   heads; the heads of a single decode are split among the threads. */
 static int64_t heads_per_task(const Call *call)
 {
     const Step *step = call->step;
@@ -51,7 +51,7 @@ static int64_t heads_per_task(const Call *call)
     return 1;
 }
 
-/* The tasks of a request. */
+/* Plans the tasks of a request. */
 static int plan_request(const Call *call, Partition *partition, int64_t request, int64_t heads_wanted)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, num_rows = call->step->query_lens[request] * call->group;

@@ -3,7 +3,7 @@
 
 #include "attention_types.h"
 
-/* The values of keys `begin` to `end` of a tile: each at a place of its own, in bytes from the first. */
+/* The values of keys `begin` to `end` of a tile; `places` are in bytes from `first`. */
 typedef struct {
     const char *first;
     const int64_t *places;
@@ -11,8 +11,8 @@ typedef struct {
 } Values;
 
 /* Keys and values that will be needed soon, fetched piece by piece between other work, in the order of memory: all keys of
-   a block that lie side by side, then those of the next head.  All at once they would wait for each other.  They go to the
-   second-level cache, because the first has no room for two tiles. */
+   a block that lie side by side, then those of the next head.  Fetched all at once, they would wait for each other.  They
+   go to the second-level cache, because the first has no room for two tiles. */
 typedef struct {
     const char *keys, *values;
     const int64_t *places;
@@ -46,7 +46,7 @@ typedef struct {
     int64_t stride;
 } Keys;
 
-/* Adds an item of VW keys times that of a query, which is one number, or two. */
+/* Adds the product of an item of VW keys and the query's item; an item is one number, or two. */
 INLINE vf add_item(vf sum, vf key, const float *query, int64_t u, const int dtype, const int by_pairs)
 {
     if (by_pairs)
@@ -109,22 +109,22 @@ INLINE void score_rows(const int dtype, const int by_pairs, int64_t rows, int64_
             }
 }
 
-/* The state of a head's rows: the largest score, the sum of the weights, and the factor of their results so far after one
-   more tile.  Of that tile the keys from `first` to `end` are visible, counted as the tile's `start` is. */
+/* The state of a head's rows: the largest score, the sum of the weights, and `kept`, the factor by which one more tile scales
+   their results so far.  Of that tile a row sees the keys from `first` to `end`, which are positions, as `start` is. */
 typedef struct {
     float *max, *sum, *kept;
     const int64_t *first, *end;
     int64_t start;
 } Running;
 
-/* Scores of some rows, times `factor`, become their tanh, in place. */
+/* Replaces the scores of some rows by tanh(score * factor). */
 static void cap_scores(int64_t rows, float *scores, float factor)
 {
     for (int64_t i = 0; i < rows * TILE; i += VW)
         store_vector(scores + i, tanh_vector(load_vector(scores + i) * factor));
 }
 
-/* Scores of one row, times `factor`, and the largest of each lane; unless it `sees_all`, hidden ones are -inf. */
+/* Makes `score`, one row's scores times `factor`, -inf where hidden unless it `sees_all`; returns each lane's largest. */
 INLINE vf scale_row(vf *score, const float *scores, float factor, const Running *to, int64_t row, const int sees_all)
 {
     vi key;
@@ -143,8 +143,8 @@ INLINE vf scale_row(vf *score, const float *scores, float factor, const Running 
     return best;
 }
 
-/* Scores of some rows become weights, in place.  Several rows at once, because one alone is a chain of operations that
-   wait for each other. */
+/* Replaces the scores of some rows by weights.  It takes several rows at once, because the operations on one row wait for
+   each other. */
 INLINE void weigh_some(const int rows, const int sees_all, float *scores, float factor, const Running *to, int64_t row)
 {
     vf score[WEIGHT_ROWS][TILE / VW], best[WEIGHT_ROWS], total[WEIGHT_ROWS] = {0};
@@ -187,7 +187,7 @@ INLINE int see_all(const Running *to, int64_t row, int rows)
             weigh_some(n, 0, scores + row * TILE, factor, to, row);               \
         break
 
-/* Scores of all rows, times `factor`, become weights. */
+/* Replaces the scores of all rows, times `factor`, by weights. */
 static void weigh_rows(int64_t rows, float *scores, float factor, const Running *to)
 {
     for (int64_t row = 0; row < rows; row += WEIGHT_ROWS)

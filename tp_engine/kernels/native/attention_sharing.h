@@ -1,12 +1,12 @@
-/* Decodes whose block tables begin alike, as requests with a common prefix do: how many keys they share, and the tasks
-   that compute these for all of them. */
+/* Decodes whose block tables begin with the same blocks, because the requests have a common prefix: how many keys they
+   share, and the tasks that compute these keys for all of them. */
 #pragma once
 
 #include <stdlib.h>
 
 #include "attention_types.h"
 
-/* Keys that two requests must share for a task of their own. */
+/* The fewest keys that requests must share to get a shared task. */
 enum { MIN_SHARED = 2 * TILE };
 
 /* A task's rows whose results lie in `num_ranges` pieces, `stride` rows apart. */
@@ -20,11 +20,11 @@ typedef struct {
 } Candidate;
 
 typedef struct {
-    Task *tasks; /* the shared ones first: the others go on from their results */
+    Task *tasks; /* the shared ones first: the others continue from their results */
     Merge *merges;
     float *partial; /* per row: padded_dim of output, then maximum and sum */
     Candidate *candidates;
-    int32_t *members, *shared_keys; /* the candidates' requests; per request, what a shared task computes of it */
+    int32_t *members, *shared_keys; /* the candidates' requests; per request, the keys that shared tasks compute */
     int64_t *first_part;
     int64_t num_shared, num_tasks, num_merges, num_partial;
     int64_t task_room, merge_room, partial_room, candidate_room, member_room, shared_room, part_room;
@@ -60,7 +60,7 @@ static int compare_candidates(const void *a, const void *b)
     return one->request < other->request ? -1 : 1;
 }
 
-/* The decodes that are long enough, those with the same first block side by side; returns how many. */
+/* Finds the decodes that are long enough and sorts them by their first block; returns their number. */
 static int64_t find_candidates(const Call *call, Partition *partition)
 {
     const Step *step = call->step;
@@ -74,7 +74,7 @@ static int64_t find_candidates(const Call *call, Partition *partition)
     return count;
 }
 
-/* Whole tiles of keys, before the last one of each, that lie in the same blocks. */
+/* The number of first keys that lie in the same blocks, in whole tiles; the last key of a request is not shared. */
 static int64_t common_keys(const Call *call, int64_t a, int64_t b)
 {
     const int32_t *blocks_a = blocks_of(call, a), *blocks_b = blocks_of(call, b);
@@ -85,8 +85,8 @@ static int64_t common_keys(const Call *call, int64_t a, int64_t b)
     return (blocks << call->block_shift) / TILE * TILE;
 }
 
-/* How many of `count` members share keys with the first; *shared is how many keys.  A member that shares less than half
-   of what the others do is left out. */
+/* Returns the number of members, from the first of `count` on, that share keys with it; *shared becomes the number of keys.
+   A member that shares less than half of *shared ends the group. */
 static int64_t find_group(const Call *call, const int32_t *members, int64_t count, int64_t *shared)
 {
     int64_t size = 1;
@@ -99,7 +99,7 @@ static int64_t find_group(const Call *call, const int32_t *members, int64_t coun
     return size;
 }
 
-/* Tasks for the keys that `count` members share, range by range; enough of them for all threads. */
+/* Plans tasks for the keys that `count` members share, range by range; enough of them for all threads. */
 static int plan_group(const Call *call, Partition *partition, const int32_t *members, int64_t count, int64_t shared)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, rows_per_range = num_kv_heads * call->group;
@@ -131,7 +131,7 @@ static int plan_group(const Call *call, Partition *partition, const int32_t *mem
     return 1;
 }
 
-/* Finds the requests that share keys, and plans their tasks.  Rows with a window would not see the same keys. */
+/* Finds the requests that share keys, and plans their tasks.  With a window, rows do not see the same keys. */
 static int plan_sharing(const Call *call, Partition *partition)
 {
     const int64_t num_requests = call->step->num_requests;

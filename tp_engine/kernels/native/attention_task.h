@@ -1,4 +1,4 @@
-/* One task: its rows through all tiles of its keys. */
+/* One task: its rows over all tiles of its keys. */
 #pragma once
 
 #include "attention_rows.h"
@@ -12,13 +12,13 @@ typedef struct {
     int64_t first_key[MAX_ROWS], end_key[MAX_ROWS]; /* what a row of any head may see */
 } Rows;
 
-/* Keys `start` to `start + num_keys`, of which the first `num_hidden` are not the task's, and where their values lie in a
-   head's part of the cache, in bytes; a group of keys lies where the values of the first of them do. */
+/* Keys `start` to `start + num_keys`; the first `num_hidden` are not the task's.  `places` are the bytes at which their
+   values lie in a head's part of the cache; a group of keys lies at the place of its first key. */
 typedef struct {
     int64_t start, num_keys, num_hidden, places[TILE];
 } Tile;
 
-/* The tile that has key `first`; an empty one, if that is not the task's. */
+/* Finds the tile with key `first`; the tile is empty if that key is not the task's. */
 static void find_tile(const Call *call, const Task *task, int64_t first, Tile *tile)
 {
     const int32_t *blocks = call->step->block_table + task->request * call->step->table_stride;
@@ -74,7 +74,7 @@ INLINE Values find_values(const Call *call, const Tile *tile, int64_t head, cons
     return (Values){(const char *)rows->values, rows->places, tile->num_hidden, tile->num_keys};
 }
 
-/* A row's results so far, where it goes on; none, where it begins. */
+/* Sets a row's results so far to those at `from`; to none if it is NULL. */
 static void begin_row(const float *from, int64_t width, float *out, float *max, float *sum)
 {
     if (from) {
@@ -144,8 +144,8 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
         add_values(FLOAT32, last - first, vectors, scores, kept, &values, out, ahead);
 }
 
-/* What a row's weighted values are multiplied by at its end.  A sink joins its keys then, as one more score; `max` and it
-   are in units of log 2. */
+/* The factor of a row's weighted values at its end.  A sink joins the row there as one more score; `max` and the sink are
+   in units of log 2. */
 INLINE float last_factor(const Layer *layer, int64_t head, float max, float sum)
 {
     if (!layer->sinks)
@@ -201,7 +201,7 @@ INLINE void attend(const Call *call, const Task *task, const Task *following, fl
         }
 }
 
-/* Each type of cache gets code of its own. */
+/* Separate code for each type of cache. */
 #define ATTEND(name, dtype, by_pairs)                                                                      \
     static void name(const Call *call, const Task *task, const Task *following, float *partial)             \
     {                                                                                                       \

@@ -8,7 +8,7 @@
      a head's values in a block        rows of head_dim
      a head's keys in a block          groups of `lanes` tokens as columns: (head_dim in items of 4 bytes, lanes)
 
-   So a task reads whole pages, and multiplies a query's item with that of `lanes` keys at once.
+   So a task reads whole pages, and multiplies an item of a query with those of `lanes` keys at once.
 
    A request of n queries and `group` heads per KV head has n * group rows per KV head, all of which read the same keys:
 
@@ -18,10 +18,10 @@
    keys in tiles, with the running maximum, sum and output of each row (online softmax).  Rows with several ranges are
    merged at the end.
 
-   Decodes whose block tables begin alike are members of one task for the blocks they share, and each continues from there
-   by itself: a prefix that many requests share is read once for all of them.
+   A prefix that many requests share is read once for all of them: decodes whose block tables begin with the same blocks
+   are members of one task for these blocks, and then each continues alone.
 
-   The ranges and tiles of a row depend on its position alone, and so does its result: not on the rest of the batch, nor
+   The ranges and tiles of a row depend on its position alone, so its result does not depend on the rest of the batch or
    on the number of threads. */
 
 #pragma once
@@ -30,8 +30,8 @@
 
 enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256 };
 
-/* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and no power of
-   two, because the first-level cache has few places for lines that are one apart. */
+/* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and not a power of
+   two, because the first-level cache has few places for lines that lie a power of two apart. */
 enum { QUERY_STRIDE = MAX_HEAD_DIM + 16 };
 
 /* Rows that are in registers together: of scores, with 2 vectors of each; of weights, with all of a tile; of outputs,
@@ -42,14 +42,14 @@ enum { SCORE_ROWS = 8, WEIGHT_ROWS = 4, ROW_BLOCK = 6, DIM_BLOCK = 4 };
 enum { SCORE_ROWS = 4, WEIGHT_ROWS = 2, ROW_BLOCK = 4, DIM_BLOCK = 4 };
 #endif
 
-/* Multiply-adds below which a second thread would cost more than it saves.  They are few, because a decode spends its
-   time waiting for keys and values. */
+/* Multiply-adds below which a second thread would cost more than it saves.  The number is small, because a decode spends
+   its time waiting for keys and values. */
 enum { MIN_PARALLEL_WORK = 1 << 13 };
 
 /* What all layers of a step share.  Mirrored in layout.py. */
 typedef struct {
     int64_t num_requests, num_tokens;
-    const int32_t *query_lens;   /* (requests,); 0: not ours */
+    const int32_t *query_lens;   /* (requests,); 0: left out */
     const int32_t *query_starts; /* (requests,), a request's first token */
     const int32_t *seq_lens;     /* (requests,) */
     const int32_t *block_table;  /* (requests, table_stride) */
@@ -81,19 +81,19 @@ typedef struct {
     const int64_t *first_part; /* of each member of a shared task: its first partial result */
 } Call;
 
-/* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  With `members`, these are
-   requests with one query each, the rows are theirs, `group` each, and `request` is one of them.
+/* Rows first_row to end_row of KV heads first_head to end_head, keys first_key to end_key.  With `members`, the task
+   has `group` rows of each of these requests, which have one query each, and `request` is one of them.
 
-   Partial results of a row that has several ranges go to `part`, the index of the range's first row in the list of them
-   (with members: counted from each member's first_part); -1: it has one.  A row goes on from what it finds at
-   `resumed`; -1: it begins here. */
+   Partial results of rows with several ranges go to `part`, the index of the range's first row in the list of partial
+   results (with members: counted from each member's first_part); -1: there is one range.  A row continues from the
+   partial result at `resumed`; -1: it begins here. */
 typedef struct {
     int32_t request, first_head, end_head, first_row, end_row, first_key, end_key;
     const int32_t *members;
     int64_t part, resumed;
 } Task;
 
-/* Divided as 32 bits, which processors do up to three times as fast as 64. */
+/* Divides 32 bits, which is up to three times as fast as 64. */
 INLINE int64_t over_group(const Call *call, int64_t row) { return (uint32_t)row / (uint32_t)call->group; }
 
 INLINE int64_t within_group(const Call *call, int64_t row) { return (uint32_t)row % (uint32_t)call->group; }

@@ -3,9 +3,9 @@
 #include "simd.h"
 #include "tape.h"
 
-/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Of a block table the part in use is copied.
-   A row of a table has `num_columns`; from one group to the next it is `source_stride` in the rows' tables, `slot_stride`
-   and `table_stride` in the inputs. */
+/* Inputs of one token per request, as kernels/decode_inputs.py draws them.  Only the used part of a block table is
+   copied.  A row of a table has `num_columns`; groups are `source_stride` apart in the rows' tables, `slot_stride` and
+   `table_stride` apart in the inputs. */
 int prepare_decodes(const int32_t *rows, int64_t num_requests, const int32_t *token_ids, int64_t token_stride,
                     const int32_t *num_computed, const int32_t *tables, int64_t num_groups, int64_t source_stride,
                     int64_t num_columns, int64_t block_size, int32_t *input_ids, int64_t *positions, int64_t *slots,
@@ -40,7 +40,7 @@ int play_prepare_decodes(const Word *a)
                            a[13].integer, a[14].pointer, a[15].pointer, a[16].integer);
 }
 
-/* The end of that step: its tokens are computed, and `sampled` follow.  Doing it twice changes nothing. */
+/* Ends that step: its tokens are computed, and `sampled` follow them.  A second call changes nothing. */
 int advance_decodes(const int32_t *rows, const int32_t *seq_lens, const int32_t *sampled, int64_t num_requests,
                     int32_t *token_ids, int64_t token_stride, int32_t *num_computed)
 {
@@ -59,8 +59,8 @@ int play_advance_decodes(const Word *a)
     return advance_decodes(a[0].pointer, a[1].pointer, a[2].pointer, a[3].integer, a[4].pointer, a[5].integer, a[6].pointer);
 }
 
-/* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`, times `scale`; zeros for ids
-   beyond.  Only a scale that is not 1 needs the rows' `dtype`. */
+/* out (n, row_bytes) = rows of `weight` (num_ids, row_bytes), which begins with id `first`, times `scale`; zeros for
+   other ids.  Only a scale that is not 1 needs the rows' `dtype`. */
 int embed(const int32_t *ids, const char *weight, char *out, int64_t n, int64_t row_bytes, int64_t first, int64_t num_ids,
           float scale, int64_t dtype)
 {

@@ -65,8 +65,8 @@ static int block(sem_t *from, int64_t ns)
 #endif
 }
 
-/* Whether one was taken: now, while spinning, or, if `blocks`, before block_ns have passed or a signal has come.
-   The spin yields, because on a busy machine the rank that is waited for may be waiting for this very core. */
+/* Takes one from a semaphore: now, while spinning, or, if `blocks`, before block_ns have passed or a signal has come.
+   Returns whether it did.  The spin yields, because on a busy machine the other rank may be waiting for this core. */
 static int take(const struct exchange *x, sem_t *from, int blocks)
 {
     if (sem_trywait(from) == 0)

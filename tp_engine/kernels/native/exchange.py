@@ -36,8 +36,8 @@ class NativeExchange:
     """One rank's end.  ``late(rank)`` is called each time ``block_ns`` have been spent waiting for that rank, and may
     raise.  ``keeps`` owns the memory that ``layout`` points to.
 
-    The first attempt holds the interpreter's lock: where the others are there or about to come, it is over before
-    another thread could be woken.  Then other threads run.
+    The first attempt holds the interpreter's lock: if the other ranks are there or come soon, it ends before another
+    thread could be woken.  Later attempts let other threads run.
     """
 
     def __init__(

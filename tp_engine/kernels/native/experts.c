@@ -1,16 +1,16 @@
-/* A layer's experts: pairs (token, expert) sorted by expert, then for each expert that has any its two products with
-   weights in panels (linear_rows.h), then each token's sum over its pairs.
+/* A layer's experts: sort pairs (token, expert) by expert, then make the two products of each expert that has pairs, with
+   weights in panels (linear_rows.h), then add up each token's pairs.
 
-       pair      token * top_k + j: token's j-th expert.  Pairs of experts that are elsewhere are left out
+       pair      token * top_k + j: token's j-th expert.  Pairs of experts on other ranks are left out
        place     of a pair: its row in x_rows, inner and outputs.  An expert's pairs have neighbouring places
 
-   A place's result depends on its token alone, and a token's sum goes in the order of j: a row's result is the same bit
-   by bit in each batch, and with any number of threads. */
+   A place's result depends on its token alone, and a token's sum goes in the order of j, so a row's result is the same,
+   bit by bit, in each batch and with any number of threads. */
 
 #include "linear_rows.h"
 #include "tape.h"
 
-/* Mirrored in experts.py. */
+/* Mirrored in layout.py. */
 typedef struct {
     const float *gate_up, *down;                  /* panels, expert after expert */
     const char *gate_up_bias, *down_bias;         /* (num_experts, 2 * inner), (num_experts, hidden), or NULL */
@@ -22,7 +22,7 @@ typedef struct {
 /* Memory for one call; `inner` as the first product stores it, `inner_rows` as the second one reads it. */
 typedef struct {
     int32_t *starts;  /* (num_experts + 1): the first place of each expert */
-    int32_t *places;  /* (pairs): -1 if the expert is elsewhere */
+    int32_t *places;  /* (pairs): -1 if the expert is on another rank */
     int32_t *tokens;  /* (pairs), by place */
     int64_t *tasks;   /* (num_experts + 1): the tasks of the experts before */
     char *x_rows, *inner, *inner_rows, *outputs;
@@ -41,7 +41,7 @@ static char *take(char **next, int64_t bytes)
     return taken;
 }
 
-/* Divides `memory`; returns the bytes that it must have. */
+/* Divides `memory`; returns the bytes that it needs. */
 static int64_t lay_out(Work *w, const Experts *e, int64_t pairs, char *memory)
 {
     const int dtype = (int)e->dtype;
@@ -92,7 +92,7 @@ static int64_t groups_of(const Work *w, int64_t expert)
     return (w->starts[expert + 1] - w->starts[expert] + GROUP - 1) / GROUP;
 }
 
-/* Counts the tasks of all experts, each of which has `panels`. */
+/* Counts the tasks of all experts: `panels` for each group of rows. */
 static int64_t count_tasks(const Work *w, const Experts *e, int64_t panels)
 {
     w->tasks[0] = 0;
@@ -115,7 +115,7 @@ static int64_t expert_of(const Work *w, const Experts *e, int64_t task)
     return low;
 }
 
-/* One of a product's two: `all` has what does not depend on the expert, with its first row, weight, bias and output. */
+/* Runs a task of one of the two products: `all` describes the product, with the first expert's row, weight, bias and output. */
 static void run_expert_task(const Linear *all, const Work *w, const Experts *e, int64_t task, int64_t panels, int64_t kind)
 {
     const int64_t expert = expert_of(w, e, task), first = w->starts[expert], parts = parts_of((int)kind);
@@ -155,7 +155,7 @@ INLINE void sum_row(const Work *w, const Experts *e, const float *weights, char 
 }
 
 /* out (rows, hidden) = the sum over j of weights (rows, top_k) times the output of expert ids (rows, top_k) for x (rows,
-   hidden).  memory has experts_work_bytes. */
+   hidden).  `memory` has experts_work_bytes bytes. */
 int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float *weights, char *out, char *memory,
                 int64_t rows, int64_t num_threads)
 {
@@ -204,7 +204,7 @@ int play_mix_experts(const Word *a)
                        a[7].integer);
 }
 
-/* total (rows, width) += sigmoid(gates[row]) * x (rows, width), of which gates are `stride` elements apart. */
+/* total (rows, width) += sigmoid(gates[row]) * x (rows, width); gates are `stride` elements apart. */
 int add_gated(char *total, const char *x, const char *gates, int64_t stride, int64_t rows, int64_t width, int64_t dtype,
               int64_t num_threads)
 {

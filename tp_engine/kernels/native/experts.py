@@ -20,7 +20,7 @@ MAX_EXPERTS, MAX_GROUPS = 1024, 64  # of routing.c
 
 
 class NativeExperts:
-    """``kernels.experts.mix_experts`` in C, for any number of rows; the weights that it is made of are not kept."""
+    """``kernels.experts.mix_experts`` in C, for any number of rows; it keeps packed copies, not ``weights``."""
 
     is_recordable = True
 
@@ -68,7 +68,7 @@ class NativeExperts:
 
 
 def takes_experts(weights: ExpertWeights) -> bool:
-    """Whether ``NativeExperts`` can be made of them."""
+    """Whether ``NativeExperts`` takes ``weights``."""
     return fits_panels(weights.gate_up[0]) and fits_panels(weights.down[0])
 
 

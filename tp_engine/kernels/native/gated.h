@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-/* What the gate goes through.  Mirrored in model_config/spec.py. */
+/* The activations of the gate.  Mirrored in model_config/mlp.py. */
 enum { NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
 
 /* x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is gelu's tanh formula without the loss of digits below 0. */
@@ -14,7 +14,7 @@ INLINE vf gelu_tanh(vf x)
     return x / (1.0f + exp2_vector(select_vector(power > 200.0f, splat(200.0f), power)));
 }
 
-/* Gate times up, not yet rounded; an activated gate is, as PyTorch's is. */
+/* Gate times up, not rounded.  The activated gate is rounded before the product, as PyTorch's is. */
 INLINE vf gated(vf gate, vf up, float alpha, float limit, const int kind, const int dtype)
 {
     if (kind == SILU)

@@ -38,8 +38,8 @@ INLINE void norm_head(float *item, const char *weights, const Turn *turn, const 
         store_vector(item + i, load_vector(item + i) * factor * load_vector(weight + i));
 }
 
-/* Some heads of one token from head `first` on, in place; float32 inside, rounded once, times `scale`.  Vectors that go
-   beyond a half or the end of a head bring nothing: what they write is overwritten, or never read. */
+/* Turns heads `first` to `end` of one token, in place; float32 inside, rounded once, times `scale`.  Vectors may go beyond
+   a half or the end of a head: what they write there is overwritten, or never read. */
 INLINE void turn_heads(char *heads, int64_t first, int64_t end, const Turn *turn, float scale, const int dtype)
 {
     const int64_t dim = turn->dim, half = turn->rotary_dim / 2, bytes = dim * item_bytes(dtype);
@@ -79,7 +79,7 @@ INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, con
     turn_heads(heads, num_scaled, num_heads + num_kv_heads, &turn, 1, dtype);
 }
 
-/* The first `num_heads` queries and `num_kv_heads` keys of each token's heads, `stride` elements from token to token.
+/* Prepares the `num_heads` queries and `num_kv_heads` keys of each token; tokens are `stride` elements apart.
    `table` (positions, rotary_dim): the cosines of each pair, then the sines; NULL with a rotary_dim of 0: nothing turns.
    `query_scale` (positions,) or NULL; `weights` (num_heads + num_kv_heads, head_dim) or NULL: no normalisation. */
 int prepare_heads(char *heads, int64_t stride, const int64_t *positions, const char *table, int64_t rotary_dim,
@@ -135,8 +135,8 @@ INLINE void weigh_items(char *items, const char *weight, float factor, int64_t c
         store_some(items, i, count, load_some(items, i, count, dtype) * factor * load_some(weight, i, count, dtype), dtype);
 }
 
-/* Queries and keys divided by the root of the mean of `squares` (num_tokens, 2) over `query_width` and `key_width` items, times
-   `weights` (num_heads + num_kv_heads, head_dim). */
+/* Divides queries and keys by the root of the mean of `squares` (num_tokens, 2) over `query_width` and `key_width` items, and
+   multiplies them by `weights` (num_heads + num_kv_heads, head_dim). */
 int norm_width(char *heads, int64_t stride, const float *squares, const char *weights, int64_t num_tokens, int64_t num_heads,
                int64_t num_kv_heads, int64_t head_dim, int64_t query_width, int64_t key_width, float eps, int64_t dtype,
                int64_t num_threads)

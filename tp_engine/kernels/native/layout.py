@@ -1,4 +1,4 @@
-"""The structures of ``attention_types.h``, field by field."""
+"""The structures of ``attention_types.h``, ``routing.c`` and ``experts.c``, field by field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Step(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """What is constant for a layer: its cache and its shape.  ``window`` 0 is none, and so is ``softcap``; dtypes as in
+    """What is constant for a layer: its cache and its shape.  ``window`` 0: none, ``softcap`` 0: none; dtypes as in
     ``DTYPE_CODES``; ``sinks_tensor`` keeps the memory at ``sinks`` alive."""
 
     sinks_tensor: torch.Tensor | None
@@ -50,7 +50,7 @@ class Layer(ctypes.Structure):
 
 
 class Routing(ctypes.Structure):
-    """``routing.c``: a ``RoutingRule`` for logits of ``num_experts``; ``scores`` is the place in ``RouterScores``."""
+    """``routing.c``: a ``RoutingRule`` for logits of ``num_experts``; ``scores`` is the index in ``RouterScores``."""
 
     _fields_ = (
         ("num_experts", ctypes.c_int64),
@@ -66,7 +66,7 @@ class Routing(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """``experts.c``: the experts ``first`` and after, in panels; ``tensors`` are those that the addresses are of."""
+    """``experts.c``: the experts from ``first`` on, in panels; ``tensors`` keeps the memory at its addresses alive."""
 
     tensors: tuple[object, ...]
 

@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "max_words": (),
 }
 _RESULTS = {"experts_work_bytes": _INT}
-# A tape can hold all functions but these: each of them has a player, play_NAME.
+# A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
     "experts_work_bytes",
     "pack_weight",
@@ -73,7 +73,7 @@ _UNRECORDED = (
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, compiled if need be; None, with one line in the log, if they can not be had or are switched off."""
+    """The kernels, compiled if need be; None, with one line in the log, if they are unavailable or switched off."""
     if not env.wants_native_kernels():
         _logger.info("native CPU kernels are switched off by TP_ENGINE_NATIVE")
         return None

@@ -23,7 +23,7 @@ def fits_panels(weight: torch.Tensor) -> bool:
 class PackedWeight:
     """A weight (out, in) in the order of ``panels.h``.
 
-    One with an ``activation`` is gate and up, one above the other (out = 2 * size).
+    With an ``activation`` it is the gate's rows, then up's (out = 2 * size).
     """
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, activation: Activation | None = None) -> None:
@@ -51,8 +51,8 @@ class PackedWeight:
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of the weight's type.
 
-        Sums are float32 and rounded once; a row's result is the same bit by bit whatever the other rows and the number
-        of threads.  (N, size), ``gate`` of that, if it has an activation, bit by bit as if it were applied to it.
+        Sums are float32 and rounded once; a row's result is the same, bit by bit, for any other rows and any number of
+        threads.  With an activation the result is ``gate`` of that product, (N, size), bit by bit.
         """
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:

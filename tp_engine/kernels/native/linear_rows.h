@@ -1,11 +1,11 @@
 /* x @ weight.T + bias with the weight in panels (panels.h); or gate times up of that, by an activation (gated.h).
 
-   Each task has one panel and some of the rows, and goes through a chunk of its items at a time, which stays in the
-   second-level cache for all its tiles (linear_tile.h), while these fetch what follows in memory: the next chunk, or the
-   next panel.  A single tile reads the weight from end to end: AMD's processors prefetch that best by themselves, Intel's
-   are told a few items ahead.
+   Each task has one panel and some of the rows, and reads its panel in chunks of items.  A chunk stays in the second-level
+   cache for all tiles of rows (linear_tile.h), and these fetch what follows in memory: the next chunk, or the next panel.
+   A single tile reads the weight from end to end: AMD's processors prefetch that best by themselves, Intel's get hints a
+   few items ahead.
 
-   A sum's items are added in their order: a row's result is the same bit by bit in each batch, and with any number of
+   A sum's items are added in their order, so a row's result is the same, bit by bit, in each batch and with any number of
    threads. */
 
 #pragma once
@@ -28,14 +28,14 @@ typedef struct {
 /* Parts of a weight: gate and up, if there is an activation. */
 INLINE int parts_of(const int kind) { return kind == NO_GATE ? 1 : 2; }
 
-/* Outputs `i` to `i + VW` of a part, of which `sum` are the sums. */
+/* Adds the bias to `sum`, the sums of outputs `i` to `i + VW` of a part. */
 INLINE vf add_bias(const Linear *p, vf sum, int64_t part, int64_t i, const int dtype)
 {
     const int64_t skipped = part * p->part_size * item_bytes(dtype);
     return p->bias ? sum + load_some(p->bias + skipped, i, p->part_size, dtype) : sum;
 }
 
-/* Stores what some rows times a panel come to. */
+/* Stores the results of some rows times a panel. */
 INLINE void store_sums(const Linear *p, Sums sums, int64_t row, int64_t rows, int64_t panel, const int dtype, const int kind)
 {
     const int vectors = VECTORS / parts_of(kind);
@@ -77,14 +77,14 @@ INLINE void run_alone(const Linear *p, int64_t row, int64_t rows, int64_t panel,
     store_sums(p, sums, row, rows, panel, dtype, kind);
 }
 
-/* More chunks hide memory better, but between them sums are stored: many tiles take up to WHOLE items in one. */
+/* More chunks hide memory better, but sums are stored between them: with many tiles, up to WHOLE items are one chunk. */
 INLINE int64_t count_chunks(int64_t items, int64_t num_tiles)
 {
     return num_tiles > MANY_TILES && items <= WHOLE ? 1 : (items + CHUNK - 1) / CHUNK;
 }
 
-/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be.  A chunk's tiles
-   fetch the next one, some of each item's lines each; in the last group of rows also the panel that follows. */
+/* Rows `first` to `first + count`, at most GROUP, times one panel.  Tiles and chunks are as equal as can be.  The tiles of a
+   chunk fetch the next chunk, each some lines of each item; in the last group of rows they also fetch the next panel. */
 INLINE void run_group(const Linear *p, int64_t first, int64_t count, int64_t panel, const int dtype, const int kind)
 {
     vf sums[GROUP][VECTORS];

@@ -52,13 +52,13 @@ INLINE void multiply_tile(Sums waiting, const Tile *t, const int rows, const int
     const char *x = t->x, *ahead = t->ahead;
     const float *panel = t->panel;
     const int64_t x_stride = t->x_stride;
-    Sums sums; /* in registers: gone through item by item, as a copy of all would go through memory */
+    Sums sums; /* in registers: copied item by item, because a copy of the whole would go through memory */
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
             sums[r][v] = t->is_first ? splat(0) : waiting[r][v];
-    /* By twos: if another thread shares the core, the number of instructions is the limit. */
+    /* Unrolled by two: if another thread shares the core, the number of instructions is the limit. */
 #pragma GCC unroll 2
     for (int64_t count = t->count; count > 0; count--, x += item_step(dtype), panel += PANEL) {
 #pragma GCC unroll 4

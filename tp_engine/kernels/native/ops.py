@@ -1,4 +1,4 @@
-"""Operations of ``kernels.ops.OPS`` in C: each does what its PyTorch twin does, and calls it for what C does not take.
+"""Operations of ``kernels.ops.OPS`` in C: each equals its PyTorch twin, and calls it for inputs that C does not take.
 
 The first argument is the compiled library.  Numbers that C takes as ``float`` are made floats here, because a tape
 keeps an argument by its Python type.

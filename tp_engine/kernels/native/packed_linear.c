@@ -5,12 +5,12 @@
 
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  With an activation,
-   as its kernel would make it of that, out (rows, out_size / 2).  widened has room for rows of 2 * items float32, up to a
-   multiple of VW, if `widens` the type; otherwise it may be NULL.
+   out (rows, out_size / 2) is the activation of gate and up.  If `widens` is true of the type, widened has room for rows
+   of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
-   With more, arithmetic takes the time, and cores differ in speed from moment to moment: the thread that is done first
-   takes what is left. */
+   With more, arithmetic takes the time, and cores differ in speed from moment to moment, so the thread that is done first
+   takes the next tasks. */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
                   int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha, float limit, int64_t dtype,
                   int64_t num_threads)

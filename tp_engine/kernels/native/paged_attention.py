@@ -35,7 +35,7 @@ class PagedAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.paged_attention
         self._step_pointer: ctypes._Pointer[Step] | None = None
-        # By the address of the cache, with what the description was made from.
+        # By the address of the cache: the facts that a description was made from, and the description.
         self._layers: dict[int, tuple[tuple[object, ...], _LayerPointer]] = {}
 
     def set_step(

@@ -40,7 +40,7 @@ int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t it
     return 0;
 }
 
-/* One output's items of a panel, each of which is `lane` of the vector at `from`, as they were before they were packed. */
+/* Copies one output's items of a panel in their unpacked form: each is `lane` of a vector, the first at `from`. */
 static void unpack_items(const float *from, int64_t lane, float *out, int64_t items, int64_t dtype)
 {
     for (int64_t i = 0; i < items; i++, from += PANEL)

@@ -1,12 +1,12 @@
-/* Panels: a weight (out, in) in an order of its own, in which no sum of a product crosses a vector.
+/* Panels: an order of a weight (out, in) in which each sum of a product stays in one lane of a vector.
 
        item      a float32, or two numbers of 16 bits.  Pairs of bfloat16 are multiplied as they are where the processor does
                  that.  Elsewhere x is `widened` to float32 once, and the weight in registers: bfloat16 by a shift and by a
                  mask; of float16 the first halves of a vector's items lie side by side, then the second ones
        panel     (items, PANEL): item 0 of PANEL outputs side by side, then item 1 of them ...
        weight    panels, one after another; outputs beyond the last are zeros
-       parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and as many of its second (up),
-                 so that a tile's sums hold all that an activation's product wants */
+       parts     1, or 2: each panel has PANEL / 2 outputs of the weight's first half (gate) and PANEL / 2 of its second (up),
+                 so that a tile's sums hold both gate and up of each result */
 
 #pragma once
 
@@ -22,7 +22,7 @@ enum { PANEL = VECTORS * VW, PANEL_LINES = PANEL * 4 / CACHE_LINE };
 /* Multiplications, or numbers copied, below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_PRODUCTS = 1 << 15 };
 
-/* Whether an item is two numbers that come as float32. */
+/* Whether an item is two numbers that are widened to float32. */
 INLINE int is_widened(const int dtype) { return dtype == FLOAT16 || (dtype == BFLOAT16 && !MULTIPLIES_BFLOAT16); }
 
 static int64_t count_panels(int64_t part_size, int64_t parts) { return (part_size * parts + PANEL - 1) / PANEL; }

@@ -3,16 +3,16 @@
 #include "simd.h"
 #include "tape.h"
 
-enum { SOFTMAX = 0, SOFTMAX_OF_CHOSEN = 1, SIGMOID = 2 }; /* Mirrored in routing.py. */
+enum { SOFTMAX = 0, SOFTMAX_OF_CHOSEN = 1, SIGMOID = 2 }; /* Mirrored in model_config/mlp.py. */
 enum { MAX_EXPERTS = 1024, MAX_GROUPS = 64 };
 
-/* Mirrored in routing.py. */
+/* Mirrored in layout.py. */
 typedef struct {
     int64_t num_experts, top_k, scores, renormalises, num_groups, top_groups, dtype;
     float smallest_sum, factor;
 } Routing;
 
-/* In the place of scores (count), their softmax. */
+/* Replaces scores (count) by their softmax. */
 static void make_softmax(float *scores, int64_t count)
 {
     float largest = scores[0], sum = 0;
@@ -34,7 +34,7 @@ static int64_t next_largest(const float *values, const uint8_t *taken, int64_t c
     return best;
 }
 
-/* What a group of `count` experts is worth: its two largest values. */
+/* The worth of a group of `count` experts: the sum of its two largest values. */
 static float worth_of(const float *values, int64_t count)
 {
     float first = -INFINITY, second = -INFINITY;
@@ -46,7 +46,7 @@ static float worth_of(const float *values, int64_t count)
     return count > 1 ? first + second : first;
 }
 
-/* In the place of values, -inf for those outside of the best groups. */
+/* Replaces the values outside of the best groups by -inf. */
 static void keep_groups(const Routing *r, float *values)
 {
     const int64_t size = r->num_experts / r->num_groups;
@@ -89,7 +89,7 @@ static void route_row(const Routing *r, const char *logits, const float *correct
 }
 
 /* logits (rows, num_experts), their rows `stride` elements apart; correction (num_experts) or NULL -> ids and weights
-   (rows, top_k).  counts (num_experts) or NULL: one more for each expert of a row whose slot is not negative. */
+   (rows, top_k).  counts (num_experts) or NULL: adds one for each expert of a row whose slot is 0 or more. */
 int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction, int32_t *ids, float *weights,
                  int64_t *counts, const int64_t *slots, int64_t rows, int64_t num_threads)
 {

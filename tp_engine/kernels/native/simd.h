@@ -67,7 +67,7 @@ INLINE vf add_pair_products(vf sum, vf x, vf y)
 #endif
 }
 
-/* `four`, of each four indices of a vector. */
+/* Applies `four` to each four indices of a vector. */
 #if VW == 16
 #define ALL_OF(four, n) four(0, n), four(4, n), four(8, n), four(12, n)
 #elif VW == 8
@@ -167,8 +167,8 @@ INLINE vf exp2_vector(vf x)
 
 INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
-/* tanh to float32's precision; NaN stays.  Below 1 a polynomial, as 1 - 2 / (e^2x + 1) loses digits there: x + x^3 p(x^2) with the
-   least relative error. */
+/* tanh to float32's precision; NaN stays.  Below 1 it is a polynomial, x + x^3 p(x^2) with the least relative error, because
+   1 - 2 / (e^2x + 1) loses digits there. */
 INLINE vf tanh_vector(vf x)
 {
     const vf size = magnitude(x), bounded = select_vector(size > 10.0f, splat(10.0f), size), square = x * x;
@@ -305,7 +305,7 @@ INLINE void widen_row(float *to, const void *from, int64_t count, int dtype)
         store_vector(to + i, load_tail(from, i, count - i, dtype));
 }
 
-/* And back. */
+/* The inverse of widen_row. */
 INLINE void narrow_row(void *to, const float *from, int64_t count, int dtype)
 {
     int64_t i = 0;

@@ -3,7 +3,7 @@
 #include "gated.h"
 #include "tape.h"
 
-/* Items below which a second thread would cost more than it saves, and what one thread takes at a time of a longer row. */
+/* Items below which a second thread would cost more than it saves, and items of a longer row that a thread takes at a time. */
 enum { MIN_PARALLEL_ITEMS = 1 << 14, CHUNK = 1 << 12 };
 
 typedef struct {
@@ -28,8 +28,8 @@ INLINE vf squares_around(const char *x, float *mean, int64_t width, const int dt
     return squares;
 }
 
-/* out = y / rms(y) * weight of y = x * scale + residual, which is rounded and goes to `residual`; without one, of y = x.
-   Only a rule that `is_special` has an offset or takes the mean off. */
+/* out = y / rms(y) * weight.  y = x * scale + residual is rounded and stored in `residual`; without a residual, y = x.
+   A rule `is_special` if it has an offset or subtracts the mean. */
 INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *rule, float scale, const int is_special,
                      const int dtype)
 {

@@ -5,8 +5,8 @@
     recording      function(arguments)  call(python, arguments)  function(arguments) ...
     tape           entries of C         a Python call            entries of C
 
-Arguments are recorded as they are: numbers, and addresses of memory whose owners keep it where it is.  What a step must
-do in Python, a collective with its deadlines, divides the tape.  For a profile, calls are made one by one under their
+Arguments are recorded as they are: numbers, and addresses of memory, which must stay in its place.  A call that must be
+made in Python, a collective with its deadlines, divides the tape.  For a profile, calls are made one by one under their
 functions' names (``naming_calls``), on a tape and elsewhere.
 """
 

@@ -26,7 +26,7 @@ from tp_engine.weights.source import Decode, Source, Span, as_stored
 class Part:
     """Rows of a product that come from one stored module: ``rows`` of the ``stored_rows`` of module ``name``.
 
-    They lie in ``room`` rows, of which the rest are zero; ``order`` decodes them.
+    They fill the first of ``room`` rows; the rest are zero.  ``order`` decodes them.
     """
 
     name: str

@@ -14,7 +14,7 @@ bfloat16    any other                                 C, the weight in panels
 ==========  ========================================  ==============================
 
 Gate and up are one weight, and the result is the activation of both: C with panels applies it to its sums, which are
-never stored; with the others it is an operation of its own.
+never stored; for the others it is a separate operation.
 
 The choice is fixed: it follows from times measured side by side (``scripts/bench_linear.py``, docs/benchmarks.md), not
 from times taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or
@@ -106,7 +106,7 @@ class PlainLinear:
 
 
 class PanelLinear:
-    """C with the weight in panels, for any number of rows; with an ``activation``, it ends with that of gate and up."""
+    """C with the weight in panels, for any number of rows; an ``activation`` is applied to gate and up."""
 
     is_recordable = True
 
@@ -131,7 +131,7 @@ class PackedLinear:
 
 
 class OneRowLinear:
-    """Triton for one row, ``F.linear`` for more; with an ``activation``, it ends with that of gate and up."""
+    """Triton for one row, ``F.linear`` for more; an ``activation`` is applied to gate and up."""
 
     is_recordable = True
 
@@ -149,7 +149,7 @@ class OneRowLinear:
 
 
 class ThenGate:
-    """The activation of what another product makes of gate and up, on ``device_type``."""
+    """Another product, then the activation of its gate and up, on ``device_type``."""
 
     def __init__(self, product: Product, activation: Activation, device_type: str) -> None:
         self.is_recordable = product.is_recordable and is_recordable("gate", device_type)
@@ -166,7 +166,7 @@ _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
     """The fastest product that works for this weight (out, in).  Call it once its values are final.
 
-    With an ``activation``, the weight is gate and up, one above the other, and the product ends with that of both.
+    With an ``activation``, the weight is gate and up, one above the other, and the product applies it to both.
     """
     if takes_one_row(weight, is_gated=activation is not None):
         return OneRowLinear(weight, activation)
@@ -201,7 +201,7 @@ def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
 
 
 def runs_triton(device_type: str) -> bool:
-    """Whether Triton's kernels run there."""
+    """Whether Triton's kernels run on ``device_type``."""
     return device_type == "cuda"
 
 

@@ -5,8 +5,8 @@
     parameter       (experts, 2 * room, hidden)    gate rows, zeros, up rows, zeros
                     (experts, hidden, room)        down: columns of this rank, zeros
 
-Experts are split by their inner size, or, with expert parallelism, each is whole on one rank.  Inner sizes that the
-ranks do not divide are split in blocks (``weights/source.block_share``); every rank has room for the largest part.
+Experts are split by their inner size, or, with expert parallelism, each is whole on one rank.  Inner sizes that do
+not divide by the ranks are split in blocks (``weights/source.block_share``); every rank has room for the largest part.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NOWHERE = Span(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """The experts of a layer on one rank: numbers ``experts`` of the spec's, and of each the inner elements ``inner``.
+    """The experts of a layer on one rank: the spec's experts ``experts``, and of each its inner elements ``inner``.
 
-    There is ``room`` for so many inner elements here; those that are not filled are zero.  ``path`` is the MLP's.
-    ``adds_down_bias``: this rank adds the down biases of its experts; another has the other parts of the same experts.
+    ``room`` is the number of inner elements that have memory here; unfilled ones are zero.  ``path`` is the MLP's.
+    ``adds_down_bias``: this rank adds the down biases of its experts; if False, another rank adds them.
     """
 
     spec: ExpertsSpec
@@ -98,7 +98,7 @@ class ExpertsShape:
         first: int = 0,
         step: int = 1,
     ) -> tuple[Source, ...]:
-        """Of a tensor ``shape`` of each expert, (rows, columns) or (rows,), what is ``taken`` and where it goes."""
+        """The sources of each expert's tensor of ``shape`` (rows, columns) or (rows,): ``taken`` goes to ``target``."""
         path = f"{self.path}.{name}"
         if stored.kind == "each":
             return tuple(
@@ -124,7 +124,7 @@ class ExpertsShape:
         )
 
     def _source_of_one(self, number: int, path: str, shape: tuple[int, ...], taken: Spans, target: Spans) -> Source:
-        """Expert ``number``'s own tensor, of which nothing is taken if the expert is on another rank."""
+        """Expert ``number``'s own tensor; nothing is taken if the expert is on another rank."""
         place = number - self.experts.start
         if not 0 <= place < self.experts.size:
             place, taken, target = 0, (_NOWHERE,) * len(taken), (_NOWHERE,) * len(target)
@@ -140,7 +140,7 @@ class ExpertsShape:
 def share_experts(
     spec: ExpertsSpec, hidden_size: int, path: str, *, rank: int, world_size: int, splits: bool
 ) -> ExpertsShape:
-    """This rank's: a part of each expert if ``splits``, else all of some."""
+    """This rank's experts: a part of each if ``splits``, else some of them whole."""
     if splits:
         experts, inner = Span(0, spec.num_experts), block_share(spec.inner_size, rank, world_size)
     else:
