@@ -1,4 +1,5 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: everything that ``scripts/bench_kernels.py`` launches, once."""
+"""Launches everything that ``scripts/bench_kernels.py`` launches, once; needs its own process and
+TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tp_engine.worker.input_batch import slots_for
 
 
 def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, device: str, seed: int = 0) -> RowTables:
-    """Rows of random lengths with blocks that no other row and no other group holds."""
+    """Rows of random lengths; each block belongs to one row and one group."""
     rng = np.random.default_rng(seed)
     num_columns = -(-max_len // block_size)
     table = rng.permutation(num_groups * num_rows * num_columns).reshape(num_groups, num_rows, num_columns)
@@ -29,12 +29,12 @@ def make_tables(num_rows: int, max_len: int, block_size: int, num_groups: int, d
 
 
 def operations(kind: Kind) -> tuple[Callable[..., None], Callable[..., None]]:
-    """How a decode step begins and how it ends, by one implementation."""
+    """The start and the end of a decode step, by one implementation."""
     return implementation("prepare_decodes", kind), implementation("advance_decodes", kind)
 
 
 def check(device: str, kind: Kind, rows: list[int], max_len: int, block_size: int, num_groups: int) -> None:
-    """Three steps of ``rows``; oracle: the host's own arithmetic (``slots_for``) on copies of the tables."""
+    """Three steps of ``rows``. Oracle: the host's own arithmetic (``slots_for``) on copies of the tables."""
     prepare, advance = operations(kind)
     tables = make_tables(9, max_len, block_size, num_groups, device)
     token_ids, lengths, block_table = (
@@ -65,7 +65,7 @@ def compare(
     block_table: np.ndarray,
     block_size: int,
 ) -> None:
-    """The inputs against what the host would have made; everything else is padding."""
+    """The inputs equal the host's; all other entries are padding."""
     expected = {name: np.zeros(len(inputs.rows)) for name in ("input_ids", "positions", "seq_lens")}
     expected["slot_mapping"] = np.full((len(block_table), len(inputs.rows)), -1)
     for request, row in kept:
@@ -83,7 +83,7 @@ def compare(
 
 
 def make_cases(kind: Kind) -> dict[str, Callable[[str], None]]:
-    """Name -> check on a device; 5000 tokens in blocks of 16 are more columns than one turn of the kernel copies."""
+    """Name -> check on a device; 5000 tokens in blocks of 16 have more columns than one turn of the kernel copies."""
     cases: dict[str, Callable[[str], None]] = {}
     for max_len, block_size, num_groups in ((37, 16, 1), (37, 16, 3), (60, 1, 1), (5000, 16, 2), (600, 256, 1)):
         for rows in ([3], [4, -1, 2, 8, -1], list(range(9)), [-1, -1]):

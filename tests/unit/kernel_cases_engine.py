@@ -36,7 +36,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 5, "seed": 4},
     {"temperature": 0, "presence_penalty": 1.5},
 )
-# The steps that decode alone, and whether their sampling is recorded: the penalised row ends first, then the ranked.
+# Steps of decodes alone, and whether their sampling is recorded: the penalised row ends first, then the ranked.
 KINDS = {StepKind(ranked=True, penalised=True): False, StepKind(ranked=True): True, StepKind(): True}
 
 
@@ -59,7 +59,7 @@ def generate(folder: Path) -> list[list[int]]:
 
 
 class CountedDecodes(CapturedDecodes):
-    """Notes of each step of which kind it is, and whether its sampling was recorded; and in ``ends``, when it ends."""
+    """Notes the kind of each step, whether its sampling was recorded, and in ``ends`` when it ends."""
 
     steps: ClassVar[list[tuple[StepKind | None, bool]]] = []
     ends: ClassVar[list[str]] = []

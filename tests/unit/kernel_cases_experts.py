@@ -1,5 +1,5 @@
-"""Routing and experts by Triton against their PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and what real
-models launch (``launch_all``)."""
+"""Routing and experts by Triton against their PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and the
+launches of real models (``launch_all``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Case = Callable[[str], None]
 
 
 def check_route(device: str, num_experts: int, dtype: torch.dtype, rule: RoutingRule, has_correction: bool) -> None:
-    """Ids equal, weights as close as float32 allows; rows are slices of wider ones, and one has only equal logits."""
+    """Ids are equal, weights as close as float32 allows; rows are slices of wider rows, and one has equal logits
+    throughout."""
     logits = random((9, num_experts + 1), dtype, device)[:, :num_experts]
     logits[4] = 0.5
     correction = random((num_experts,), torch.float32, device, 1) if has_correction else None
@@ -46,7 +47,7 @@ def check_route(device: str, num_experts: int, dtype: torch.dtype, rule: Routing
 def make_weights(
     num_experts: int, hidden: int, inner: int, dtype: torch.dtype, device: str, *, bias: bool, first: int = 0
 ) -> ExpertWeights:
-    """Random ones."""
+    """Random weights."""
     return ExpertWeights(
         gate_up=random((num_experts, 2 * inner, hidden), dtype, device, 1),
         down=random((num_experts, hidden, inner), dtype, device, 2),
@@ -58,7 +59,8 @@ def make_weights(
 
 
 def make_ids(kind: str, num_tokens: int, top_k: int, num_experts: int, device: str) -> torch.Tensor:
-    """``spread`` at random; ``one`` expert that all tokens share; only ``even`` experts, the others are empty."""
+    """``spread``: random experts; ``one``: all tokens share one; ``even``: only even experts, so the others are
+    empty."""
     chosen = torch.stack(
         [
             torch.randperm(num_experts, generator=torch.Generator().manual_seed(token))[:top_k]
@@ -76,7 +78,7 @@ def make_ids(kind: str, num_tokens: int, top_k: int, num_experts: int, device: s
 def check_experts(
     device: str, num_tokens: int, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, bias: bool, first: int
 ) -> None:
-    """Oracle: the twin in float64.  ``first``: the ids are those of more experts than are here."""
+    """Oracle: the twin in float64.  With ``first``, the ids also name experts of other ranks."""
     from tp_engine.kernels.experts_triton import TritonExperts
 
     num_experts, hidden, inner = shape
@@ -104,7 +106,7 @@ def _widened(weights: ExpertWeights) -> ExpertWeights:
 
 
 def check_batches(device: str, dtype: torch.dtype) -> None:
-    """A row's result is the same bit by bit alone and with as many others as share its tiles."""
+    """A row's result is bit by bit the same alone and in a batch that shares its tiles."""
     from tp_engine.kernels.experts_triton import TritonExperts
 
     weights = make_weights(4, 48, 40, dtype, device, bias=True)
@@ -161,7 +163,8 @@ CASES = make_cases()
 
 
 def launch_all() -> None:
-    """A layer of Qwen3-30B-A3B, of gpt-oss-20b on one of 4 ranks, of GLM-4.5-Air, of Qwen1.5-MoE; all tiles of one."""
+    """A layer of Qwen3-30B-A3B, of gpt-oss-20b on one of 4 ranks, of GLM-4.5-Air, of Qwen1.5-MoE; every tile size of
+    one."""
     from tp_engine.kernels.experts_triton import TritonExperts
 
     for num_experts, hidden, inner, rule, activation, bias in (
@@ -197,5 +200,5 @@ def launch_all() -> None:
 
 
 def main() -> None:
-    """Interpreted."""
+    """The cases, interpreted."""
     run_on_cpu(CASES)

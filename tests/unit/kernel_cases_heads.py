@@ -1,5 +1,5 @@
-"""Queries and keys made ready by Triton against their PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and
-the launches of real models (``launch_all``).
+"""Preparing queries and keys by Triton against the PyTorch twins: interpreted (``main``), on CUDA (``CASES``), and the
+launches of real models (``launch_all``).
 
 The rule is that of ``kernel_cases_layer_ops``.
 """
@@ -24,7 +24,7 @@ SLOTS = (3, -1, 0, 19, 7, -1)
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """One specialisation.  ``rotary_dim`` None: all of a head; without ``turns`` there is no rotation at all."""
+    """One specialisation.  ``rotary_dim`` None rotates the whole head; without ``turns`` there is no rotation."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,7 +46,7 @@ class Heads:
         return HeadNorm(q_weight=q_weight, k_weight=k_weight, weights=weights, eps=EPS, offset=self.offset)
 
     def rotation(self, device: str) -> Rotation | None:
-        """That of ``POSITIONS``."""
+        """A rotation at ``POSITIONS``."""
         if not self.turns:
             return None
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
@@ -54,7 +54,7 @@ class Heads:
         return make_rotation(rotary_dim, torch.tensor(POSITIONS, device=device), self.dtype, scale)
 
     def cache(self, dtype: torch.dtype, device: str) -> LayerKv:
-        """Five blocks of four, and their scales if they are quantised."""
+        """Five blocks of four tokens, with scales if quantised."""
         cache = torch.zeros(2, 5, 4, self.num_kv_heads, self.head_dim, device=device).to(dtype)
         return LayerKv(cache, torch.zeros(2, 5, self.num_kv_heads, 4, device=device) if is_quantised(dtype) else None)
 
@@ -89,7 +89,7 @@ def prepare_exactly(
 
 
 def check_heads(device: str, case: Heads) -> None:
-    """Merged rows, stored with padding among the slots, or left where they are."""
+    """Merged rows: stored, with padding among the slots, or without a cache."""
     num_heads, num_kv_heads = case.num_heads, case.num_kv_heads
     merged = random((6, num_heads + 2 * num_kv_heads, case.head_dim), case.dtype, device)
     norm, rotation, slots = case.norm(device), case.rotation(device), torch.tensor(SLOTS, device=device)
@@ -114,14 +114,14 @@ def check_heads(device: str, case: Heads) -> None:
 
 
 def read_part(kv: LayerKv, part: int) -> torch.Tensor:
-    """Keys or values as they will be read."""
+    """Keys or values as attention reads them."""
     return kv.cache[part] if kv.scales is None else dequantise(kv.cache[part], kv.scales[part].transpose(1, 2))
 
 
 def check_width(device: str, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Rows that are slices of wider ones, as of several ranks: all ranks' squares are three times this one's.
+    """Rows that are slices of wider rows, as on several ranks: the squares of all ranks sum to three times this rank's.
 
-    Of the sums, whose order decides, four units of the largest are granted.
+    The order of summation matters, so the error may be four units of the largest value.
     """
     num_all = num_heads + 2 * num_kv_heads
     wide = random((5, num_all + 1, head_dim), dtype, device)
@@ -145,7 +145,7 @@ def check_width(device: str, num_heads: int, num_kv_heads: int, head_dim: int, d
 
 
 def heads_of(dtype: torch.dtype) -> list[Heads]:
-    """Of one type: sizes that are no powers of two, whole and partial rotations, none, and every kind of cache."""
+    """Cases of one type: sizes that are not powers of two, whole, partial and no rotation, and every kind of cache."""
     shapes: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
         ((4, 2, 32), {"normalises": True, "cache_dtype": dtype}),
         ((4, 2, 32), {}),
@@ -170,7 +170,7 @@ def heads_of(dtype: torch.dtype) -> list[Heads]:
 
 
 def _name(case: Heads) -> str:
-    """Its sizes, and of the rest what differs from the defaults."""
+    """Its sizes, and the other fields that differ from the defaults."""
     named = {field.name: getattr(case, field.name) for field in fields(case)}
     plain = {field.name: field.default for field in fields(case)}
     return "-".join(["heads", *(f"{name}-{value}" for name, value in named.items() if value != plain[name])])
@@ -189,8 +189,8 @@ CASES: dict[str, Case] = {
 
 
 def launch_all(capability: int) -> None:
-    """What Qwen3-0.6B and 32B, Gemma 3, GLM 4.5, Llama 4 and OLMo 2 launch, and in every type a model with odd sizes;
-    8-bit floats need sm_89."""
+    """The launches of Qwen3-0.6B and 32B, Gemma 3, GLM 4.5, Llama 4 and OLMo 2, and of a model with odd sizes in every
+    type; 8-bit floats need sm_89."""
     quantised = [dtype for dtype in LARGEST_VALUE if dtype == torch.int8 or capability >= 89]
     bfloat16 = torch.bfloat16
     launch_model(bfloat16, (16, 8, 128), 128, quantised)
@@ -215,7 +215,7 @@ def launch_model(
     offset: float = 0.0,
     scales_query: bool = False,
 ) -> None:
-    """One layer's, with a cache of its own type, with quantised ones and with none; no rotation if ``rotary_dim`` is
+    """One layer, with a cache of its own type, with quantised caches and with none; no rotation if ``rotary_dim`` is
     None."""
     num_heads, num_kv_heads, head_dim = sizes
 
@@ -239,7 +239,7 @@ def launch_model(
 
 
 def launch_width(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    """The norm over all heads, of eight ranks."""
+    """The norm over all heads of eight ranks."""
     num_heads, num_kv_heads, head_dim = sizes
     merged = torch.empty(7, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device="meta")
     squares = implementation("head_squares", "triton")(merged, num_heads, num_kv_heads)

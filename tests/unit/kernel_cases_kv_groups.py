@@ -1,4 +1,4 @@
-"""Groups of layers with block tables of their own, on the GPU's data path, interpreted.
+"""Groups of layers with their own block tables, on the GPU's data path, interpreted.
 
 Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same model with one table for all layers.
 """

@@ -12,7 +12,7 @@ from tp_engine.kernels.store_kv_triton import store_kv_triton
 
 
 def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, merged: bool) -> None:
-    """Random distinct slots with padding among them; a head of zeros; values equal but for ties."""
+    """Random distinct slots with padding among them; one head is zero; values equal the twin's except in ties."""
     generator = torch.Generator().manual_seed(num_kv_heads * head_dim)
     num_tokens, block_size = 7, 4
     row = torch.randn(num_tokens, 4 * num_kv_heads, head_dim, generator=generator).to(dtype)

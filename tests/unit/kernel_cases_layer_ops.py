@@ -37,7 +37,7 @@ def both(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def assert_close_enough(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor, granted: float = 1e-2) -> None:
-    """Errors against ``exact``; of the type's unit a hundredth is granted where the twin happens to be exact."""
+    """Errors against ``exact``; a hundredth of the type's unit is allowed, for when the twin happens to be exact."""
     assert found.dtype == twin.dtype and found.shape == twin.shape
     unit = torch.finfo(found.dtype).eps
     allowed = 2 * (twin.double() - exact).abs().max().item() + unit * granted
@@ -46,7 +46,7 @@ def assert_close_enough(found: torch.Tensor, twin: torch.Tensor, exact: torch.Te
 
 
 def granted_for(exact: torch.Tensor, dtype: torch.dtype) -> float:
-    """For what rounds several times on its way: in float32, which shows it, one unit of the largest result."""
+    """For operations that round several times: one unit of the largest result in float32, where this shows."""
     return exact.abs().max().item() if dtype == torch.float32 else 1e-2
 
 
@@ -59,7 +59,8 @@ def norm_exactly(rows: torch.Tensor, rule: NormRule) -> torch.Tensor:
 
 
 def check_norm(device: str, size: int, dtype: torch.dtype, offset: float, is_centred: bool, scale: float) -> None:
-    """Rows that are slices of wider ones and not around zero, then with a residual that is added to in place."""
+    """Rows that are slices of wider rows, with a mean other than zero; then with a residual that is added to in
+    place."""
     x = random((5, size + 24), dtype, device)[:, 8 : 8 + size].add_(0.5)
     residual = random((5, size + 8), dtype, device, 2)[:, :size]
     rule = NormRule(random((size,), dtype, device, 1), EPS, offset, is_centred)
@@ -92,7 +93,7 @@ def gate_exactly(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def check_gate(device: str, size: int, dtype: torch.dtype, activation: Activation) -> None:
-    """Gates far from zero too, where an exponential overflows; and NaN, which is kept."""
+    """Gates far from zero too, where an exponential overflows; NaN stays."""
     gate_up = random((4, 2 * size + 16), dtype, device)[:, : 2 * size]
     gate_up[0, :size] *= 10 if activation.kind == "relu2" else 100
     gate, twin = both("gate")
@@ -102,7 +103,7 @@ def check_gate(device: str, size: int, dtype: torch.dtype, activation: Activatio
 
 
 def check_embed(device: str, size: int, dtype: torch.dtype, first_id: int | None, scale: float) -> None:
-    """Ids of other ranks on both sides of this one's; the result is the twin's bit for bit."""
+    """Ids of other ranks below and above this rank's; the result is the twin's bit for bit."""
     embed, twin = both("embed")
     weight, ids = random((9, size), dtype, device), torch.tensor([20, 28, 0, 19, 29, 24, 500], device=device)
     ids = ids if first_id is not None else ids % 9
@@ -111,7 +112,7 @@ def check_embed(device: str, size: int, dtype: torch.dtype, first_id: int | None
 
 
 def check_cap_logits(device: str, width: int, dtype: torch.dtype, scale: float, cap: float | None) -> None:
-    """Rows that are slices of wider ones, tiny logits and such as are far above the cap; NaN is kept."""
+    """Rows that are slices of wider rows; logits that are tiny or far above the cap; NaN stays."""
     cap_logits, twin = both("cap_logits")
     wide = random((4, width + 8), dtype, device)
     wide[0] *= 1e-3
@@ -154,8 +155,8 @@ CASES = make_cases()
 
 
 def launch_all() -> None:
-    """What a layer launches of Qwen3-0.6B and 32B, Gemma 2 9B, Granite, Command A and gpt-oss, and in every type a
-    model with odd sizes."""
+    """The launches of a layer of Qwen3-0.6B and 32B, Gemma 2 9B, Granite, Command A and gpt-oss, and of a model with
+    odd sizes in every type."""
     launch_model(torch.bfloat16, 1024, 3072)
     launch_model(torch.bfloat16, 5120, 25600)
     launch_model(torch.bfloat16, 3584, 14336, offset=1.0, activation=GELU, embedding_scale=59.75, cap=30.0)
@@ -179,7 +180,7 @@ def launch_model(
     logits_scale: float = 1.0,
     cap: float | None = None,
 ) -> None:
-    """Each of its operations once, on one rank's part of a vocabulary."""
+    """Each operation of a model once, on one rank's part of a vocabulary."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -197,7 +198,7 @@ def launch_model(
 
 
 def run_on_cpu(cases: dict[str, Case]) -> None:
-    """All of them; a failure says which."""
+    """Run all cases; a failure names its case."""
     for name, check in cases.items():
         try:
             check("cpu")

@@ -1,4 +1,4 @@
-"""A row with a grammar beside a plain one, on recorded decode steps, interpreted: masks are no part of a recording.
+"""A row with a grammar beside a plain row, on recorded decode steps, interpreted: a recording holds no masks.
 
 Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engine on plain PyTorch, its tokens.
 """

@@ -2,7 +2,7 @@
 (``launch_all``).
 
 The rule: against float64, the error is at most twice that of PyTorch's product in the same precision; in float32, where
-the order of a sum decides, four units of the largest result are granted.
+the order of a sum matters, it may be four units of the largest result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODELS = (
 def check(
     device: str, sizes: tuple[int, int], dtype: torch.dtype, activation: Activation | None, has_bias: bool
 ) -> None:
-    """A row that is a slice of a wider one's beginning."""
+    """The row is the start of a wider row."""
     num_in, num_out = sizes
     x = random((1, num_in + 64), dtype, device)[:, :num_in]
     weight = (random((num_out, num_in), torch.float32, device, 1) * num_in**-0.5).to(dtype)
@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def launch_all() -> None:
-    """One launch of each layer; the first with a bias too and the third with every activation, which are the same code
-    in all of them."""
+    """One launch of each layer; the first also with a bias and the third with every activation, which are the same code
+    for all layers."""
     for number, (num_in, num_out, is_gated) in enumerate(MODELS):
         weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
         assert takes_weight(weight, is_gated=is_gated)

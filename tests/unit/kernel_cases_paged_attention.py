@@ -24,7 +24,7 @@ CHUNKS = [(1, 40), (1, 1), (30, 30), (5, 100), (1, 9), (2, 64), (40, 50)]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One specialisation, small; ``splits`` for decodes, up to 4 of ``long_keys`` keys each."""
+    """One small specialisation; ``splits`` is for decodes: up to 4, of ``long_keys`` keys each."""
 
     head_dim: int = 64
     group: int = 4
@@ -41,7 +41,8 @@ class Case:
 
     @property
     def shape(self) -> AttentionShape:
-        """Of one layer.  The sinks lie among the scores, but for the last one, beside which no score counts."""
+        """The shape of one layer.  The sinks are about as large as the scores; the last sink is so large that no score
+        counts."""
         num_heads = self.group * self.num_kv_heads
         sinks = torch.linspace(-5, 5, num_heads)
         sinks[-1] = 200.0
@@ -100,7 +101,7 @@ BFLOAT16_CASES = (
 
 
 def stored_batch(case: Case, requests: list[tuple[int, int]], device: str = "cpu") -> tuple[PagedBatch, Any]:
-    """A step whose keys and values are all in the cache, and the scales of a quantised one."""
+    """A step whose keys and values are all in the cache, with the scales of a quantised cache."""
     batch = make_batch(requests, case.shape, block_size=case.block_size, dtype=case.dtype, device=device)
     cache_dtype, scales = case.cache_dtype or case.dtype, None
     stored = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype, device=device)
@@ -119,7 +120,7 @@ def stored_batch(case: Case, requests: list[tuple[int, int]], device: str = "cpu
 
 
 def expected_of(batch: PagedBatch, scales: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-    """The twin's output in float32 from the very values in the cache, and its error in the query's own type."""
+    """The twin's output in float32 from the values in the cache, and the twin's error in the query's own type."""
     shape, metadata = batch.shape, batch.metadata
     tables = (metadata.block_table, metadata.seq_lens, metadata.query_start)
     exact_cache = batch.kv_cache.float()
@@ -132,7 +133,7 @@ def expected_of(batch: PagedBatch, scales: torch.Tensor | None) -> tuple[torch.T
 
 
 def rule_of(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
-    """How the layer attends, as all implementations take it."""
+    """The layer's attention rule, as all implementations take it."""
     sinks = None if shape.sinks is None else shape.sinks.to(device)
     return {"scale": shape.scale, "window": shape.sliding_window, "softcap": shape.softcap, "sinks": sinks}
 
@@ -164,7 +165,7 @@ def run_decode(case: Case, device: str = "cpu") -> None:
 
 
 def run_prefill(case: Case, device: str = "cpu") -> None:
-    """Chunks behind two decodes, which the kernel leaves alone."""
+    """Chunks after two decodes, which the kernel skips."""
     batch, scales = stored_batch(case, CHUNKS, device)
     sizes = prefill_sizes(case.head_dim, case.dtype.itemsize)
     first, out = 2, torch.full_like(batch.query, 7.0)
@@ -192,7 +193,7 @@ def compare(case: Case, out: torch.Tensor, exact: torch.Tensor, plain_error: flo
 
 
 def _name(kind: str, case: Case) -> str:
-    """Only what differs from the defaults."""
+    """The fields that differ from the defaults."""
     parts = [f"{field.name} {getattr(case, field.name)}" for field in fields(case)]
     plain = {f"{field.name} {field.default}" for field in fields(case)}
     return ", ".join([kind, *(part.replace("torch.", "") for part in parts if part not in plain)])
@@ -244,15 +245,15 @@ LAUNCHES = (
     Launch(16, 2, 64, torch.bfloat16, torch.bfloat16, 16, 128, has_sinks=True),  # gpt-oss on 4
     Launch(8, 1, 64, torch.bfloat16, FP8, 16, has_sinks=True),  # gpt-oss on 8, a layer without a window
 )
-# Everything on sm_90; the others share both types, each cache, the ends of head_dim and block_size, a window, a cap and
-# sinks.
+# Everything on sm_90.  The others cover both types, each cache, the smallest and largest head_dim and block_size, a
+# window, a cap and sinks.
 LAUNCHES_OF = {80: (0, 2, 4, 8), 89: (5, 7), 90: range(len(LAUNCHES)), 100: (1, 3, 5, 7, 9)}
 # What one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def launches(capability: int) -> Iterator[dict[str, Any]]:
-    """Arguments that both kernels take, as the engine would call them, without memory."""
+    """The arguments that both kernels take, as the engine calls them, without memory."""
     for model in (LAUNCHES[number] for number in LAUNCHES_OF[capability]):
         heads, kv_heads, head_dim, block_size = model.num_heads, model.num_kv_heads, model.head_dim, model.block_size
         merged = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=model.dtype, device="meta")
@@ -273,7 +274,7 @@ def launches(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def launch_all(capability: int) -> None:
-    """Decodes split and not; chunks."""
+    """Decodes with and without splits; chunks."""
     for number, call in enumerate(launches(capability)):
         num_kv_heads, head_dim = call["kv"].cache.shape[3:]
         itemsize = call["query"].dtype.itemsize

@@ -1,8 +1,8 @@
-"""The fused all-reduce as one of several ranks whose others are played by the test: interpreted (``main``), on CUDA
+"""The fused all-reduce as one of several ranks; the test plays the other ranks.  Interpreted (``main``), on CUDA
 (``CASES``), and the launches of real models (``launch_all``).
 
-The others' rows lie in their buffers and their signals are given before the kernel starts.  What it must leave behind:
-the signals that it waited for taken back, its own given to every rank, once at each of a program's two places.
+The other ranks' rows lie in their buffers, and their signals are set before the kernel starts.  Afterwards the kernel
+has cleared the signals that it waited for, and has signalled every rank once at each of a program's two places.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tp_engine.kernels.reduce_norm_triton import MAX_PROGRAMS, all_reduce_add_no
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
-# (offset, is_centred, scale): of most models, and of the others, each rule and both together.
+# (offset, is_centred, scale): the rule of most models, each of the two other rules, and both together.
 KINDS = ((0.0, False, 1.0), (1.0, False, 0.22), (0.0, True, 1.0), (0.5, True, 2.0))
 
 
@@ -38,7 +38,7 @@ def check(
     kind: tuple[float, bool, float],
     device: str,
 ) -> None:
-    """Rows that are slices of wider ones; signals as the others would have left them; the norm of one of ``KINDS``."""
+    """Rows that are slices of wider rows; signals as the other ranks set them; the norm of one of ``KINDS``."""
     offset, is_centred, scale = kind
     generator = torch.Generator().manual_seed(size + rank)
     parts = [torch.randn(num_rows, size, generator=generator).to(device, dtype) for _ in range(world_size)]
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def launch_all() -> None:
-    """Decode batches of the shapes that the engine would run, by 2 to 8 ranks."""
+    """Decode batches in the engine's shapes, on 2 to 8 ranks."""
     plain, *others = KINDS
     shapes = [*itertools.product(((2, 1024), (4, 4096), (8, 5120)), (plain,)), *itertools.product(((2, 4096),), others)]
     for dtype, ((world_size, size), (offset, is_centred, scale)) in itertools.product(

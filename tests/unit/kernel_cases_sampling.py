@@ -1,8 +1,8 @@
 """Sampling kernels against ``Sampler``: interpreted (``main``), on CUDA (``CASES``), and the engine's launches
 (``launch_all``).
 
-Tokens are equal.  (The interpreter's logarithm may differ from the twin's in the last bits, which changes a token only
-where two scores are as close; the cases have none.)
+Tokens are equal.  The interpreter's logarithm may differ from the twin's in the last bits.  That changes a token only
+where two scores are as close, which the cases avoid.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_state(samplings: Sequence[RowSampling], vocab_size: int, device: str, *
 
 
 def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
-    """Its kernels never run beside those of another thread, which the interpreter can not bear."""
+    """The sampler, with a lock around its kernels: the interpreter supports one thread at a time."""
     for name in ("_best_keys", "_top_keys", "_draw_filtered"):
         kernel = getattr(sampler, name)
 
@@ -80,7 +80,7 @@ def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
 def check_tokens(
     device: str, samplings: Sequence[RowSampling], kind: StepKind, world_size: int, logits: torch.Tensor
 ) -> None:
-    """``logits`` (steps, n, vocab); the device's sampler gets its rows in disorder, with padding among them."""
+    """``logits`` (steps, n, vocab); the device's sampler gets its rows out of order, with padding among them."""
     _, count, vocab_size = logits.shape
     rows = 2 * np.random.default_rng(0).permutation(count).astype(np.int32) + 1
     twin = Sampler(make_state(samplings, vocab_size, device, has_tables=False))
@@ -112,7 +112,7 @@ def check_tokens(
 
 
 def check_choice(device: str) -> None:
-    """Steps for kernels and steps with log-probabilities, in turn, count the same rows' penalties."""
+    """Steps with kernels and steps with log-probabilities, in turn, count penalties of the same rows."""
     samplings = [*PENALISED, RowSampling(logprobs=2, presence_penalty=0.5)]
     logits = random_logits(4, 300, torch.float32, 1.0).to(device)
     mixed = make_sampler(make_state(samplings, 300, device, has_tables=True), SingleRank())
@@ -126,7 +126,7 @@ def check_choice(device: str) -> None:
 
 
 def check_groups(device: str) -> None:
-    """The way of steps that have other needs too, such as a bias: by kernel what ranking gives."""
+    """Steps with other needs, such as a bias: the kernel gives the tokens that ranking gives."""
     samplings = [*RANKED, *FILTERED]
     state = make_state(samplings, 300, device, has_tables=False)
     rows = 2 * np.arange(len(samplings), dtype=np.int32) + 1
@@ -144,7 +144,7 @@ def random_logits(count: int, vocab_size: int, dtype: torch.dtype, scale: float 
 
 
 def masked(logits: torch.Tensor) -> torch.Tensor:
-    """-inf but for a few tokens per row; of the first rows but for one, in the last slice of several ranks."""
+    """-inf except for a few tokens per row; the first four rows have one token, in the last rank's slice."""
     allowed = torch.rand(logits.shape, generator=torch.Generator().manual_seed(3)) < 0.02
     allowed[:, :4] = False
     allowed[:, :, -3] = True
@@ -152,7 +152,8 @@ def masked(logits: torch.Tensor) -> torch.Tensor:
 
 
 def check_noise(device: str) -> None:
-    """Keys and hashes bit by bit, from int64 seeds on the device; the noise within rounding (on CUDA: exactly)."""
+    """Keys and hashes equal bit by bit, from int64 seeds on the device; the noise within rounding (on CUDA:
+    exactly)."""
     seeds = torch.tensor([0, 1, -1, 123456789, -(2**63)], device=device)
     positions = torch.tensor([0, 5, 100_000, 2**31 - 1, 7], device=device)
     keys = noise.noise_keys(seeds.cpu().numpy().view(np.uint64), positions.cpu().numpy().astype(np.int32))
@@ -198,13 +199,13 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         everything = [*PENALISED, *MIN_P, *RANKED]
         kind = StepKind(penalised=True, min_p=True, ranked=True)
         add("everything", everything, kind, world_size, random_logits(9, 500, torch.float32))
-        # Of equal logits the lowest ids come first, also where a threshold divides them.
+        # Of equal logits the lowest ids come first, also where a threshold falls among them.
         tied = (random_logits(7, 400, torch.float32) / 2).round()
         add("ties", ranked, StepKind(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
     add("filtered", FILTERED, StepKind(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
-    # Several chunks of candidates on a GPU too.
+    # Several chunks of candidates, on a GPU too.
     peaked = random_logits(4, 4500, torch.bfloat16, 6.0)
     add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], StepKind(ranked=True), 1, peaked)
     add("filtered ties", FILTERED, StepKind(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
@@ -216,7 +217,7 @@ CASES = make_cases()
 
 
 def launch_all() -> None:
-    """What one rank and what one of eight launches, for Qwen3's vocabulary."""
+    """The launches of a single rank and of one of eight, for Qwen3's vocabulary."""
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -245,7 +246,7 @@ def launch_all() -> None:
 
 def main(ranks: str) -> None:
     """The cases of ``one`` rank, or those of ``several``."""
-    # Several blocks of few tokens; so few candidates that some rows need more.
+    # Several blocks of few tokens; too few candidates for some rows.
     sampling_best_triton._BLOCK = sampling_filter_triton._BLOCK = sampling_candidates_triton._BLOCK = 256
     sampling_candidates_triton._CHUNK = 128
     sampling_candidates_triton._GROUPS = sampling_candidates_triton._KEPT = 16

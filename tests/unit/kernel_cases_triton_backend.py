@@ -1,4 +1,4 @@
-"""Run in a process of its own with TRITON_INTERPRET=1: the Triton backend against loops, and against the torch one."""
+"""The Triton backend against loops and against the torch backend; needs its own process and TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DECODES = [(1, 40), (1, 300), (1, 0)]
 
 
 def check_against_loops() -> None:
-    """Mixed steps, decodes alone, chunks alone, with windows, caps and sinks; padding tokens are zero."""
+    """Mixed steps, decodes alone and chunks alone, with windows, caps and sinks; the output of padding tokens is
+    zero."""
     backend = TritonBackend()
     sinks = torch.tensor([-3.0, 0.0, 2.0, 200.0])
     rules: tuple[tuple[int, int, dict[str, Any], list[tuple[int, int]]], ...] = (
@@ -34,13 +35,13 @@ def check_against_loops() -> None:
         shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.1, **rule)
         batch = make_batch(requests, shape, block_size=block_size, padding_tokens=2)
         backend.prepare(batch.metadata)
-        for new in (batch.new, None):  # the second time they are stored already
+        for new in (batch.new, None):  # the second time, keys and values are already stored
             out = backend.forward(batch.query, new, LayerKv(batch.kv_cache), batch.metadata, shape)
             torch.testing.assert_close(out, batch.expected(), rtol=1e-5, atol=1e-5)
 
 
 def check_quantised(cache_dtype: torch.dtype) -> None:
-    """New prompts, stored by each backend itself."""
+    """New prompts; each backend stores its own keys and values."""
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
     batch = make_batch([(1, 1), (9, 9), (33, 33)], shape)
     _, num_blocks, block_size, num_kv_heads, _ = batch.kv_cache.shape

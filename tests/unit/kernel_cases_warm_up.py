@@ -1,7 +1,8 @@
-"""After the warm-up no step launches what Triton has not compiled yet: an engine on the GPU's data path, interpreted.
+"""The warm-up launches everything that Triton must compile for later steps: an engine on the GPU's data path,
+interpreted.
 
-A launch's *specialisation* is what Triton compiles it for: the kernel, its constants, the types of its arguments,
-whether pointers are aligned to 16 bytes, and of integers whether they are 1 or multiples of 16.
+Triton compiles a launch for its *specialisation*: the kernel, its constants, the types of its arguments, whether
+pointers are aligned to 16 bytes, and of integers whether they are 1 or multiples of 16.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MIXTURES: tuple[tuple[dict[str, Any], ...], ...] = (
 
 @contextmanager
 def gpu_path() -> Iterator[None]:
-    """An engine on CPU tensors takes the way of one on a GPU, and warms up."""
+    """An engine on CPU tensors takes the GPU's path, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
             ("worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
@@ -53,7 +54,7 @@ def gpu_path() -> Iterator[None]:
 
 @contextmanager
 def recorded(specialisations: set[Specialisation]) -> Iterator[None]:
-    """Every launch adds its own."""
+    """Every launch adds its specialisation."""
     run = InterpretedFunction.run
 
     def run_and_note(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ def recorded(specialisations: set[Specialisation]) -> Iterator[None]:
 
 
 def specialisation(kernel: InterpretedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialisation:
-    """As Triton's compiler would see the launch."""
+    """The launch as Triton's compiler sees it."""
     parameters = inspect.signature(kernel.fn).parameters
     options = {
         name: value for name, value in kwargs.items() if name not in parameters and name not in ("grid", "warmup")
@@ -89,14 +90,14 @@ def kind_of(value: Any, parameter: inspect.Parameter, is_general: bool) -> Any:
 
 
 def serve(llm: LLM, mixture: tuple[dict[str, Any], ...]) -> None:
-    """As many requests as there are parameters; they end after different numbers of steps."""
+    """One request for each set of parameters; they end after different numbers of steps."""
     params = [SamplingParams(max_tokens=2 + i // 2, ignore_eos=True, **one) for i, one in enumerate(mixture)]
     outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
 
 
 def check(make_llm: Callable[[], LLM]) -> None:
-    """What serving launches is among what the start has launched."""
+    """Serving launches only what the start has launched."""
     started: set[Specialisation] = set()
     served: set[Specialisation] = set()
     with gpu_path():

@@ -39,7 +39,7 @@ quiet = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def interpreted(module: str, *arguments: str, timeout_s: float = 170.0) -> None:
     """Run ``main(*arguments)`` of ``tests.unit.<module>``, interpreted; it must print ``AGREEMENT``.
 
-    A process of its own, as Triton reads TRITON_INTERPRET when it is imported.
+    It runs in a process of its own, because Triton reads TRITON_INTERPRET when it is imported.
     """
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         pytest.skip("the interpreter of Triton before 3.7 can not loop with numpy from 2.4 on: update one of them")
@@ -58,7 +58,8 @@ def interpreted(module: str, *arguments: str, timeout_s: float = 170.0) -> None:
 
 @contextmanager
 def triton_ops_on_cpus() -> Iterator[set[str]]:
-    """Within, the layers take Triton's operations, where there are any, for CPU tensors too; those that they took."""
+    """Inside, the layers use Triton's operations, where they exist, for CPU tensors too; yields the operations they
+    used."""
     taken: set[str] = set()
 
     def kind_of(name: str, device_type: str) -> ops.Kind:
@@ -90,7 +91,7 @@ def compiled_for(capability: int) -> Iterator[list[Any]]:
     from tp_engine.kernels import dependent_launch_triton
 
     kernels: list[Any] = []
-    launch, active = JITFunction.run, driver._active  # where there is no GPU, asking for the active driver fails
+    launch, active = JITFunction.run, driver._active  # without a GPU, asking for the active driver fails
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernels.append(launch(self, *args, **(kwargs | {"warmup": True})))
@@ -118,7 +119,8 @@ class _Target:
 
 
 def compile_cases(module: str, capability: int) -> list[Any]:
-    """Compile what ``tests.unit.<module>.launch_all`` launches (some are told for which GPU); returns the kernels."""
+    """Compile what ``tests.unit.<module>.launch_all`` launches, with the capability if it takes one; returns the
+    kernels."""
     launch_all = importlib.import_module(f"tests.unit.{module}").launch_all
     with compiled_for(capability) as kernels:
         launch_all(**({"capability": capability} if "capability" in signature(launch_all).parameters else {}))

@@ -1,4 +1,4 @@
-"""A device and a group that exist only in memory."""
+"""A device and a group of ranks that exist only in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tp_engine.worker.device import MemorySnapshot
 
 
 class FakeDevice:
-    """A GPU shared with another process; the test sets what each holds, in bytes."""
+    """A GPU shared with another process; the test sets how many bytes each holds."""
 
     type = "cuda"
 
@@ -59,7 +59,7 @@ class FakeDevice:
 
 
 class _Meeting:
-    """Where the simulated ranks put their values and wait for each other."""
+    """Where the simulated ranks exchange values and wait for each other."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=10)

@@ -23,7 +23,7 @@ def ids(*values: int) -> np.ndarray:
 def sampler_for(
     samplings: Sequence[RowSampling], vocab_size: int, tokens: Sequence[np.ndarray] | None = None
 ) -> Sampler:
-    """A sampler whose row i has ``samplings[i]`` and has seen ``tokens[i]``, of which the first two are the prompt."""
+    """A sampler whose row i has ``samplings[i]`` and has seen ``tokens[i]``; the first two are the prompt."""
     state = SamplingState(max_num_seqs=len(samplings), vocab_size=vocab_size, device=CPU)
     for row, sampling in enumerate(samplings):
         known = ids(0, 1) if tokens is None else tokens[row]

@@ -1,9 +1,9 @@
 """A worker without a model, which proves that a scheduler's plans are right.
 
-It applies plans exactly as a rank does, and keeps, for each slot of a fake KV cache, the token stored there, the group
-of layers that stored it, and a hash of the whole sequence up to it.  In each step every row must find its own history
-in the slots of each group, as far back as that group's window and the tile before it reach, whatever was shared,
-copied, given back, evicted or recomputed.  The next token is computed from what the *cache* holds in the windows of all
+It applies plans exactly as a rank does.  For each slot of a fake KV cache it keeps the token stored there, the group of
+layers that stored it, and a hash of the whole sequence up to it.  In each step every row must find its own history in
+the slots of each group, as far back as that group's window and the tile before it reach, after any sharing, copying,
+release, eviction or recomputation.  The next token is computed from what the *cache* holds in the windows of all
 groups, so a wrong block also gives wrong tokens; ``expected_tokens`` computes them from the sequence alone.
 """
 
@@ -29,7 +29,7 @@ _FACTORS = np.array([(i * 2_654_435_761) % 1_000_003 + 1 for i in range(4096)], 
 
 
 def chain_hashes(token_ids: list[int], start: list[int]) -> list[int]:
-    """Hashes of all prefixes that end at or after position ``len(start)``, given those before."""
+    """Hashes of all prefixes that end at or after position ``len(start)``, given the hashes before."""
     value = start[-1] if start else 1
     found = []
     for token_id in token_ids[len(start) :]:
@@ -39,8 +39,8 @@ def chain_hashes(token_ids: list[int], start: list[int]) -> list[int]:
 
 
 def next_token(seen: list[npt.NDArray[np.int64]], length: int, seed: int) -> int:
-    """The fake model after ``length`` tokens: depends on the last of them, ``seen`` in each group, on their positions,
-    and on the row's seed."""
+    """The fake model after ``length`` tokens.  The result depends on the last token, on ``seen`` in each group, on
+    their positions, and on the row's seed."""
     total = 7919 * (seed % 1009)
     for group, tokens in enumerate(seen):
         total += (group + 1) * int((tokens * _FACTORS[length - len(tokens) : length]).sum())
@@ -96,7 +96,7 @@ class FakeWorker:
         self.kv_group = np.full(num_slots, -1, dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply a plan in the documented order; assert that it may be obeyed and leaves every row intact."""
+        """Apply a plan in the documented order; assert that it is valid and leaves every row intact."""
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
         assert 0 < plan.num_tokens <= self.limits.max_num_batched_tokens
@@ -139,7 +139,7 @@ class FakeWorker:
         return blocks
 
     def _copy(self, plan: StepPlan) -> None:
-        """All at once, as a rank does."""
+        """All copies at once, as a rank does."""
         assert len(set(plan.copies[:, 1].tolist())) == len(plan.copies), "a block is the target of two copies"
         for cache in (self.kv_token, self.kv_chain, self.kv_group):
             blocks = cache.reshape(self.limits.num_blocks, self.limits.block_size)
@@ -161,7 +161,7 @@ class FakeWorker:
             self.num_computed_tokens += count
 
     def _check_history(self, row: FakeRow, start: int) -> None:
-        """All that a query at ``start``, or a later one, may read of a row is its own."""
+        """Every slot that a query at ``start`` or later may read belongs to this row."""
         for group, window in enumerate(self.limits.windows):
             visible = 0 if window is None else max(0, start - window + 1)
             first = visible // self.limits.tile_tokens * self.limits.tile_tokens
@@ -185,7 +185,7 @@ class FakeWorker:
         return [self.kv_token[self._slots(row, group, first)] for group, first in enumerate(firsts)]
 
     def _slots(self, row: FakeRow, group: int, first: int) -> npt.NDArray[np.int64]:
-        """Of the positions from ``first`` on that are computed."""
+        """The slots of the computed positions from ``first`` on."""
         positions, size = np.arange(first, row.computed), self.limits.block_size
         table = np.array(row.table, dtype=np.int64)[:, group]
         return table[positions // size] * size + positions % size
@@ -201,10 +201,11 @@ class Output:
 
 
 class Simulation:
-    """A scheduler and its fake worker; if ``checks``, ``check_integrity`` after each act of every other 40 plans.
+    """A scheduler and its fake worker; with ``checks``, ``check_integrity`` runs after each act of every other 40
+    plans.
 
-    Not after all acts, because a check enters what steady steps have only noted.  ``ahead`` plans are made before the
-    oldest one runs.
+    It does not run after all acts, because a check enters what steady steps have only noted.  ``ahead`` plans are made
+    before the oldest one runs.
     """
 
     def __init__(self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True) -> None:
@@ -227,7 +228,7 @@ class Simulation:
         will_continue: bool = False,
         **params: object,
     ) -> EngineRequest:
-        """Queue a request with a seed of its own, unless given."""
+        """Queue a request, with a seed of its own unless one is given."""
         request_id = request_id or f"r{len(self.requests)}"
         params.setdefault("seed", len(self.requests))
         request = EngineRequest(
@@ -245,7 +246,7 @@ class Simulation:
         return request
 
     def abort(self, *request_ids: str) -> None:
-        """Abort and note what ends."""
+        """Abort, and note the outputs that end."""
         self._take(self.scheduler.abort(request_ids))
         self._check()
 
@@ -267,7 +268,7 @@ class Simulation:
         return plan
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Step until all is done; returns the number of steps."""
+        """Step until all requests have finished; returns the number of steps."""
         for number in range(max_steps):
             if self.step() is None:
                 self.check_idle()
@@ -275,7 +276,7 @@ class Simulation:
         raise AssertionError(f"not done after {max_steps} steps")
 
     def check_idle(self) -> None:
-        """Nothing runs, nothing is held, and every finished sequence is what the fake model gives."""
+        """No request runs, no block is held, and every finished sequence is the fake model's."""
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
         assert stats.num_used_blocks == stats.num_running == stats.num_waiting == stats.num_live_tokens == 0
@@ -294,7 +295,7 @@ class Simulation:
             assert (output.token_ids, output.finish_reason) == (expected, reason)
 
     def expected(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
-        """Tokens and end of a sequence, from the request alone."""
+        """Tokens and end of a sequence, computed from the request alone."""
         params, prompt = request.params, request.prompt_token_ids
         assert params.seed is not None
         longest = self.limits.max_sequence_tokens
@@ -318,8 +319,8 @@ class Simulation:
 
 
 class RandomLoad:
-    """A seeded stream of requests that share prefixes, fork, stop, differ in salt and priority, continue others and
-    get aborted."""
+    """A seeded stream of requests that share prefixes, fork, stop, differ in salt and priority, continue others and are
+    aborted."""
 
     def __init__(self, simulation: Simulation, seed: int) -> None:
         self.simulation = simulation
@@ -329,7 +330,7 @@ class RandomLoad:
         self.longest = longest
 
     def act(self) -> None:
-        """One random act: mostly a step, with arrivals about as fast as requests end."""
+        """One random act: mostly a step; requests arrive about as fast as they end."""
         choice = self.random.random()
         if choice < 0.25 and self.simulation.scheduler.num_unfinished < 12:
             self.add()
@@ -343,7 +344,7 @@ class RandomLoad:
             self.simulation.step()
 
     def add(self) -> None:
-        """A prompt that begins with a piece of a stem, or with all of an earlier prompt and answer."""
+        """Add a prompt that begins with a piece of a stem, or with all of an earlier prompt and answer."""
         rng = self.random
         stem = rng.choice(self.stems)
         start = self._earlier() if rng.random() < 0.3 else stem[: rng.randint(0, len(stem))]
@@ -361,13 +362,13 @@ class RandomLoad:
         )
 
     def abort(self) -> None:
-        """One unfinished request, and an unknown id."""
+        """Abort one unfinished request, and an unknown id."""
         open_ids = [key[0] for key, output in self.simulation.outputs.items() if output.finish_reason is None]
         if open_ids:
             self.simulation.abort(self.random.choice(open_ids), "unknown")
 
     def _earlier(self) -> list[int]:
-        """Prompt and answer, as far as it is known, of one of the last requests."""
+        """Prompt and answer so far of one of the last requests."""
         chosen = self.random.choice(list(self.simulation.outputs)[-6:] or [None])
         if chosen is None:
             return []

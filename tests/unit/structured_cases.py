@@ -1,4 +1,4 @@
-"""Random schemas and expressions for the tests of structured output, each with a judge of its outputs."""
+"""Random schemas and expressions for the tests of structured output, each with a function that judges its outputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def random_regex(rng: random.Random, depth: int = 2) -> str:
-    """An expression of bounded outputs that Python and the library read alike."""
+    """An expression with bounded outputs that Python and the library interpret alike."""
     atoms = ["a", "[b-e]", "\\d", "é", "世界", "[^a-z\\n]", "\\.", "(?:xy|z)"]
     parts = []
     for _ in range(rng.randint(1, 3)):
@@ -80,7 +80,7 @@ def cases(seed: int, count: int) -> list[Case]:
 
 
 def schema_case(schema: dict[str, Any], *, tight: bool = True) -> Case:
-    """Judged by ``jsonschema``; ``tight`` without white space."""
+    """``jsonschema`` judges the outputs; ``tight`` allows no white space."""
     validator = jsonschema.Draft202012Validator(schema)
 
     def judge(text: str) -> bool:
@@ -94,10 +94,10 @@ def schema_case(schema: dict[str, Any], *, tight: bool = True) -> Case:
 
 
 def regex_case(regex: str) -> Case:
-    """Judged by Python's ``re``."""
+    """Python's ``re`` judges the outputs."""
     return StructuredOutputsParams(regex=regex), lambda text: re.fullmatch(regex, text) is not None
 
 
 def choice_case(choices: list[str]) -> Case:
-    """Judged by the list."""
+    """The list judges the outputs."""
     return StructuredOutputsParams(choice=choices), lambda text: text in choices

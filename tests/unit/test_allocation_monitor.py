@@ -45,7 +45,7 @@ def test_the_history_is_bounded() -> None:
 
 
 def test_the_interval_says_when_a_sample_is_due() -> None:
-    """Oracle: the first is due at once, the next two seconds later."""
+    """Oracle: the first sample is due at once, the next two seconds later."""
     stats, monitor = Simulation(LIMITS).scheduler.stats(), AllocationMonitor(interval_s=2.0)
     assert monitor.is_due(-5.0) and monitor.latest is None and monitor.summary().num_samples == 0
     monitor.observe(stats, 10.0)

@@ -33,7 +33,7 @@ async def connected(service: ServiceThread) -> AsyncIterator[AsyncLLM]:
 def run(
     scenario: Callable[[AsyncLLM, ServiceThread], Awaitable[None]], engine: FakeEngine | None = None
 ) -> ServiceThread:
-    """Run a scenario against a served engine, all within the deadline."""
+    """Run a scenario against a served engine, within the deadline."""
 
     async def all_of_it() -> None:
         async with connected(service) as llm:
@@ -111,7 +111,7 @@ def test_long_texts_are_tokenized_beside_the_loop() -> None:
 
 @pytest.mark.parametrize("how", ["break", "cancel", "aclose"])
 def test_leaving_a_stream_aborts_the_request(how: str) -> None:
-    """Oracle: the engine's record of aborts, and that nothing is left in flight."""
+    """Oracle: the engine's record of aborts; nothing is left in flight."""
     engine = FakeEngine(arith, step_delay_s=0.002)
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
@@ -138,7 +138,7 @@ def test_leaving_a_stream_aborts_the_request(how: str) -> None:
 
 
 def test_abort_by_name_ends_the_stream() -> None:
-    """Oracle: the finish reason; an abort of nothing does nothing."""
+    """Oracle: the finish reason; an abort of an unknown request does nothing."""
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
         await llm.abort("unknown")
@@ -153,7 +153,7 @@ def test_abort_by_name_ends_the_stream() -> None:
 
 
 def test_a_stop_string_aborts_in_the_engine() -> None:
-    """Oracle: the engine's record of aborts; it would have gone on for 900 tokens."""
+    """Oracle: the engine's record of aborts; without one it would generate 900 tokens more."""
     engine = FakeEngine(says(byte_level_tokenizer().encode("the fox. ") * 200), step_delay_s=0.001)
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
@@ -164,7 +164,7 @@ def test_a_stop_string_aborts_in_the_engine() -> None:
 
 
 def test_errors_reach_their_own_stream_only() -> None:
-    """Oracle: a bad prompt, an id in use and the engine's own refusal each raise where they belong."""
+    """Oracle: a bad prompt, an id in use and the engine's own refusal each raise at the caller."""
 
     class Full(FakeEngine):
         def add_request(self, request: EngineRequest) -> None:
@@ -189,7 +189,7 @@ def test_errors_reach_their_own_stream_only() -> None:
 
 
 def test_engine_death_fails_every_stream() -> None:
-    """Oracle: the engine's exception in each stream's own EngineDeadError, and in later requests."""
+    """Oracle: the engine's exception, in each stream's own EngineDeadError and in later requests."""
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
         results = await asyncio.gather(*(text_of(llm, "the", LONG) for _ in range(5)), return_exceptions=True)
@@ -205,7 +205,7 @@ def test_engine_death_fails_every_stream() -> None:
 
 
 def test_serving_out() -> None:
-    """Oracle: what runs is finished, what comes is served too, the end is no error."""
+    """Oracle: running requests finish, new ones are served too, and the end raises no error."""
     engine = FakeEngine(arith, step_delay_s=0.005)
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
@@ -233,7 +233,7 @@ def test_chat_prompt() -> None:
 
 
 def test_a_slow_reader_loses_nothing() -> None:
-    """Oracle: the numbers that the engine counts, read long after they were made."""
+    """Oracle: the engine's numbers, read long after they were made."""
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
         slow = llm.stream([0], SamplingParams(max_tokens=300, ignore_eos=True))
@@ -246,12 +246,12 @@ def test_a_slow_reader_loses_nothing() -> None:
 
 
 def test_connecting_to_nobody() -> None:
-    """Oracle: the deadline, and that it is named."""
+    """Oracle: the deadline, which the error names."""
     with pytest.raises(EngineDeadError, match=r"waited 0\.2 s"):
         asyncio.run(AsyncLLM.connect("ipc:///tmp/tp_engine-nobody/engine", timeout_s=0.2))
 
 
 def test_an_unknown_option_is_refused_before_anything_starts() -> None:
-    """Oracle: the option's name, and the one that was meant."""
+    """Oracle: the error has the option's name and the nearest right one."""
     with pytest.raises(ConfigError, match=r"unknown option blocksize.*block_size"):
         AsyncLLM(blocksize=16)

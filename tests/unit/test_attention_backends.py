@@ -1,6 +1,6 @@
-"""Every attention backend against the torch one: what runs here for real, the others with stand-ins for their packages.
+"""Every attention backend against the torch backend; packages that are not installed have stand-ins.
 
-The stand-ins have the documented semantics of the packages, and assert what those would refuse.
+The stand-ins have the packages' documented semantics, and assert what the packages require.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_equals_torch_backend(
 ) -> None:
     """Oracle: the torch backend, itself checked against loops; the caches end up equal too.
 
-    Once more with everything stored already.
+    Then once more with everything already stored.
     """
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.3, sliding_window=window)
     backend, outputs, caches = MAKERS[name](), [], []
@@ -69,7 +69,7 @@ def test_equals_torch_backend(
 @pytest.mark.parametrize("name", ["flash_attn 2", "flash_attn 3", "flashinfer", "flash_attn:torch"])
 @pytest.mark.parametrize("requests", STEPS[:3], ids=["decodes", "prefills", "mixed"])
 def test_softcap(name: str, requests: list[tuple[int, int]]) -> None:
-    """Oracle: the torch backend; scores beyond the cap."""
+    """Oracle: the torch backend; scores are beyond the cap."""
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.9, softcap=1.5)
     batches = [make_batch(requests, shape, block_size=256) for _ in range(2)]
     found, expected = (run(one, batch) for one, batch in zip((MAKERS[name](), TorchBackend()), batches, strict=True))

@@ -1,4 +1,4 @@
-"""Which attention backend is chosen, and what is refused."""
+"""Which attention backend is chosen, and which are refused."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ ON_CUDA: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "bloc
 
 
 def needs(facts: dict[str, Any]) -> AttentionNeeds:
-    """The cache has the type of the queries unless ``facts`` say otherwise."""
+    """What a layer needs; the cache has the type of the queries unless ``facts`` say otherwise."""
     return AttentionNeeds(**({"kv_cache_dtype": facts["dtype"]} | facts))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """As on a machine with these packages; the native kernels' is a compiler, PyTorch's own is torch_varlen."""
+    """Make these packages appear installed; ``native`` stands for a compiler, ``torch_varlen`` for PyTorch's own
+    kernel."""
 
     def find_spec(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, None) if name in packages else None
@@ -42,13 +43,13 @@ def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but flash-attn 3."""
+    """Every package but flash-attn 3 is installed."""
     install(monkeypatch, "flash_attn", "triton", "flashinfer", "torch", "compiler")
 
 
 @pytest.fixture
 def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing."""
+    """No package is installed."""
     install(monkeypatch)
 
 
@@ -76,7 +77,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: triton where its rules hold on CUDA, native on CPUs, then torch.  The log says why."""
+    """Oracle: triton where its rules hold on CUDA, native on CPUs, otherwise torch.  The log gives the reason."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         assert check_backend("auto", needs(facts)) == chosen
     assert f"attention backend: {chosen} (" in caplog.text
@@ -95,7 +96,7 @@ def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixtu
 def test_order_of_auto(
     packages: tuple[str, ...], order: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: the order in the documents; the log names the chosen one, and the others as those to be asked for."""
+    """Oracle: the order in the documents; the log names the chosen backend, and the others as available by option."""
     install(monkeypatch, *packages)
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         assert check_backend("auto", needs(ON_CUDA)) == order[0]
@@ -115,14 +116,14 @@ def test_auto_without_packages() -> None:
 @pytest.mark.usefixtures("none_installed")
 @pytest.mark.parametrize("name", ["triton", "flash_attn", "flashinfer"])
 def test_named_backend_that_is_not_installed(name: str) -> None:
-    """Oracle: a clear message with the remedy."""
+    """Oracle: a message with the remedy."""
     with pytest.raises(ConfigError, match=f"attention_backend is {name}: .* not installed; `pip install"):
         check_backend(name, needs(ON_CUDA))
 
 
 @pytest.mark.usefixtures("none_installed")
 def test_native_backend_without_a_compiler() -> None:
-    """Oracle: a clear message with the remedy."""
+    """Oracle: a message with the remedy."""
     with pytest.raises(
         ConfigError, match=r"attention_backend is native: .* not available here .*; use attention_backend"
     ):
@@ -171,7 +172,7 @@ def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], messa
 
 @pytest.mark.usefixtures("all_installed")
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the backend's own name; every name that the configuration offers is known."""
+    """Oracle: the backend's own name; the code knows every name that the configuration offers."""
     monkeypatch.setitem(sys.modules, "flash_attn", fakes)
     assert select_backend("torch", needs(ON_CPU)).name == "torch"
     for name in ("torch", "flash_attn", "torch_varlen", "flash_attn:torch"):
@@ -195,7 +196,7 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_version_of_flash_attention(
     packages: tuple[str, ...], capability: tuple[int, int] | None, version: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: version 3 is for Hopper alone, and takes small blocks."""
+    """Oracle: version 3 is only for Hopper, and takes small blocks."""
     install(monkeypatch, *packages)
     small_blocks = needs(ON_CUDA | {"block_size": 16, "capability": capability})
     assert flash_attn.best_version(small_blocks) == version
@@ -210,5 +211,5 @@ def test_configuration_refuses_unknown_names(name: str) -> None:
 
 
 def test_configuration_takes_pairs() -> None:
-    """Oracle: kept as written."""
+    """Oracle: the value as written."""
     assert EngineConfig(attention_backend="flash_attn:triton").attention_backend == "flash_attn:triton"

@@ -24,7 +24,7 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend, "n
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    """A new backend of each kind that runs here."""
+    """A new backend of each kind that this machine supports."""
     if request.param == "native" and native_library() is None:
         pytest.skip("the native kernels can not be built here")
     return BACKENDS[request.param]()
@@ -125,9 +125,9 @@ def test_cache_of_another_dtype(backend: AttentionBackend) -> None:
 
 
 def test_layers_with_and_without_window_and_many_steps(backend: AttentionBackend) -> None:
-    """Oracle: loops.  One prepare serves all layers; the next prepare forgets the last step.
+    """Oracle: loops.  One prepare serves all layers; the next prepare discards the last step.
 
-    Buffers that the first steps left behind serve the last one, which runs outside inference mode.
+    The buffers of the first steps serve the last step too, which runs outside inference mode.
     """
     steps = [[(1, 40), (3, 30)], [(1, 12), (1, 70), (33, 40)], [(1, 200), (1, 5), (300, 310)], [(1, 9), (40, 90)]]
     for seed, requests in enumerate(steps):
@@ -192,7 +192,7 @@ def test_groups_cover_the_batch(requests: list[tuple[int, int]]) -> None:
 
 
 def test_similar_lengths_share_a_call_and_others_do_not() -> None:
-    """Oracle: one long request must not make all the others gather its length."""
+    """Oracle: one long request does not make the others gather as many keys."""
     ones = np.ones(33, dtype=np.int32)
     similar = group_requests(ones, np.arange(200, 233, dtype=np.int32), 16384)
     mixed = group_requests(ones, np.array([4000] + [100] * 32, dtype=np.int32), 16384)

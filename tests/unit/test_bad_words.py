@@ -1,4 +1,4 @@
-"""Words that do not come: their token ids, the masks, and a whole engine that avoids them."""
+"""Banned words: their token ids, the masks, and a whole engine that avoids them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 70
 
 
 class OnlyThese:
-    """A grammar's place that always allows the same tokens, and refuses 9."""
+    """A grammar that always allows the same tokens, and refuses 9."""
 
     def __init__(self, allowed: Sequence[int]) -> None:
         self.allowed = allowed
@@ -60,7 +60,7 @@ def test_the_last_token_of_a_word_is_masked_behind_the_others() -> None:
 
 
 def test_a_grammar_and_banned_words_together() -> None:
-    """Oracle: what both allow; where that is nothing, what the grammar allows; the grammar's end is the guard's."""
+    """Oracle: the tokens that both allow; where there are none, those of the grammar; both end with the grammar."""
     grammar = OnlyThese([5, 33, 69])
     write = MaskWriter(fill_grammars, VOCAB)
     both = BannedWords([[5], [33, 69]], grammar).start(ignore_eos=False)
@@ -91,8 +91,8 @@ def test_words_are_found_at_the_beginning_and_within_text() -> None:
 
 
 def test_an_engine_avoids_them(tmp_path: Path) -> None:
-    """Oracle: the run without: equal up to the banned token, which never comes behind the token before it; ``n``
-    sequences and those beside them are served too."""
+    """Oracle: the run without banned words: equal up to the banned token, which never follows the token before it;
+    ``n`` sequences and requests beside them are served too."""
     with tiny_engine(tmp_path / "model") as engine:
 
         async def scenario(app: App) -> None:

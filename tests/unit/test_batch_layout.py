@@ -1,4 +1,4 @@
-"""Which of a step's tokens are read later.  Oracle: the picture in the module's text, by hand."""
+"""Which of a step's tokens are read later.  Oracle: the picture in the module's docstring, by hand."""
 
 from __future__ import annotations
 

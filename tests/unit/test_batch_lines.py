@@ -59,7 +59,7 @@ def test_a_request_line_is_read(url: str, body: Any) -> None:
     ],
 )
 def test_lines_that_are_no_request(text: bytes | None, code: str) -> None:
-    """Oracle: ``LineError`` and nothing else, and a result line with OpenAI's fields and the line's number."""
+    """Oracle: only ``LineError`` is raised, and the result line has OpenAI's fields and the line's number."""
     with pytest.raises(LineError) as caught:
         read_line(4, text, ENDPOINTS)
     result = bad_line(4, text, caught.value)
@@ -84,7 +84,7 @@ def test_lines_that_are_no_request(text: bytes | None, code: str) -> None:
     ],
 )
 def test_bodies_that_are_refused(url: str, changes: dict[str, Any], param: str) -> None:
-    """Oracle: the answer that the server would give, in the result's response and error."""
+    """Oracle: the server's answer, in the result's response and error."""
     request = read_line(1, line(url=url, body=BODIES[url] | changes), ENDPOINTS)
     with pytest.raises(RequestError) as caught:
         check_request(request, ("m",))
@@ -105,7 +105,7 @@ def test_a_line_for_another_model_is_refused() -> None:
 
 
 def test_ids_of_results_are_line_numbers() -> None:
-    """Oracle: the inverse; ids of other programs are none."""
+    """Oracle: the inverse; it finds no line number in other programs' ids."""
     assert [line_number(line_id(number)) for number in (1, 10**12)] == [1, 10**12]
     assert [line_number(text) for text in ("", "vllm-3", "batch_req_", "batch_req_0", "batch_req_x")] == [None] * 5
 
@@ -138,7 +138,8 @@ def test_lines_that_are_too_long_are_not_held(tmp_path: Path, limit: int, end: b
 
 
 def test_a_gzipped_file(tmp_path: Path) -> None:
-    """Oracle: the plain text; the content tells, not the name; a damaged file names the place."""
+    """Oracle: the plain text; the content shows the format, not the name; the error for a damaged file names the
+    place."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(gzip.compress(b"{1}\n{2}\n"))
     assert lines_of(path) == [(1, b"{1}"), (2, b"{2}")]
@@ -162,7 +163,7 @@ def test_standard_input_is_read_twice_too(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_waiting_for_standard_input_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a pipe whose other end says nothing; it ends when told to."""
+    """Oracle: the read of a silent pipe ends when it is asked to stop."""
     reader, writer = os.pipe()
     with os.fdopen(reader) as stream, os.fdopen(writer, "wb"):
         monkeypatch.setattr(sys, "stdin", stream)
@@ -172,7 +173,7 @@ def test_waiting_for_standard_input_can_be_stopped(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_named_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
-    """Oracle: the text that another thread writes into it, once."""
+    """Oracle: the text that another thread writes into the pipe, once."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     BatchConfig(input_file=str(pipe), output_file="-")
@@ -208,7 +209,7 @@ def test_a_named_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
 def test_configuration_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
-    """Oracle: the words that a user needs."""
+    """Oracle: the words in the error."""
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").touch()
     with pytest.raises(ConfigError, match=words):
@@ -216,7 +217,7 @@ def test_configuration_refusals(
 
 
 def test_shards_are_a_partition() -> None:
-    """Oracle: each line number is taken by exactly one of N shards."""
+    """Oracle: exactly one of N shards takes each line number."""
     for count in range(1, 8):
         shards = [
             BatchConfig(input_file="-", output_file="-", shard=f"{i}/{count}").input_shard for i in range(1, count + 1)

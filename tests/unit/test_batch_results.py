@@ -1,4 +1,4 @@
-"""Results of batch jobs: written line by line, read again after a kill, found again among millions, put into order."""
+"""Results of batch jobs: written line by line, read again after a kill, found among millions, put in order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_possible_kill_is_resumed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_errors_have_a_file_of_their_own(tmp_path: Path) -> None:
-    """Oracle: which line is where; both are known afterwards, and which of them failed."""
+    """Oracle: the place of each line; both lines are known afterwards, with the one that failed."""
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     with Results(output, errors) as results:
         results.write(result(1))
@@ -72,7 +72,7 @@ def test_errors_have_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 def test_refused_lines_do_not_finish_a_custom_id(tmp_path: Path) -> None:
-    """Oracle: the refusal of a duplicate says nothing of the line it repeats."""
+    """Oracle: the refusal of a duplicate does not count as a result of the line it repeats."""
     path = tmp_path / "out.jsonl"
     with Results(path) as results:
         results.write(bad_line(7, b'{"custom_id": "a"}', LineError("repeated", "duplicate_custom_id")))
@@ -106,7 +106,7 @@ def test_a_tail_of_zeros_after_a_power_failure_is_cut_off(tmp_path: Path) -> Non
 
 
 def test_existing_results_are_refused_on_request(tmp_path: Path) -> None:
-    """Oracle: an empty file is fine, one with results is refused and kept."""
+    """Oracle: an empty file is accepted; a file with results is refused and kept."""
     path = tmp_path / "out.jsonl"
     path.touch()
     with Results(path, resume=False) as results:
@@ -117,7 +117,7 @@ def test_existing_results_are_refused_on_request(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a disk that takes 30 bytes more; once it has room, the lines before the torn one are known."""
+    """Oracle: a disk with room for 30 bytes; once it has more, the lines before the torn one are known."""
     path, write, room = tmp_path / "out.jsonl", os.write, 30
 
     def write_if_room(descriptor: int, data: bytes) -> int:
@@ -141,7 +141,7 @@ def test_a_full_disk_is_named_and_gone_on_from(tmp_path: Path, monkeypatch: pyte
 
 
 def test_results_reach_the_disk_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: when fdatasync is called, on a clock of the test's own: once per period, and only for new results."""
+    """Oracle: the times of fdatasync on the test's own clock: once per period, and only for new results."""
     clock, syncs = [100.0], list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(os, "fdatasync", lambda _descriptor: syncs.append(clock[0]))
@@ -155,7 +155,7 @@ def test_results_reach_the_disk_within_seconds(tmp_path: Path, monkeypatch: pyte
 
 
 def test_progress_in_words() -> None:
-    """Oracle: by hand: 10 of 110 lines were done before, 50 in 100 s since, so 50 more take as long again."""
+    """Oracle: by hand: 10 of 110 lines were done before and 50 more in 100 s, so the other 50 take 100 s."""
     progress = Progress(110, 10, shown=False)
     assert "10 of 110 lines (9.1 %)" in progress.text(time.monotonic())
     for _ in range(50):
@@ -181,7 +181,7 @@ def test_repeated_ids_and_where_they_were_first(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_results_in_the_order_of_the_input(seed: int) -> None:
-    """Oracle: 0, 1, 2, ... whatever the order in which they come, with no more than a window of them on their way."""
+    """Oracle: 0, 1, 2, ... for any order of arrival, with at most a window of them under way."""
     rng, written, started, running = random.Random(seed), list[int](), 0, list[int]()
     order = ResultOrder(written.append, keeps_order=True, window=5)
     while started < 60 or running:
@@ -204,7 +204,7 @@ class Item:
 
 
 def test_reading_ahead_is_bounded_and_in_order() -> None:
-    """Oracle: the numbers, and how many were taken from the iterator before the first was asked for."""
+    """Oracle: the numbers, and how many the reader took from the iterator before the first request."""
     taken = 0
 
     def items() -> object:
@@ -221,7 +221,7 @@ def test_reading_ahead_is_bounded_and_in_order() -> None:
 
 
 def test_reading_ahead_ends_early_and_with_errors() -> None:
-    """Oracle: the thread has gone; an error comes after the items before it."""
+    """Oracle: the thread has ended; an error arrives after the items before it."""
 
     def failing() -> Iterator[Item]:
         yield Item(1)

@@ -1,4 +1,4 @@
-"""Beam search without a model: made-up candidates, and the asynchronous driver against the fake engine."""
+"""Beam search without a model: invented candidates, and the asynchronous driver against the fake engine."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def run(search: BeamSearch, model: Model) -> int:
 
 
 def made_up(tokens: Sequence[int]) -> dict[int, float]:
-    """Log-probabilities of five tokens that depend on all tokens before."""
+    """Log-probabilities of five tokens, which depend on all tokens before."""
     weights = [1.5 + math.sin(31.0 * sum((i + 1) * token for i, token in enumerate(tokens)) + k) for k in range(5)]
     return {token: math.log(weight / sum(weights)) for token, weight in enumerate(weights)}
 
 
 def everything(max_tokens: int, penalty: float) -> list[tuple[int, ...]]:
-    """All sequences that end with the EOS or at the limit, best first, by trying every one."""
+    """All sequences that end with the EOS or at the limit, best first, by exhaustion."""
     scored = {}
     for tokens in product(range(5), repeat=max_tokens):
         end = tokens.index(EOS) + 1 if EOS in tokens else max_tokens
@@ -71,7 +71,7 @@ def everything(max_tokens: int, penalty: float) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0, -1.0])
 def test_a_width_that_keeps_everything_is_an_exhaustive_search(penalty: float) -> None:
-    """Oracle: every possible sequence, scored: the width holds all that can live, so nothing may be missed."""
+    """Oracle: every possible sequence, scored: the width holds all live beams, so the search misses none."""
     params = BeamSearchParams(beam_width=256, max_tokens=4, length_penalty=penalty)
     search = search_of(params)
     run(search, made_up)
@@ -81,7 +81,7 @@ def test_a_width_that_keeps_everything_is_an_exhaustive_search(penalty: float) -
 
 @pytest.mark.parametrize(("penalty", "num_rounds"), [(0.0, 2), (-1.0, 2), (1.0, 4), (3.0, 6)])
 def test_it_ends_as_soon_as_nothing_can_change(penalty: float, num_rounds: int) -> None:
-    """Oracle: the bound by hand; and going on to the last round finds the same.
+    """Oracle: the bound by hand; a search to the last round finds the same.
 
     The EOS has 0.6, token 2 has 0.3, token 3 has 0.1, so after two rounds the EOS of round 1 and [2, EOS] are complete
     with 0.6 and 0.18, and the best live beam has 0.09.  With penalty 1 the second is log(0.18) / 4 = -0.43, while live
@@ -100,7 +100,7 @@ def test_it_ends_as_soon_as_nothing_can_change(penalty: float, num_rounds: int) 
 
 
 def test_requests_are_the_beams_with_the_prompt_before_them() -> None:
-    """Oracle: arithmetic: 2 * width candidates, ids of their own, one token each, at most the context's tokens."""
+    """Oracle: arithmetic: 2 * width candidates, a separate id each, one token each, at most the context's tokens."""
     search = search_of(BeamSearchParams(beam_width=3, max_tokens=50, ignore_eos=True), max_model_len=8)
     seen = set()
     lengths = []
@@ -119,7 +119,7 @@ def test_requests_are_the_beams_with_the_prompt_before_them() -> None:
 
 
 def test_a_search_that_has_begun_goes_before_those_that_wait() -> None:
-    """Oracle: a lower priority runs first; else each round would wait behind everything that came since the last."""
+    """Oracle: a lower priority number runs first; otherwise each round would wait behind newer requests."""
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
     priorities = []
     while not search.done:
@@ -130,7 +130,7 @@ def test_a_search_that_has_begun_goes_before_those_that_wait() -> None:
 
 
 def test_all_rounds_but_the_last_are_continued() -> None:
-    """Oracle: the meaning of ``will_continue``: a request will continue from the request's last block."""
+    """Oracle: the meaning of ``will_continue``: another request will continue from this request's last block."""
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
     flags = []
     while not search.done:
@@ -141,7 +141,7 @@ def test_all_rounds_but_the_last_are_continued() -> None:
 
 
 def test_an_aborted_request_ends_the_search_with_what_there_is() -> None:
-    """Oracle: the finish reason, as for any other aborted request."""
+    """Oracle: the finish reason of any aborted request."""
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
     search.advance([output_of(request, made_up) for request in search.next_requests()])
     first, second = search.next_requests()
@@ -157,7 +157,7 @@ def test_an_aborted_request_ends_the_search_with_what_there_is() -> None:
 
 
 def test_all_candidates_are_an_eos() -> None:
-    """Oracle: nothing lives on, so the search ends with the one sequence there is."""
+    """Oracle: no beam is live, so the search ends with the one sequence there is."""
     search = search_of(BeamSearchParams(beam_width=4, max_tokens=9))
     assert run(search, lambda tokens: {EOS: 0.0}) == 1
     output = beam_search_output(search, None)
@@ -165,7 +165,7 @@ def test_all_candidates_are_an_eos() -> None:
 
 
 def test_answers_keep_the_asked_number_of_logprobs() -> None:
-    """Oracle: the positions' ranks: the token itself, and the asked number of likeliest."""
+    """Oracle: the ranks of each position: the token itself, and the requested number of likeliest tokens."""
     params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
     for count in (0, 1, 3):
         request = EngineRequest(
@@ -211,7 +211,7 @@ async def connected_run(llm_work: Callable[[AsyncLLM], object], engine: FakeEngi
 
 
 def test_async_beam_search() -> None:
-    """Oracle: the fake model by hand: the next number is likeliest, the one after it half as likely in logarithms."""
+    """Oracle: the fake model by hand: the next number is likeliest; the one after it has half the log-probability."""
 
     async def work(llm: AsyncLLM) -> None:
         params = BeamSearchParams(beam_width=3, max_tokens=2, ignore_eos=True)
@@ -226,7 +226,7 @@ def test_async_beam_search() -> None:
 
 
 def test_cancelling_a_search_leaves_nothing_in_the_engine() -> None:
-    """Oracle: the engine's own record; another request goes on undisturbed."""
+    """Oracle: the engine's own record; another request is undisturbed."""
     engine = FakeEngine(arith, step_delay_s=0.002, max_running=2)
 
     async def work(llm: AsyncLLM) -> None:

@@ -1,4 +1,4 @@
-"""The sweep of the attention kernels' sizes: its table, and what it says where there is no GPU."""
+"""The sweep of the attention kernels' sizes: its table, and its message without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_report(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the current sizes first, then the fastest; what failed is counted, not hidden."""
+    """Oracle: the current sizes first, then the fastest; failures are counted, not hidden."""
     rows = [
         {"kernel": "k", "sizes": "a", "is_current": True, "us": 3.0, "share": 0.3},
         {"kernel": "k", "sizes": "b", "is_current": False, "us": 2.0, "share": 0.5},
@@ -37,14 +37,14 @@ def test_report(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: exit status 2, and why."""
+    """Oracle: exit status 2, and the reason."""
     assert bench.main([]) == 2
     assert "finds no CUDA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or not has_triton(), reason="for Triton without a GPU")
 def test_candidates_can_be_made(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: every candidate has a row, with the kernels and the clock replaced; the current sizes are the first."""
+    """Oracle: every candidate has a row, current sizes first; the kernels and the clock are replaced."""
     from tp_engine.kernels import paged_decode_triton, paged_prefill_triton
 
     calls: list[object] = []

@@ -1,4 +1,4 @@
-"""The kernel benchmark's arithmetic, which needs no GPU; and what it says where there is none."""
+"""The kernel benchmark's arithmetic, which needs no GPU, and its message without one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_bytes_are_counted_by_hand(bench: Any) -> None:
 
 
 def test_a_row_of_the_table(bench: Any) -> None:
-    """Oracle: 1 GB in 1 ms is 1000 GB/s, half of a copy that moves 2000 GB/s; 32 sets of it leave any cache."""
+    """Oracle: 1 GB in 1 ms is 1000 GB/s, half of a copy's 2000 GB/s; 32 sets of it exceed any cache."""
     case = sys.modules["benchmarks.kernels.cases"].KernelCase(
         kernel="k", size="s", num_bytes=10**9, make=lambda: lambda: None
     )
@@ -66,7 +66,7 @@ def test_number_of_sets(bench: Any, num_bytes: int, expected: int) -> None:
 
 @needs_triton
 def test_every_launch_works() -> None:
-    """Oracle: no kernel refuses what the benchmark gives it; a tiny layer, interpreted."""
+    """Oracle: every kernel accepts what the benchmark gives it; a tiny layer, interpreted."""
     interpreted("kernel_cases_bench")
 
 

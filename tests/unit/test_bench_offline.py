@@ -1,4 +1,4 @@
-"""The offline benchmark's arithmetic, and that every engine gets the same work and the same weights."""
+"""The offline benchmark's arithmetic; every engine gets the same work and the same weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpu.figures import figures_of
 ROOT = Path(__file__).parents[2]
 COST = ModelCost(num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4)
 CEILINGS = Ceilings(bytes_per_s=1e6, flops_per_s=1e9)
-# Parameters that the published checkpoints count, the input embedding included.
+# Parameters of the published checkpoints, with the input embedding.
 PUBLISHED = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
@@ -115,7 +115,7 @@ def test_the_256_requests_are_alike_for_every_seed() -> None:
 
 
 def test_engines_take_turns_on_the_same_prompts() -> None:
-    """Oracle: both see the warm-up and then the same workload in each round, and are closed."""
+    """Oracle: both engines get the warm-up and then the same workload in each round, and are closed."""
     ours, theirs = Answers(), Answers()
     runs, failures = contenders.run_all(makers(ours=ours, theirs=theirs), ["latency"], 100, rounds=2)
     assert not failures and {name: len(rounds) for name, rounds in runs["latency"].items()} == {"ours": 2, "theirs": 2}
@@ -124,7 +124,7 @@ def test_engines_take_turns_on_the_same_prompts() -> None:
 
 
 def test_a_peer_that_fails_costs_only_its_own_figures() -> None:
-    """Oracle: the first engine's rounds are whole; the failure is told."""
+    """Oracle: the first engine's rounds are complete; the report has the failure."""
     runs, failures = contenders.run_all(makers(ours=Answers(), theirs=Answers(fails=True)), ["latency"], 100, 2)
     assert list(runs["latency"]) == ["ours"] and failures == {"theirs": "RuntimeError: out of memory"}
 
@@ -147,7 +147,7 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dummy_weights_are_those_of_the_peers(tmp_path: Path) -> None:
     """Oracle: tp_engine with ``load_format="dummy"``: transformers gives the same tokens with the copied weights.
 
-    With a static cache too, as on a GPU, where transformers then compiles its decode step.
+    Also with a static cache, as on a GPU, where transformers then compiles its decode step.
     """
     small_config(tmp_path)
     work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
@@ -164,7 +164,7 @@ def test_dummy_weights_are_those_of_the_peers(tmp_path: Path) -> None:
 
 
 def test_dummy_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
-    """Oracle: the weights that transformers' model is filled with."""
+    """Oracle: the weights that the benchmark puts into transformers' model."""
     from safetensors.torch import load_file
 
     shapes = {"a.weight": (3, 5), "norm.weight": (4,)}
@@ -244,7 +244,7 @@ def test_a_run_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_command_line_depends_on_the_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the documented defaults; unknown workloads and a wrong folder are refused with the rule."""
+    """Oracle: the documented defaults; the error for an unknown workload or a wrong folder states the rule."""
     small, large = parse_arguments([]), parse_arguments(["--shape", "qwen3-8b", "--devices", "0,0"])
     assert (small.dtype, small.workloads, small.is_dummy) == ("float32", "latency,throughput,shared_prefix", False)
     assert (large.dtype, large.workloads, large.is_dummy) == ("bfloat16", "latency,batch256", True)

@@ -1,4 +1,4 @@
-"""The paging benchmark: its shares of the pool, which are exact, and everything else in miniature."""
+"""The paging benchmark: its shares of the pool, which are exact, and a small run of the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.shapes import qwen3_config
 def test_a_contiguous_pool_by_hand() -> None:
     """Oracle: worked out: 2 reservations of 8 tokens, 16 requests of 4 tokens in and 4 out, always two at a time.
 
-    After the steps of a request 4, 5, 6 and 0 tokens are in the pool, for with the fourth it is gone.  From the first
+    After the steps of a request 4, 5, 6 and 0 tokens are in the pool: the fourth step ends the request.  From the first
     end, step 4, to the last step with a request waiting, step 28, that is 6 whole turns and a seventh 0.
     """
     trace = Trace(name="t", max_len=8, num_reservations=2, prompt=(4, 4), total=8, documented=(0, 0))
@@ -62,7 +62,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_command_line_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: what cannot be measured is refused with the value and the rule."""
+    """Oracle: an error with the value and the rule."""
     for wrong in (["--sections", "memory,speed"], ["--stride", "0"], ["--max-model-len", "100"]):
         with pytest.raises(SystemExit):
             parse_arguments(wrong)

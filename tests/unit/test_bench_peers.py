@@ -1,4 +1,4 @@
-"""Other engines beside ours in the offline benchmark: found or left out, spoken to, and ended."""
+"""Other engines beside ours in the offline benchmark: how it finds, calls and ends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.shapes import qwen3_config
 from benchmarks.workloads import Workload
 from safetensors.torch import save_file
 
-# A stand-in with the part of vLLM's interface that is used; it says things on standard output, as engines do.
+# A stand-in with the part of vLLM's interface that the benchmark uses; like an engine, it writes to standard output.
 VLLM = """
 print("hello from the import")
 
@@ -67,7 +67,7 @@ WORK = Workload("one", [[5, 6, 7]], [4])
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module called vllm, which children of this process find."""
+    """A folder with a module called vllm, which children of this process import."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
@@ -102,7 +102,7 @@ def test_a_peer_in_its_own_process(stand_in: Path) -> None:
     ],
 )
 def test_a_peer_that_fails(stand_in: Path, mode: str, told: str) -> None:
-    """Oracle: an error with what the child said; whatever happened, the child is gone afterwards."""
+    """Oracle: an error with the child's output; the child is gone afterwards in every case."""
     engine = None
     with pytest.raises(RuntimeError, match=told):
         engine = peer(mode)
@@ -113,7 +113,7 @@ def test_a_peer_that_fails(stand_in: Path, mode: str, told: str) -> None:
 
 
 def test_a_peer_that_hangs(stand_in: Path) -> None:
-    """Oracle: the time limit, and a child that was ended."""
+    """Oracle: the time limit, and the child's end."""
     engine = peer("hangs")
     engine._timeout_s = 0.5
     started = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_peer_that_hangs(stand_in: Path) -> None:
 
 
 def test_peers_that_are_absent_are_told(tmp_path: Path, stand_in: Path) -> None:
-    """Oracle: a reason that names the interpreter and the option; a module that is there is found."""
+    """Oracle: a reason that names the interpreter and the option; an installed module is found."""
     missing = find_peer("vllm", str(tmp_path / "python"))
     assert isinstance(missing, str) and "is no interpreter; give one with --peer-python vllm=PATH" in missing
     broken = find_peer("vllm", "/bin/false")
@@ -150,7 +150,7 @@ def test_the_child_gets_what_its_documentation_recommends(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_without_a_tokenizer_gets_one(tmp_path: Path) -> None:
-    """Oracle: as many words as the vocabulary has ids, each standing for its own."""
+    """Oracle: as many words as the vocabulary has ids, one for each id."""
     from tokenizers import Tokenizer
 
     (tmp_path / "model").mkdir()
@@ -292,12 +292,12 @@ def test_a_run_with_several_numbers_of_ranks(stand_in: Path, capsys: pytest.Capt
 
 
 def test_rate_of_matrix_products() -> None:
-    """Oracle: between what any machine does and what none can."""
+    """Oracle: the rate lies between the slowest and the fastest plausible machine's."""
     assert 1e8 < cpu_matmul_rate(torch.float32, size=64, repeats=2) < 1e15
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the documented defaults and pairs; what makes no sense is refused with the rule."""
+    """Oracle: the documented defaults and pairs; the error for a senseless value states the rule."""
     assert parse_arguments([]).peer == ["transformers"] and parse_arguments(["--no-peer"]).peer == []
     args = parse_arguments(["--cells", "A:bfloat16,C:float32", "--peer", "vllm", "--peer-python", "vllm=/x/python"])
     assert args.cells == [("A", "bfloat16"), ("C", "float32")] and args.peer_python["vllm"] == "/x/python"
@@ -316,7 +316,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_several_shapes_in_one_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: each cell's own shape and dtype, in order, in one JSON line; one failure is the run's."""
+    """Oracle: each cell's own shape and dtype, in order, in one JSON line; one failure fails the run."""
     import bench_offline
 
     def compare(args: argparse.Namespace, model: str) -> dict[str, object]:

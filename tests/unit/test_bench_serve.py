@@ -27,7 +27,7 @@ VLLM_FIELDS = {
 
 
 def answer(start: float, ttft: float, *gaps: float, tokens: int | None = None) -> Answer:
-    """A request that went well."""
+    """A successful request."""
     return Answer(
         prompt_len=10,
         start_time=start,
@@ -58,7 +58,7 @@ def test_figures() -> None:
 
 
 def test_figures_without_limits_or_answers() -> None:
-    """Oracle: no goodput without limits; a run in which all failed has zeros, and no division by zero."""
+    """Oracle: no goodput without limits; a run in which all requests failed has zeros, without division by zero."""
     figures = summarise([Answer(prompt_len=1, error="refused")], 1.0, [99.0], {})
     assert figures["request_goodput"] is None and figures["failed"] == 1
     assert figures["mean_ttft_ms"] == 0.0 and figures["max_concurrent_requests"] == 0
@@ -117,7 +117,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    """Oracle: it is XML, with a point per rate and line; lines without limits are left out."""
+    """Oracle: it is XML, with a point per rate and line; lines without limits are absent."""
     results = [
         summarise([answer(0.0, 0.1, 0.2)], 1.0, [99.0], {}) | {"request_rate": rate} for rate in (1.0, 4.0, "inf")
     ]
@@ -128,7 +128,7 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the documented options; what is wrong is refused with the rule."""
+    """Oracle: the documented options; the error for a wrong value states the rule."""
     args = parse_arguments("", ["--request-rate", "1,2.5,inf", "--goodput", "ttft:500", "tpot:50"])
     assert args.request_rate == [1.0, 2.5, math.inf] and args.goodput == {"ttft": 500.0, "tpot": 50.0}
     assert args.percentiles == [50.0, 90.0, 99.0]

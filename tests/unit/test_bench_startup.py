@@ -15,13 +15,13 @@ def start(first_token_s: float, **within: float) -> Start:
 
 
 def test_phases_follow_one_another() -> None:
-    """Oracle: the differences, by hand; together they are the whole."""
+    """Oracle: the differences, by hand; they sum to the whole."""
     phases = _differences({"interpreter": 0.5, "imports": 2.0, "ready": 2.25})
     assert phases == {"interpreter": 0.5, "imports": 1.5, "ready": 0.25}
 
 
 def test_medians_and_the_ratio() -> None:
-    """Oracle: by hand: the middle of three; vLLM's 12 s over our 3 s; a phase that one round lacks."""
+    """Oracle: by hand: the median of three; vLLM's 12 s over our 3 s; a phase that is missing in one round."""
     ours = [start(3.0, weights=1.0), start(9.0, weights=2.0), start(1.0)]
     own, peer = summarise({"tp_engine LLM TP 1": ours, "vllm 1": [start(12.0)], "failed": []})
     assert own["first_token_s"] == 3.0 and own["ratio"] == 4.0 and own["within"] == {"weights": 1.5}
@@ -29,7 +29,7 @@ def test_medians_and_the_ratio() -> None:
 
 
 def test_the_first_round_does_not_count_and_a_failure_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the calls: one more than the rounds; one that fails is not started again."""
+    """Oracle: the calls: one more than the rounds; a contender that fails is not started again."""
     calls: list[str] = []
 
     def good() -> Start:
@@ -47,7 +47,7 @@ def test_the_first_round_does_not_count_and_a_failure_is_kept(capsys: pytest.Cap
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the cells and sizes asked for; the words of refusals."""
+    """Oracle: the requested cells and sizes; the words of the errors."""
     args = parse_arguments(["--cells", "A:bfloat16,C:float32", "--tensor-parallel-size", "1,2"])
     assert args.cells == [("A", "bfloat16"), ("C", "float32")] and args.sizes == [1, 2]
     for wrong, words in (("--contenders=http", "llm and server"), ("--rounds=0", "must count")):
@@ -57,7 +57,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_servers_announcement(tmp_path: Path) -> None:
-    """Oracle: the URL in the line that the server prints; nothing before that."""
+    """Oracle: the URL in the line that the server prints; None before that line."""
     log = tmp_path / "log"
     log.write_text("INFO loading weights took 0.1 s\n")
     assert _announced(log) is None

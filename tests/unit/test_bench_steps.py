@@ -35,7 +35,7 @@ def test_idle_time_is_what_no_interval_covers(busy: list[tuple[float, float]], e
 
 
 def test_figures_of_a_trace() -> None:
-    """Oracle: three steps of 100 us, 30 us between them, 2 us between its kernels; the host is left out."""
+    """Oracle: three steps of 100 us, 30 us between steps, 2 us between kernels; the host's events do not count."""
     events = [event(0, 1000, "cpu_op"), {"ph": "M"}]
     for step in range(3):
         events += [event(130 * step, 49), event(130 * step + 51, 49, "gpu_memcpy")]
@@ -50,14 +50,14 @@ def test_figures_of_a_trace() -> None:
 
 
 def test_device_kernels() -> None:
-    """Oracle: by hand: two steps of 100 us; what takes less than a hundredth of one is summed up."""
+    """Oracle: by hand: two steps of 100 us; kernels below a hundredth of a step are summed up."""
     names = (("attention", 0, 30), ("product", 30, 10), ("attention", 50, 30), ("small", 90, 1))
     events = [event(start, length) | {"name": name} for name, start, length in names]
     assert device_kernels(events, 2, 100.0) == {"attention": 30.0, "product": 5.0, "other": 0.5}
 
 
 def test_a_run_on_the_cpu() -> None:
-    """Oracle: requests and steps as asked for; the period follows from the tokens per second."""
+    """Oracle: the requested requests and steps; the period follows from the tokens per second."""
     command = [sys.executable, "scripts/bench_steps.py", "--shape", "C", "--dtype", "float32", "--steps", "4"]
     command += ["--batch-size", "3", "--context-len", "20", "--engine-options", '{"num_gpu_blocks_override": 64}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

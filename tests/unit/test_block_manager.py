@@ -27,7 +27,7 @@ def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str
 
 
 def seat(batch: Batch, sequence: Sequence) -> list[int]:
-    """Enter with all hits and room for all tokens; returns the hits."""
+    """Admit with all hits and with room for all tokens; returns the hits."""
     hits = batch.blocks.find_hits(sequence)
     batch.blocks.pool.share(hits.shared.held)
     length, num_shared = len(sequence.token_ids), len(hits.shared.table)
@@ -49,7 +49,7 @@ def compute(batch: Batch, sequence: Sequence, num_tokens: int) -> None:
 
 
 def test_golden_tables(batch: Batch) -> None:
-    """By hand: 10 tokens take blocks 0-2, the next row 3; growth takes 4 and 5 in the order of the rows given."""
+    """By hand: 10 tokens take blocks 0-2, the next row 3; growth takes 4 and 5 in the order of the given rows."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, [9, 9], number=1)
     seat(batch, first), seat(batch, second)
     assert batch.rows.held(0).tolist() == [0, 1, 2] and batch.rows.held(1).tolist() == [3]
@@ -59,7 +59,7 @@ def test_golden_tables(batch: Batch) -> None:
 
 
 def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
-    """By hand: with 7 of 10 tokens computed one block of 4 is cached, with 10 two; none before."""
+    """By hand, blocks of 4: 7 of 10 tokens computed cache one block, 10 cache two, and none before."""
     (first,) = make(batch, list(range(10)))
     seat(batch, first)
     (other,) = make(batch, list(range(12)), number=1)
@@ -71,7 +71,7 @@ def test_only_computed_full_blocks_are_published(batch: Batch) -> None:
 
 
 def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
-    """A row that leaves between schedule and update offers what is confirmed, not what was scheduled."""
+    """Oracle: a row that leaves between schedule and update publishes the confirmed tokens, not the sampled ones."""
     (first,) = make(batch, list(range(10)))
     seat(batch, first)
     compute(batch, first, 4)
@@ -82,7 +82,7 @@ def test_unconfirmed_tokens_are_not_published_on_leaving(batch: Batch) -> None:
 
 
 def test_hits_leave_one_token(batch: Batch) -> None:
-    """By hand: of a fully cached prompt of 8 tokens one block is used, of 9 tokens both."""
+    """By hand: a fully cached prompt of 8 tokens uses one block, one of 9 tokens both."""
     (first,) = make(batch, list(range(12)))
     seat(batch, first)
     compute(batch, first, 12)
@@ -91,7 +91,8 @@ def test_hits_leave_one_token(batch: Batch) -> None:
 
 
 def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
-    """By hand: tables go back tail first, so the head of the oldest survives longest; a hit takes it from the queue."""
+    """By hand: a table is released tail first, so the head of the oldest survives longest; a hit takes it from the
+    queue."""
     (first,) = make(batch, list(range(12)))
     seat(batch, first)
     compute(batch, first, 12)
@@ -113,7 +114,7 @@ def test_released_blocks_serve_hits_until_evicted(batch: Batch) -> None:
 
 
 def test_shared_blocks_count_their_holders(batch: Batch) -> None:
-    """By hand: two holders of blocks 0 and 1; they are given back only by the second that leaves."""
+    """By hand: two rows hold blocks 0 and 1; the second one that leaves releases them."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, list(range(11)), number=1)
     seat(batch, first)
     compute(batch, first, 10)
@@ -126,7 +127,8 @@ def test_shared_blocks_count_their_holders(batch: Batch) -> None:
 
 
 def test_equal_content_computed_twice_is_cached_once(batch: Batch) -> None:
-    """Two rows that computed the same prompt: the first one's blocks are canonical, the other's become plain free."""
+    """Oracle: two rows computed the same prompt: the first row's blocks are canonical, the other row's become plain
+    free."""
     (first,), (second,) = make(batch, list(range(10))), make(batch, list(range(10)), number=1)
     seat(batch, first), seat(batch, second)
     compute(batch, first, 10)
@@ -138,7 +140,7 @@ def test_equal_content_computed_twice_is_cached_once(batch: Batch) -> None:
 
 
 def test_salts_do_not_share(batch: Batch) -> None:
-    """Equal prompts of different tenants hold different blocks."""
+    """Oracle: equal prompts of different tenants hold different blocks."""
     (first,) = make(batch, list(range(10)), salt="a")
     seat(batch, first)
     compute(batch, first, 10)

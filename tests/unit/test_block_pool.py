@@ -1,4 +1,4 @@
-"""The free queue, block by block.  Oracle: orders worked out by hand from the rule in the pool's own text."""
+"""The free queue, block by block.  Oracle: orders worked out by hand from the rule in the pool's docstring."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def ids(*blocks: int) -> BlockIds:
 
 
 def take(pool: BlockPool, count: int) -> tuple[list[int], list[int]]:
-    """Blocks taken, and those whose content is lost."""
+    """Take blocks; returns them, and those whose content is lost."""
     taken, lost = pool.allocate(count)
     return taken.tolist(), lost.tolist()
 
 
 def order(pool: BlockPool) -> list[int]:
-    """The queue, after a check of the pool."""
+    """The queue's order, after a check of the pool."""
     pool.check_integrity()
     return pool.free_order()
 
 
 def test_golden_order_without_hashes() -> None:
-    """By hand: blocks are taken in rising order; a table given back is taken again first, in its own order."""
+    """By hand: blocks are taken in rising order; a released table is taken again first, in its own order."""
     pool = BlockPool(6)
     assert order(pool) == [0, 1, 2, 3, 4, 5]
     assert take(pool, 4) == ([0, 1, 2, 3], [])
@@ -41,7 +41,7 @@ def test_golden_order_without_hashes() -> None:
 
 
 def test_golden_eviction_takes_tails_before_heads() -> None:
-    """By hand: free blocks go first, then the older table's tail, its head, and only then the younger table's."""
+    """By hand: free blocks go first, then the older table's tail, then its head, and last the younger table's."""
     pool = BlockPool(6)
     first, _ = pool.allocate(3)
     second, _ = pool.allocate(2)
@@ -57,7 +57,7 @@ def test_golden_eviction_takes_tails_before_heads() -> None:
 
 
 def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
-    """By hand: a shared cached block is unlinked where it is, and comes back as the most recently used."""
+    """By hand: a shared cached block leaves the middle of the queue, and returns as the most recently used."""
     pool = BlockPool(4)
     pool.allocate(3)
     pool.mark_full(ids(0, 1, 2))
@@ -73,7 +73,7 @@ def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
 
 
 def test_golden_tails_go_after_free_blocks_and_before_full_ones() -> None:
-    """By hand: the older tail first, both before a full block that was cached before them."""
+    """By hand: the older tail first, then the other, both before a full block that was cached earlier."""
     pool = BlockPool(6)
     pool.allocate(5)
     pool.mark_full(ids(0))
@@ -90,7 +90,7 @@ def test_golden_tails_go_after_free_blocks_and_before_full_ones() -> None:
 
 
 def test_content_forgotten_keeps_the_order() -> None:
-    """By hand: cached blocks become free where they stand."""
+    """By hand: cached blocks become free where they are in the queue."""
     pool = BlockPool(3)
     pool.allocate(2)
     pool.mark_full(ids(0))
@@ -101,7 +101,8 @@ def test_content_forgotten_keeps_the_order() -> None:
 
 
 def test_misuse_is_our_fault() -> None:
-    """Asserts: taking too many, releasing a block that no row holds, sharing a block without content."""
+    """Oracle: an assertion for taking too many, for releasing a block that no row holds, for sharing one without
+    content."""
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 available"):
         pool.allocate(3)

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def called(spin: CallSpin, clock: Clock, *, after_s: float) -> float:
-    """A call, and its message ``after_s`` later; how long the reader may have spun."""
+    """A call, and its message ``after_s`` later; returns how long the reader may spin."""
     spin_s = spin.begin()
     clock.now_s += after_s
     spin.end()
@@ -36,7 +36,7 @@ def called(spin: CallSpin, clock: Clock, *, after_s: float) -> float:
 
 
 def num_skipped(spin: CallSpin, clock: Clock) -> int:
-    """Calls without a spin until one has one again, whose message is late."""
+    """The number of calls without a spin before the next spin, whose message is late."""
     count = 0
     while called(spin, clock, after_s=0.001) == 0.0:
         count += 1
@@ -44,13 +44,14 @@ def num_skipped(spin: CallSpin, clock: Clock) -> int:
 
 
 def test_spins_while_messages_come_in_time(clock: Clock) -> None:
-    """Every call has a spin."""
+    """Oracle: every call has a spin."""
     spin = CallSpin()
     assert [called(spin, clock, after_s=0.0002) for _ in range(5)] == [SPIN_S] * 5
 
 
 def test_skips_ever_more_calls_while_spins_are_in_vain(clock: Clock) -> None:
-    """16 after the first one, twice as many after each that follows, 4096 at most; 16 again after one that paid."""
+    """Oracle: 16 calls after the first late message, twice as many after each further one, at most 4096; then 16 again
+    after a spin that paid."""
     spin = CallSpin()
     assert called(spin, clock, after_s=0.001) == SPIN_S
     assert [num_skipped(spin, clock) for _ in range(10)] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 4096]
@@ -59,13 +60,13 @@ def test_skips_ever_more_calls_while_spins_are_in_vain(clock: Clock) -> None:
 
 
 def test_a_call_for_nothing_is_not_counted(clock: Clock) -> None:
-    """The engine was idle between it and the next message."""
+    """Oracle: the next calls spin: the engine was idle between a call and its message."""
     spin = CallSpin()
     assert [called(spin, clock, after_s=0.1) for _ in range(3)] == [SPIN_S] * 3
 
 
 def test_messages_without_a_call_change_nothing(clock: Clock) -> None:
-    """However late they come."""
+    """Oracle: the next call spins, however late the messages come."""
     spin = CallSpin()
     for _ in range(3):
         clock.now_s += 1.0
@@ -74,7 +75,7 @@ def test_messages_without_a_call_change_nothing(clock: Clock) -> None:
 
 
 def test_several_calls_before_one_message(clock: Clock) -> None:
-    """Each begins the spin anew: what counts is the time since the last."""
+    """Oracle: each call begins the spin anew, so the time since the last call counts."""
     spin = CallSpin()
     for _ in range(3):
         assert spin.begin() == SPIN_S

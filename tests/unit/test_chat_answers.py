@@ -40,7 +40,7 @@ CONFIG = ServerConfig(
 
 
 def speaking(text: str) -> FakeEngine:
-    """Says ``text`` to whatever is asked, one token per byte, and ends its turn."""
+    """An engine that answers every prompt with ``text``, one token per byte, and ends its turn."""
 
     def reply(request: EngineRequest) -> Sequence[int]:
         return [*text.encode(), END_OF_TURN]
@@ -63,7 +63,7 @@ def last_request(app: App) -> EngineRequest:
 
 
 def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
-    """What the deltas of one choice come to, joined as the OpenAI reference says."""
+    """The deltas of one choice, joined as the OpenAI reference says."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish_reason": None}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -135,7 +135,7 @@ def test_a_whole_answer() -> None:
     ids=str,
 )
 def test_streamed_equals_whole(fields: dict[str, Any]) -> None:
-    """Oracle: the answer without a stream, its counts included; and no markup in what people read."""
+    """Oracle: the answer without a stream, with its counts; no markup in the visible text."""
 
     async def scenario(app: App) -> None:
         answer = (await app.post(CHAT, body(**fields))).json()
@@ -156,7 +156,8 @@ def test_streamed_equals_whole(fields: dict[str, Any]) -> None:
 
 
 def test_finish_reasons_and_fewer_calls() -> None:
-    """Oracle: ``length`` for what a limit cut off; one call where only one was wanted; ``stop`` for a named one."""
+    """Oracle: ``length`` for an answer that a limit cut off; one call where only one was wanted; ``stop`` for a named
+    one."""
 
     async def scenario(app: App) -> None:
         assert whole((await app.post(CHAT, body(max_tokens=110))).json())["finish_reason"] == "length"
@@ -181,14 +182,14 @@ def test_llama_calls() -> None:
 
 
 def forced_schema(app: App) -> Any:
-    """The JSON schema that the engine was told to keep to."""
+    """The JSON schema that the engine must follow."""
     wanted = last_request(app).params.structured_outputs
     assert wanted is not None and isinstance(wanted.json, str)
     return json.loads(wanted.json)
 
 
 def test_forced_calls() -> None:
-    """Oracle: by hand; the engine is given the schema, and neither needs a parser of the model's own format."""
+    """Oracle: by hand; the engine gets the schema, and needs no parser of the model's own format."""
 
     async def required(app: App) -> None:
         expected = {"content": "", "reasoning": "", "calls": [["get_time", '{"a": 1}']], "finish_reason": "tool_calls"}
@@ -248,7 +249,7 @@ def test_a_forced_form_begins_behind_the_reasoning(fields: dict[str, Any]) -> No
     ],
 )
 def test_refusals(fields: dict[str, Any], param: str, words: str) -> None:
-    """Oracle: status 400, the field, and the words that a user needs."""
+    """Oracle: status 400, the field, and the words of the message."""
 
     async def scenario(app: App) -> None:
         reply = await app.post(CHAT, body(**fields))
@@ -272,7 +273,7 @@ def test_thinking_that_the_prompt_opens_or_closes() -> None:
 
 
 def test_continuing_and_repeating_a_message() -> None:
-    """Oracle: the beginning that was sent, and what the engine says; the prompt ends with the beginning."""
+    """Oracle: the sent beginning plus the engine's text; the prompt ends with the beginning."""
 
     async def scenario(app: App) -> None:
         messages = [QUESTION, {"role": "assistant", "content": "It is "}]
@@ -292,7 +293,7 @@ def test_continuing_and_repeating_a_message() -> None:
     ],
 )
 def test_golden_stream(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every event of a stream, one token each. Oracle: tests/golden, looked through by hand."""
+    """Every event of a stream, one token each. Oracle: tests/golden, reviewed by hand."""
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=7))
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
 
@@ -306,7 +307,7 @@ def test_golden_stream(name: str, text: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_official_client_joins_the_stream() -> None:
-    """Oracle: the client's own answer without a stream, but for the ids."""
+    """Oracle: the client's own answer without a stream, except for the ids."""
 
     async def scenario(app: App) -> None:
         http_client: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
@@ -325,7 +326,7 @@ def test_the_official_client_joins_the_stream() -> None:
             calls, others = choice.message.tool_calls or [], expected.message.tool_calls or []
             assert [call.function.name for call in calls] == [call.function.name for call in others]
             assert [call.function.arguments for call in calls] == [ARGUMENTS, ARGUMENTS]
-            # What came is sent back with the tools' answers, as every client does.
+            # The answer is sent back with the tools' results, as every client does.
             results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in calls]
             again = request | {"messages": [QUESTION, choice.message.model_dump(), *results]}
             assert (await client.chat.completions.create(**again)).choices[0].message.tool_calls

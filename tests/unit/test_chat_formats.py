@@ -1,4 +1,5 @@
-"""The formats of the models with experts through the whole server: an engine that says given texts, a token a byte."""
+"""The formats of the models with experts through the whole server: an engine that says given texts, one token per
+byte."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def test_responses(parsers: tuple[str, str], text: str) -> None:
 
 @pytest.mark.parametrize("text", [THOUGHT + CALL, CALL, CALL.removesuffix("<|call|>")])
 def test_a_forced_call_of_gpt_oss(text: str) -> None:
-    """The official client, whole and streamed. Oracle: by hand; the grammar holds for the format as the model knows."""
+    """The official client, whole and streamed. Oracle: by hand; the grammar fits the format that the model knows."""
 
     async def scenario(app: App) -> None:
         http_client: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
@@ -116,7 +117,7 @@ def test_a_forced_call_of_gpt_oss(text: str) -> None:
 
 
 def test_either_flag_of_gpt_oss_alone() -> None:
-    """Oracle: by hand: no markup, no thoughts where nobody asked for reasoning, and only calls that are wanted."""
+    """Oracle: by hand: no markup, reasoning only on request, and only the calls that are wanted."""
 
     async def only_tools(app: App) -> None:
         assert message_of((await app.post(CHAT, body())).json()) == expected(reasoning=False)

@@ -1,4 +1,4 @@
-"""From messages to a prompt: transformers renders the same, and what it leaves unbounded ends here."""
+"""From messages to a prompt: transformers renders the same, and templates that would run without bound are stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def render(messages: Any, template: str, **options: Any) -> str:
 
 
 def parsed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With arguments as objects and texts for null, as transformers wants them."""
+    """The messages with arguments as objects and texts for null, as transformers expects them."""
     call = CALL | {"function": {"name": "add", "arguments": {"a": "ü<", "n": [1]}}}
     return [
         {**message, "content": message["content"] or "", **({"tool_calls": [call]} if "tool_calls" in message else {})}
@@ -61,7 +61,7 @@ def test_transformers_renders_the_same(template: str, messages: Any, options: di
 
 
 def test_continuing_keeps_or_strips_space_as_the_template_does() -> None:
-    """Oracle: by hand; the template's end of turn is not there."""
+    """Oracle: by hand; the template's end of turn is absent."""
     messages = [QUESTION, {"role": "assistant", "content": "It is "}]
     assert render(messages, CHAT_TEMPLATE, continue_final_message=True).endswith("<s>assistant: It is ")
     stripping = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
@@ -103,7 +103,7 @@ def test_content_formats(template: str, content_format: str, expected: str) -> N
     ],
 )
 def test_content_format_is_read_in_the_template(source: str, takes_parts: bool) -> None:
-    """Oracle: whether the source loops over a content."""
+    """Oracle: whether the template's source loops over a content."""
     assert ChatTemplate(source).takes_parts is takes_parts
 
 
@@ -132,7 +132,7 @@ def test_reasoning_is_the_thinking_of_a_template_that_knows_no_other_name() -> N
 
 
 def test_arguments_are_text_where_the_template_takes_no_object() -> None:
-    """Oracle: by hand, for a template in the manner of DeepSeek R1; the first refusal is the one that is told."""
+    """Oracle: by hand, for a template like DeepSeek R1's; the error reports the first refusal."""
     source = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '[' + c.function.arguments + ']' }}{% endfor %}"
     )
@@ -142,7 +142,7 @@ def test_arguments_are_text_where_the_template_takes_no_object() -> None:
 
 
 def test_answers_of_tools_are_named_by_their_calls() -> None:
-    """Oracle: the function's name, known from the call's id."""
+    """Oracle: the function's name, found by the call's id."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.name }};{% endfor %}"
     call = {"role": "assistant", "tool_calls": [CALL]}
     answers = [{"role": "tool", "tool_call_id": name, "content": "2"} for name in ("call_1", "call_2")]
@@ -183,14 +183,14 @@ def test_malformed_messages_are_refused_by_name(message: Any, words: str) -> Non
     ],
 )
 def test_whatever_a_template_raises_is_the_requests_error(source: str) -> None:
-    """Oracle: a ``RequestError`` with the template's own words, nothing else."""
+    """Oracle: only a ``RequestError``, with the template's own words."""
     with pytest.raises(RequestError, match="the chat template refuses these messages: ") as caught:
         render([QUESTION], source)
     assert "only user" in str(caught.value) or "only user" not in source
 
 
 def test_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the bounds, made small: characters of the prompt, and seconds."""
+    """Oracle: small bounds: characters of the prompt, and seconds."""
     loop = "{% for i in range(1000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
     monkeypatch.setattr(template_module, "MAX_PROMPT_CHARACTERS", 10_000)
     with pytest.raises(RequestError, match="longer than 10000 characters"):
@@ -201,7 +201,7 @@ def test_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
-    """Oracle: the error's words; a file and its text are the same template."""
+    """Oracle: the error's words; a file and its text give the same template."""
     path = tmp_path / "template.jinja"
     path.write_text("{{ messages[0].content }}!")
     for given in (str(path), path.read_text()):
@@ -221,7 +221,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 def test_several_templates_by_name() -> None:
-    """Oracle: ``tool_use`` with tools, else ``default``."""
+    """Oracle: ``tool_use`` with tools, otherwise ``default``."""
 
     class Named:
         chat_template = {"default": "plain", "tool_use": "tools"}  # noqa: RUF012

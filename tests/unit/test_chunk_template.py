@@ -1,4 +1,4 @@
-"""Chunks from a template against chunks that are encoded as a whole."""
+"""Chunks made from a template against chunks encoded as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``tp-engine`` command, in this process: dispatch, errors, benchmarks, and what the doctor finds."""
+"""The ``tp-engine`` command, in this process: dispatch, errors, benchmarks, and the doctor's findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def test_every_command_is_listed_and_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the table of commands; each names a function."""
+    """Oracle: the table of commands; each names an existing function."""
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     for name, command in COMMANDS.items():
@@ -90,7 +90,7 @@ def test_benchmarks_are_called_with_their_arguments(tmp_path: Path, monkeypatch:
 def test_an_installed_package_has_no_benchmarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: exit code 2 and where they are."""
+    """Oracle: exit code 2, and the folder that has the scripts."""
     monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
     assert main(["bench", "serve"]) == 2
     assert "not part of the installed package" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_every_benchmark_is_a_script_of_this_checkout() -> None:
 
 
 def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the tests run here, so nothing needed is missing; of the usable backends one is chosen."""
+    """Oracle: the tests run here, so no requirement is missing; one of the usable backends is chosen."""
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["version"] == tp_engine.__version__
@@ -121,7 +121,7 @@ def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -
 def test_the_doctor_s_exit_code_tells_of_missing_things(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: a package that is absent and one that is too old: exit code 1 and the command that installs them."""
+    """Oracle: a missing and an outdated package: exit code 1 and the command that installs them."""
     real = metadata.version
 
     def version(name: str) -> str:
@@ -159,14 +159,14 @@ def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch, limit: int, s
 
 
 def test_another_malloc_is_suggested_on_cpus_alone() -> None:
-    """Oracle: the libraries that are loaded, and where models run."""
+    """Oracle: the libraries that are loaded, and that models run on."""
     assert machine.allocator("", on_cpu=True).status is Status.NOTE
     assert machine.allocator("", on_cpu=False).status is Status.OK
     assert machine.allocator("/usr/lib/libtcmalloc_minimal.so.4", on_cpu=True).detail == "tcmalloc is loaded"
 
 
 def test_huge_pages_are_suggested_where_nobody_gets_them(tmp_path: Path) -> None:
-    """Oracle: the kernel's own notation, and a kernel without them."""
+    """Oracle: the kernel's own notation; a kernel without huge pages."""
     setting = tmp_path / "enabled"
     assert machine.huge_pages(setting).detail.startswith("missing")
     for line, status in (("always [madvise] never", Status.OK), ("always madvise [never]", Status.NOTE)):
@@ -176,7 +176,7 @@ def test_huge_pages_are_suggested_where_nobody_gets_them(tmp_path: Path) -> None
 
 
 def test_a_folder_that_can_not_be_written_to_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: what the system says of the nearest folder that exists."""
+    """Oracle: the system's figure for the nearest folder that exists."""
     assert machine.writable("x", tmp_path / "a" / "b", "remedy").status is Status.OK
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert machine.writable("x", tmp_path / "a", "remedy").status is Status.NOTE

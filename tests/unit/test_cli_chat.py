@@ -20,7 +20,8 @@ MODEL = "demo"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Streams the last message or the prompt back, a letter a chunk; ``fail`` is refused, ``break`` broken off."""
+    """Streams the last message or the prompt back, one letter per chunk; ``fail`` gets an error, ``break`` is cut
+    off."""
 
     server: StubServer
 
@@ -58,11 +59,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 class StubServer(ThreadingHTTPServer):
-    """Keeps the bodies that it was sent."""
+    """Keeps the bodies of its requests."""
 
     daemon_threads = True
 
@@ -83,7 +84,7 @@ def stub() -> Iterator[StubServer]:
 
 
 class Terminal:
-    """Lines that a person types, and all that is shown."""
+    """The lines that a person types, and all output."""
 
     def __init__(self, lines: Sequence[str | type[BaseException]]) -> None:
         self._lines = iter(lines)
@@ -110,7 +111,7 @@ def conversation(server: StubServer, terminal: Terminal, **options: Any) -> Conv
 
 
 def test_a_conversation_remembers_and_forgets(stub: StubServer) -> None:
-    """Oracle: the messages that the server got, and what was shown."""
+    """Oracle: the messages that the server got, and the output."""
     terminal = Terminal(["hello", "", "again!", "/reset", "/rest", "/help", "new", "/exit", "never sent"])
     converse(
         conversation(stub, terminal, system_prompt="be brief", temperature=0.5), terminal.ask, terminal.told.append
@@ -128,7 +129,7 @@ def test_a_conversation_remembers_and_forgets(stub: StubServer) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_came(stub: StubServer) -> None:
-    """Oracle: the interrupted answer's beginning is in the next request; at the prompt, Ctrl-C asks again."""
+    """Oracle: the next request has the start of the interrupted answer; Ctrl-C at the prompt shows a new prompt."""
     terminal = Terminal(["a long answer", KeyboardInterrupt, "go on"])
     terminal.interrupt_after = 6
     converse(conversation(stub, terminal), terminal.ask, terminal.told.append)
@@ -141,7 +142,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came(stub: StubServer) -> None:
     ("text", "told"), [("fail", "prompt is bad; send another"), ("break", "closed the connection before")]
 )
 def test_a_failed_answer_leaves_the_conversation_as_it_was(stub: StubServer, text: str, told: str) -> None:
-    """Oracle: the error in the server's own words; the next request does not hold the failed message."""
+    """Oracle: the error in the server's own words; the next request lacks the failed message."""
     terminal = Terminal([text, "fine"])
     converse(conversation(stub, terminal), terminal.ask, terminal.told.append)
     assert told in terminal.told[0]
@@ -149,7 +150,7 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(stub: StubServer, tex
 
 
 def test_quick_answers(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: exactly the answer on standard output; 1 and the reason where there is none."""
+    """Oracle: exactly the answer on standard output; without an answer, exit code 1 and the reason."""
     common = ["--url", stub.url + "/v1", "--api-key", KEY]
     assert main(["chat", *common, "-q", "hi there", "--max-tokens", "7"]) == 0
     assert capsys.readouterr().out == "hi there\n" and stub.bodies[0]["max_tokens"] == 7
@@ -164,7 +165,7 @@ def test_quick_answers(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> 
 def test_lines_from_a_file(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: an answer per line, until the end of the input."""
+    """Oracle: one answer per line, until the end of the input."""
     for name in ("chat", "complete"):
         lines = iter(["one", "two"])
         monkeypatch.setattr(chat, "ask_person", lambda prompt, lines=lines: _next_line(lines))
@@ -188,6 +189,6 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_options_of_answers() -> None:
-    """Oracle: only what was given is sent."""
+    """Oracle: only the given options are sent."""
     assert ClientConfig(temperature=0.0, max_tokens=3).sampling == {"temperature": 0.0, "max_tokens": 3}
     assert ClientConfig().sampling == {}

@@ -1,4 +1,4 @@
-"""Inputs of steps, made by the device for decodes and by the host for prefills, over plans that follow one another."""
+"""Inputs of steps, made by the device for decodes and by the host for prefills, over consecutive plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TwoMemories(MirroredTable):
 
 
 class Plans:
-    """Random plans that follow one another: rows come, are computed in chunks, decode and go."""
+    """Random consecutive plans: rows enter, are computed in chunks, decode and leave."""
 
     def __init__(self, seed: int, num_groups: int = 1) -> None:
         self._num_groups = num_groups
@@ -39,7 +39,7 @@ class Plans:
         self._step_id = 0
 
     def following(self) -> StepPlan:
-        """Half of the steps only decode, if there is anything to decode."""
+        """The next plan; half of the steps only decode, if a row can decode."""
         self._step_id += 1
         decoding = [row for row, left in self._prompt_left.items() if left == 0 and self._length[row] < MAX_LEN - 1]
         if decoding and self._rng.random() < 0.5:
@@ -89,7 +89,7 @@ class Plans:
         )
 
     def _take(self, count: int) -> IntArray:
-        """So many blocks of each group."""
+        """``count`` blocks of each group."""
         return np.array([next(self._blocks) for _ in range(count * self._num_groups)], dtype=np.int32)
 
 
@@ -168,7 +168,7 @@ def make_batch(num_groups: int = 1) -> InputBatch:
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_inputs_of_steps(table: type, kind: Kind, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: lists of tokens and blocks, over 60 random plans; with host and device apart, and with one memory."""
+    """Oracle: lists of tokens and blocks, over 60 random plans; host and device with separate memory, and with one."""
     monkeypatch.setattr(input_batch, "MirroredTable", table)
     monkeypatch.setattr(decode_batch, "op", lambda name, device_type: implementation(name, kind))
     plans, rng = Plans(seed, num_groups), np.random.default_rng(seed)
@@ -192,8 +192,8 @@ def test_inputs_of_steps(table: type, kind: Kind, num_groups: int, seed: int, mo
 
 
 def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step with a prefill too: oracle: the device's counter, set back behind the host's back; the prefill's is not
-    looked at."""
+    """Oracle: the device's counter, set back without the host's knowledge, also in a step with a prefill; the prefill's
+    counter is not read."""
     monkeypatch.setattr(input_batch, "MirroredTable", TwoMemories)
     batch, rows = make_batch(), np.arange(3, dtype=np.int32)
     admitted = tuple(
@@ -223,7 +223,7 @@ def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_padded_step() -> None:
-    """Oracle: a step of the rows alone; padding has no length and no slot, and is advanced nowhere."""
+    """Oracle: a step of these rows alone; padding has no length and no slot, and advances no row."""
     batch = make_batch()
     plans = Plans(1)
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_padded_step() -> None:
 
 
 def test_rows_of_an_epoch_are_set_once() -> None:
-    """Oracle: rows of the known epoch are not looked at again; those of another epoch, another size or no epoch are."""
+    """Oracle: rows of the known epoch are not read again; rows of another epoch, another size or no epoch are."""
     decodes = make_batch().decodes
 
     def after(rows: list[int], size: int, epoch: int) -> list[int]:

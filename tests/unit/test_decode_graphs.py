@@ -1,4 +1,4 @@
-"""Recorded decode steps: which sizes, and which of them a batch runs in.  Oracle: the rules in the docstrings."""
+"""Recorded decode steps: which sizes exist, and which size a batch uses.  Oracle: the rules in the docstrings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tp_engine.worker.model_runner import Readback
     [(1, 1, 1, 1), (3, 1, 3, 3), (8, 1, 8, 4), (20, 1, 20, 6), (256, 1, 256, 35), (1024, 1, 512, 51)],
 )
 def test_default_sizes(max_num_seqs: int, first: int, last: int, count: int) -> None:
-    """They begin at 1, end at ``max_num_seqs`` or 512, rise, and no batch is padded by more than 16 rows."""
+    """Oracle: the sizes begin at 1, end at ``max_num_seqs`` or 512, rise, and pad a batch by at most 16 rows."""
     sizes = capture_sizes(None, max_num_seqs)
     assert (sizes[0], sizes[-1], len(sizes)) == (first, last, count)
     assert list(sizes) == sorted(set(sizes))
@@ -28,26 +28,26 @@ def test_default_sizes(max_num_seqs: int, first: int, last: int, count: int) -> 
 
 
 def test_asked_sizes_are_sorted_and_distinct() -> None:
-    """Oracle: the set of the numbers given."""
+    """Oracle: the set of the given numbers."""
     assert capture_sizes("8, 1,4,8", 16) == (1, 4, 8)
 
 
 @pytest.mark.parametrize("asked", ["", "a", "1,,2", "1.5"])
 def test_what_is_no_list_is_refused(asked: str) -> None:
-    """The value and an example are named."""
+    """Oracle: the error has the value and an example."""
     with pytest.raises(ConfigError, match=r"cuda_graph_sizes is .* such as 1,2,4,8"):
         capture_sizes(asked, 16)
 
 
 @pytest.mark.parametrize(("asked", "wrong"), [("0,1", "0"), ("1,17", "17"), ("-3", "-3")])
 def test_sizes_out_of_range_are_refused(asked: str, wrong: str) -> None:
-    """The size, the rule and the remedy are named."""
+    """Oracle: the error has the size, the rule and the remedy."""
     with pytest.raises(ConfigError, match=rf"contains {wrong}; sizes go from 1 to max_num_seqs, which is 16"):
         capture_sizes(asked, 16)
 
 
 def test_a_batch_runs_in_the_smallest_recording_that_holds_it() -> None:
-    """Each size is warmed up and recorded, largest first; a run returns only the rows that were asked for."""
+    """Oracle: each size is warmed up and recorded, largest first; a run returns only the requested rows."""
     calls: list[int] = []
 
     def step(size: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_a_batch_runs_in_the_smallest_recording_that_holds_it() -> None:
 
 
 def test_closed_graphs_hold_no_recording() -> None:
-    """Oracle: a weak reference to what was recorded."""
+    """Oracle: a weak reference to the recording."""
     recorder = RepeatingRecorder()
     graphs = DecodeGraphs((1,), recorder, torch.arange)
     recording = weakref.ref(graphs._recordings[1])
@@ -79,7 +79,7 @@ def test_readback_on_a_cpu_is_the_tensor_itself() -> None:
 
 
 def test_readback_on_a_cpu_follows_the_tensor_that_it_is_given() -> None:
-    """Oracle: the tensors' values, whether one comes again, as from a recorded step, or another one."""
+    """Oracle: the tensors' values, both for a tensor that returns, as from a recorded step, and for another one."""
     readback, recorded = Readback(8, torch.device("cpu")), torch.tensor([5], dtype=torch.int32)
     assert [readback.start(recorded)().tolist() for _ in range(2)] == [[5], [5]]
     recorded[0] = 7

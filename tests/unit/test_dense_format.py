@@ -36,13 +36,13 @@ def library() -> ctypes.CDLL:
 
 @pytest.fixture(params=[False, True], ids=["no_library", "library"])
 def any_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiled kernels, where they can be had, and without."""
+    """With the compiled kernels, where they can be built, and without."""
     if not request.param:
         monkeypatch.setattr(dense, "native_library", lambda: None)
 
 
 def operands(size: tuple[int, int], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, whose rows are strided and begin anywhere; weight, bias."""
+    """x, whose rows are strided and begin at any offset; weight, bias."""
     out_size, in_size = size
     x = torch.randn(rows, in_size + 3).to(dtype)[:, 1 : in_size + 1]
     weight = torch.randn(out_size * in_size + 1).to(dtype)[1:].view(out_size, in_size)
@@ -71,7 +71,7 @@ def test_products(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_s_result_depends_on_nothing_else(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """Oracle: itself: with one, two and three threads, and alone instead of in a batch, bit by bit."""
+    """Oracle: its own result: with one, two and three threads, alone or in a batch, equal bit by bit."""
     for in_size in (1100, 2500):
         x, weight, bias = operands((131, in_size), 200, dtype)
         product = PackedWeight(library, weight).product
@@ -116,7 +116,7 @@ def test_chosen_method_equals_the_plain_product(dtype: torch.dtype) -> None:
 
 
 def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: without C and oneDNN's functions, or with wrong results of theirs, the plain product is chosen."""
+    """Oracle: without C and oneDNN's functions, or if they compute wrong results, the plain product is chosen."""
     monkeypatch.setattr(dense, "native_library", lambda: None)
     weight = torch.randn(31, 17)
 
@@ -136,7 +136,7 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
 
 
 class FakeProcessor:
-    """Compiled kernels of a processor with or without instructions for matrices of bfloat16."""
+    """Compiled kernels of a processor that has, or lacks, instructions for matrices of bfloat16."""
 
     def __init__(self, library: ctypes.CDLL, matrices: bool) -> None:
         self.has_bfloat16_matrices = lambda: matrices
@@ -167,7 +167,7 @@ def test_the_choice_by_type_and_processor(
 @pytest.mark.usefixtures("any_library")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tied_head_and_its_embedding_have_one_weight(dtype: torch.dtype) -> None:
-    """Oracle: the weight that both were given; plain or in panels, there is one of it where C reads it."""
+    """Oracle: the weight that both got; plain or in panels, C reads the one copy."""
     context = LayerContext(
         communicator=SingleRank(), dtype=dtype, device=torch.device("cpu"), format_of=choose_formats(None)
     )
@@ -191,7 +191,7 @@ def test_a_tied_head_and_its_embedding_have_one_weight(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 2048])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gate_and_up_in_panels(library: ctypes.CDLL, dtype: torch.dtype, size: int, has_bias: bool) -> None:
-    """Oracle: SwiGLU's kernel after the product in panels, bit by bit, NaN too; sizes that fill no panel."""
+    """Oracle: SwiGLU's kernel after the product in panels, bit by bit, NaN too; sizes that do not fill a panel."""
     x, weight, bias = operands((2 * size, 76), 200, dtype)
     weight[0, 3], weight[size, 70] = float("inf"), float("nan")
     separate, gated = PackedWeight(library, weight), PackedWeight(library, weight, activation=SILU)
@@ -216,7 +216,7 @@ def test_gate_and_up_by_the_chosen_method(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_a_part_of_the_vocabulary(library: ctypes.CDLL) -> None:
-    """Oracle: ``embed``: ids below and above those of the weight give zeros; enough of them for two threads."""
+    """Oracle: ``embed``: ids below and above those of the weight give zeros; enough ids for two threads."""
     weight = torch.randn(80, 50)
     ids = torch.arange(700, dtype=torch.int32) % 130
     assert torch.equal(PackedWeight(library, weight).rows(ids, 20), embed(ids, weight, 20))

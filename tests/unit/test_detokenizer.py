@@ -65,7 +65,7 @@ def test_any_ids_stream_to_their_decoding(name: str, skip: bool, data: st.DataOb
 @settings(max_examples=50, deadline=None)
 @given(text=st.one_of(st.sampled_from(HARD_TEXTS), st.text(max_size=30)), cut=st.integers(0, 40))
 def test_every_prefix_streams_to_its_decoding(name: str, text: str, cut: int) -> None:
-    """A text's ids, ended anywhere, also within a character."""
+    """A text's ids, cut anywhere, also within a character."""
     tokenizer = MAKERS[name]()
     ids = tokenizer.encode(text, add_special_tokens=False)[:cut]
     pieces, rest = streamed(name, ids, skip=True)
@@ -75,14 +75,15 @@ def test_every_prefix_streams_to_its_decoding(name: str, text: str, cut: int) ->
 @pytest.mark.parametrize("name", ["byte level", "slow"])
 @pytest.mark.parametrize("text", [text for text in HARD_TEXTS if text and "\ufffd" not in text])
 def test_whole_characters_are_not_held_back(name: str, text: str) -> None:
-    """What was streamed when a text is complete is all of it, and no piece shows a half character."""
+    """Oracle: the streamed text of a complete text is all of it, and no piece shows half a character."""
     ids = MAKERS[name]().encode(text, add_special_tokens=False)
     pieces, rest = streamed(name, ids, skip=True)
     assert ("".join(pieces), rest) == (text, "")
 
 
 def test_a_byte_run_is_held_until_it_ends() -> None:
-    """Byte fallback decodes a run as a whole: valid bytes become U+FFFD when a broken one follows in the run."""
+    """Oracle: byte fallback decodes a run as a whole: valid bytes become U+FFFD when a broken one follows in the
+    run."""
     tokenizer = byte_fallback_tokenizer()
     smile = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "😀".encode()]
     letter = tokenizer.convert_tokens_to_ids("a")
@@ -92,7 +93,8 @@ def test_a_byte_run_is_held_until_it_ends() -> None:
 
 @pytest.mark.parametrize("name", ["byte level", "slow"])
 def test_endless_broken_bytes_cost_bounded_time_each(name: str) -> None:
-    """Lead bytes without end: the window stays small, the text still equals the decoding; then text goes on right."""
+    """Oracle: the window stays small for lead bytes without end, the text equals the decoding; later text is right
+    too."""
     tokenizer = MAKERS[name]()
     lead = tokenizer.encode("😀", add_special_tokens=False)[0] if name == "slow" else byte_level_lead(tokenizer)
     ids = [lead] * 1000 + tokenizer.encode("then 世界 😀", add_special_tokens=False)
@@ -110,14 +112,14 @@ def byte_level_lead(tokenizer: Any) -> int:
 
 
 def test_token_text_of_parts_and_specials() -> None:
-    """One token by itself: its decoding."""
+    """Oracle: the decoding of the token by itself."""
     tokenizer, decoder = byte_level_tokenizer(), decoder_of("byte level")
     assert decoder.token_text(byte_level_lead(tokenizer)) == "\ufffd"
     assert decoder.token_text(1) == "</s>" == decoder.token_text(1)
 
 
 def test_the_rust_decoder_is_used_where_it_may_be() -> None:
-    """A fast tokenizer's wrapper is bypassed, one that overrides its decoding is not."""
+    """Oracle: a fast tokenizer's wrapper is bypassed; a wrapper with its own decoding is used."""
 
     class Shouting(type(byte_level_tokenizer())):  # type: ignore[misc]
         def _decode(self, *args: Any, **options: Any) -> str:

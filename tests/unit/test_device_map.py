@@ -51,14 +51,14 @@ def test_a_map_that_can_not_be_is_refused(devices: str | None, world_size: int, 
 
 
 def test_the_configuration_refuses_what_is_no_list() -> None:
-    """Where the world's size is not known yet: torchrun tells it later."""
+    """Oracle: an error before the world's size is known, which torchrun sets later."""
     assert EngineConfig(devices="0,0").devices == "0,0"
     with pytest.raises(ConfigError, match="devices is 'a'"):
         EngineConfig(devices="a")
 
 
 def test_devices_need_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the remedies in the errors, on a host without and with two GPUs."""
+    """Oracle: the remedies in the errors, on a host without GPUs and on one with two."""
     for device in ("cpu", "auto"):
         with pytest.raises(ConfigError, match="devices is '0', which names GPUs, but the ranks run on the CPU"):
             monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

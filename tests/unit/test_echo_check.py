@@ -1,4 +1,4 @@
-"""Rank 0's comparison of what the ranks echo: exact, and cheap."""
+"""Rank 0's comparison of the ranks' echoes: exact, and cheap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def receive(board: JobBoard, rank: int, *steps: int, flipped: int | None = None)
 
 
 def test_ranks_that_agree_pass_also_when_they_are_ahead() -> None:
-    """Oracle: 300 steps; rank 0 has always sent one more, and a rank may have received it."""
+    """Oracle: 300 steps without an error; rank 0 has always sent one step more, which a rank may have received."""
     board = JobBoard.create(3)
     check = EchoCheck(board, checks_inputs=False)
     receive(board, 0, 1)
@@ -48,7 +48,7 @@ def test_a_diverged_plan_names_rank_step_and_both_values() -> None:
 
 
 def test_a_rank_that_is_behind_is_named_with_its_step() -> None:
-    """Oracle: rank 1 lost step 20; where its echo should be there still is that of step 4."""
+    """Oracle: rank 1 lost step 20; its place for that echo still has the echo of step 4."""
     board = JobBoard.create(2)
     check = EchoCheck(board, checks_inputs=False)
     receive(board, 0, *range(1, 21))
@@ -59,7 +59,7 @@ def test_a_rank_that_is_behind_is_named_with_its_step() -> None:
 
 
 def test_steps_without_a_result_are_compared_with_the_next() -> None:
-    """Oracle: step 3 had no tokens and differs; step 5 is the next that is checked."""
+    """Oracle: step 3 had no tokens and differs; step 5 is the next checked step."""
     board = JobBoard.create(2)
     check = EchoCheck(board, checks_inputs=False)
     receive(board, 0, *range(1, 6))
@@ -84,7 +84,7 @@ def test_inputs_are_compared_where_asked_for() -> None:
 
 
 def test_an_echo_that_is_late_to_be_seen_is_waited_for() -> None:
-    """Oracle: it comes a few milliseconds after the check has begun."""
+    """Oracle: the echo arrives a few milliseconds after the check began."""
     board = JobBoard.create(2)
     check = EchoCheck(board, checks_inputs=False)
     receive(board, 0, 1)
@@ -95,7 +95,8 @@ def test_an_echo_that_is_late_to_be_seen_is_waited_for() -> None:
 
 
 def test_a_step_costs_microseconds() -> None:
-    """Oracle: trace and check of 100 steps in less than 4 ms of this thread's CPU time, thrice the measured."""
+    """Oracle: trace and check of 100 steps take less than 4 ms of this thread's CPU time, three times the measured
+    time."""
     board = JobBoard.create(8)
     trace, check = StepRecorder(board.slots[0]), EchoCheck(board, checks_inputs=False)
     plans = [StepPlan(step_id=step, decode_rows=np.arange(8, dtype=np.int32)) for step in range(1, 101)]
@@ -124,7 +125,7 @@ def test_a_step_costs_microseconds() -> None:
 
 
 class _Lenient(EchoCheck):
-    """The echoes of the last 16 of 100 steps are there; earlier ones are compared with themselves."""
+    """The echoes of the last 16 of 100 steps are present; earlier ones are compared with themselves."""
 
     def __init__(self, board: JobBoard) -> None:
         super().__init__(board, checks_inputs=False)

@@ -1,4 +1,4 @@
-"""The engine's loop: when plans are made, and when the other ranks are called before one comes."""
+"""The engine's loop: when it makes plans, and when it calls the other ranks before a plan comes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = SchedulerLimits(num_blocks=32, block_size=4, max_num_seqs=4, max_num_ba
 
 
 class Diary:
-    """Stands for the plan channel and the worker: notes what the engine does, in order."""
+    """Stands in for the plan channel and the worker: notes what the engine does, in order."""
 
     runs_by_itself = False
     last_num_bytes = last_checksum = 0
@@ -65,7 +65,7 @@ def make_engine(diary: Any, num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def ask(engine: Engine, request_id: str) -> None:
-    """Three tokens."""
+    """Add a request of three tokens."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     engine.add_request(
         EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(EOS,))
@@ -73,7 +73,7 @@ def ask(engine: Engine, request_id: str) -> None:
 
 
 def run_until_idle(engine: Engine) -> int:
-    """Tokens in all."""
+    """Step until idle; returns the number of tokens."""
     num_tokens = 0
     for _ in range(20):
         if not engine.has_unfinished:
@@ -83,7 +83,7 @@ def run_until_idle(engine: Engine) -> int:
 
 
 def test_ranks_are_called_when_they_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With plans sent ahead there is one call per burst: afterwards a plan is in the ring before a rank is idle."""
+    """Oracle: with plans sent ahead, one call per burst: afterwards a plan is in the ring before a rank is idle."""
     diary = Diary()
     engine = make_engine(diary, 1, monkeypatch)
     burst = ["call", "send {0}", "send {1}", "run {0}", "send {2}", "run {1}", "run {2}"]
@@ -95,7 +95,7 @@ def test_ranks_are_called_when_they_have_nothing_to_do(monkeypatch: pytest.Monke
 
 
 def test_each_plan_is_called_where_none_is_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--no-async-scheduling``: the ranks are idle while each result is taken in, and while each plan is made."""
+    """Oracle: with ``--no-async-scheduling``, ranks are idle while a result is entered and while a plan is made."""
     diary = Diary()
     engine = make_engine(diary, 0, monkeypatch)
     ask(engine, "request")
@@ -104,7 +104,7 @@ def test_each_plan_is_called_where_none_is_sent_ahead(monkeypatch: pytest.Monkey
 
 
 def test_nobody_is_called_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that turns without requests leaves the ranks blocked."""
+    """Oracle: a loop without requests leaves the ranks blocked."""
     diary = Diary()
     engine = make_engine(diary, 1, monkeypatch)
     for _ in range(3):

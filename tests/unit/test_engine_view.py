@@ -1,4 +1,4 @@
-"""``GET /engine``: its shape, its bounds, its guard, and that an idle engine is asked nothing."""
+"""``GET /engine``: its shape, its bounds and its guard; an idle engine gets no question."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RANK = (
 
 
 class CountingEngine(FakeEngine):
-    """Counts how often it was asked."""
+    """Counts the questions that it gets."""
 
     num_reports = 0
 
@@ -93,7 +93,7 @@ def test_the_shape_is_as_documented() -> None:
 
 
 def test_samples() -> None:
-    """Oracle: as many as asked for, refused by name beyond the bounds."""
+    """Oracle: as many as requested; the error for a number beyond the bounds names the field."""
 
     async def scenario(app: App) -> None:
         assert len((await app.get("/engine?samples=0")).json()["history"]["age_s"]) == 0
@@ -106,7 +106,7 @@ def test_samples() -> None:
 
 
 def test_however_many_look_the_engine_is_asked_once() -> None:
-    """Oracle: the engine's count of questions; a client that leaves does not take the answer from the others."""
+    """Oracle: the engine's count of questions; a client that leaves does not cost the others their answer."""
 
     async def scenario(app: App) -> None:
         engine = app.service.engine
@@ -121,7 +121,7 @@ def test_however_many_look_the_engine_is_asked_once() -> None:
 
 
 def test_the_api_key_guards_it() -> None:
-    """Oracle: 401 without the key, and the metrics stay open."""
+    """Oracle: 401 without the key; the metrics stay open."""
 
     async def scenario(app: App) -> None:
         assert (await app.get("/engine")).status == 401
@@ -144,7 +144,8 @@ def test_a_dead_engine_is_a_503() -> None:
 
 
 def test_an_idle_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: seconds of a hundredth: samples go on while the engine's count of questions stands still."""
+    """Oracle: samples continue while the engine's count of questions stands still; a second is shortened to a
+    hundredth."""
     monkeypatch.setattr(engine_watch, "INTERVAL_S", 0.01)
 
     async def scenario(app: App) -> None:
@@ -167,7 +168,7 @@ def test_an_idle_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_line_on_throughput(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: one line while something runs, none with disable_log_stats."""
+    """Oracle: one line while a request runs, none with disable_log_stats."""
     monkeypatch.setattr(engine_watch, "INTERVAL_S", 0.01)
 
     async def scenario(app: App) -> None:

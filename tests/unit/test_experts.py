@@ -1,4 +1,4 @@
-"""Experts: which a token goes to, how checkpoints keep them and ranks share them, and what C makes of them."""
+"""Experts: the routing of tokens, how checkpoints store experts and ranks share them, and the C kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ QWEN3_MOE: dict[str, Any] = {
 
 
 def route_by_hand(logits: list[float], rule: RoutingRule, correction: list[float]) -> list[tuple[int, float]]:
-    """(expert, weight) of one token, in Python's own floats."""
+    """(expert, weight) pairs of one token, in Python's own floats."""
     largest = max(logits)
     exponentials = [math.exp(value - largest) for value in logits]
     scores = {
@@ -97,7 +97,7 @@ def test_routing(kind: Any, rule: RoutingRule) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_routing_of_every_type(dtype: torch.dtype) -> None:
-    """Oracle: the twin, for logits that are slices of wider rows; NaN still gives ids of experts."""
+    """Oracle: the twin, for logits that are slices of wider rows; with NaN the ids are still valid."""
     logits = random((9, 70), dtype, "cpu")[:, :60]
     for rule in RULES.values():
         loads = [routing.ExpertLoad(torch.zeros(60, dtype=torch.int64), torch.arange(9) - 2) for _ in range(2)]
@@ -121,7 +121,8 @@ def native_experts(weights: ExpertWeights, top_k: int) -> NativeExperts:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("num_tokens", "kind"), [(1, "spread"), (7, "even"), (130, "one"), (300, "spread")])
 def test_native_experts(num_tokens: int, kind: str, bias: bool, dtype: torch.dtype) -> None:
-    """Oracle: the twin in float64; one expert with all tokens (more than a group of tiles), experts without any."""
+    """Oracle: the twin in float64; one expert with all tokens (more than a group of tiles), and experts without
+    tokens."""
     weights = make_weights(8, 72, 40, dtype, "cpu", bias=bias)
     x, ids = random((num_tokens, 72), dtype, "cpu"), make_ids(kind, num_tokens, 3, 8, "cpu")
     shares = random((num_tokens, 3), torch.float32, "cpu", 5).sigmoid()
@@ -157,7 +158,7 @@ def test_a_rows_result_is_its_own(dtype: torch.dtype) -> None:
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:
-    """Oracle: the sum over two ranks with half of the experts each is the whole."""
+    """Oracle: the sum over two ranks with half of the experts each equals the whole."""
     weights = make_weights(6, 48, 24, torch.float32, "cpu", bias=True)
     x, ids = random((20, 48), torch.float32, "cpu"), make_ids("spread", 20, 3, 6, "cpu")
     shares = random((20, 3), torch.float32, "cpu", 5)
@@ -200,7 +201,7 @@ def test_golden_blocks() -> None:
 
 
 def store(stored: StoredExperts, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors of gate and up (E, I, H), down (E, H, I), by the drawing of ``StoredExperts``."""
+    """A checkpoint's tensors of gate and up (E, I, H), down (E, H, I), as ``StoredExperts`` draws them."""
     path, suffix = "mlp.", stored.weight_suffix
     if stored.kind == "each":
         named = ((stored.gate, gate), (stored.up, up), (stored.down, down))
@@ -255,7 +256,8 @@ def _whole_source(name: str) -> Source:
 
 
 def test_a_checkpoint_in_either_spelling_is_loaded(tmp_path: Path) -> None:
-    """Oracle: a model's experts one by one, and all in one tensor, give equal parameters; a missing expert is named."""
+    """Oracle: a checkpoint with one tensor per expert and one with a single tensor load equal parameters; the error
+    names a missing expert."""
     spec = read_model(QWEN3_MOE)
     shapes = {
         source.name: source.shape
@@ -306,7 +308,7 @@ def test_what_configurations_say_of_experts() -> None:
 
 
 def test_which_numbers_of_ranks_are_legal() -> None:
-    """Oracle: experts' inner sizes need not divide; the shared MLP's must."""
+    """Oracle: experts' inner sizes need not be divisible; the shared MLP's must be."""
     spec = read_model({**QWEN3_MOE, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8})
     check_tensor_parallel(spec, 5)
     shared = {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 6}

@@ -1,4 +1,4 @@
-"""The families' readers: published configurations, and every tensor of a model of their sizes."""
+"""The families' readers: published configurations, and every tensor of models of those sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.families import families
 from tp_engine.model_config.rope import RopeSpec
 
-# As the publishers wrote them, with fewer layers; dates and names of files left out.
+# As the publishers wrote them, with fewer layers, and without dates and names of files.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Phi-3.5-mini": {
         "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "auto_map": {"AutoConfig": "x.Phi3Config"},
@@ -182,7 +182,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_accepted(name: str) -> None:
-    """Oracle: keys and values as the publishers wrote them; these models do run."""
+    """Oracle: keys and values as the publishers wrote them; these models run."""
     spec = read_model(PUBLISHED[name])
     assert spec.dtype in ("bfloat16", "float32") and spec.max_position >= 4096
     check_tensor_parallel(spec, 1)
@@ -230,7 +230,7 @@ def test_what_follows_from_a_description() -> None:
     ],
 )
 def test_what_a_family_does_not_do_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
-    """Oracle: the rule that no option of config.json is ever ignored."""
+    """Oracle: the rule that the reader ignores no option of config.json."""
     with pytest.raises(ConfigError, match=named):
         read_model({**PUBLISHED[name], **changes})
 
@@ -243,7 +243,7 @@ TEXT_ONLY = [name for name, config in PUBLISHED.items() if "vision_config" not i
 def test_every_tensor_of_a_real_size_is_known(name: str) -> None:
     """Oracle: names and shapes of transformers' own modules, built from the same configuration on the meta device.
 
-    Every one is read, skipped by a prefix, or tied; and each parameter's sources are among them.
+    Every tensor is read, skipped by a prefix, or tied, and each parameter's sources are among them.
     """
     import transformers
 
@@ -282,7 +282,7 @@ def test_refused_numbers_of_ranks_name_the_legal_ones() -> None:
 )
 @pytest.mark.parametrize("max_model_len", [256, 2048])
 def test_rotations_are_those_of_transformers(kind: str, numbers: dict[str, Any], max_model_len: int) -> None:
-    """Oracle: transformers' own functions; of LongRoPE, the factors that it takes for a sequence of this length."""
+    """Oracle: transformers' own functions; for LongRoPE, the factors for a sequence of this length."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -304,6 +304,6 @@ def test_rotations_are_those_of_transformers(kind: str, numbers: dict[str, Any],
 
 
 def test_the_readers_are_found() -> None:
-    """Oracle: the files of the folder; a rotation is described without torch, and can be a key."""
+    """Oracle: the files of the folder; a rotation can be described without torch, and can be a key."""
     assert len(families()) >= 21 and "SeedOssForCausalLM" in families()
     assert {RopeSpec(rotary_dim=8): 1}[RopeSpec(rotary_dim=8)] == 1

@@ -1,4 +1,4 @@
-"""The fault hook: what can be written, and what each action does to a process."""
+"""The fault hook: how faults are written, and what each action does to a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(rank: int, fault: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -signal.SIGKILL), ("exit", EXIT_CODE), ("raise", 1), ("oom", 1)])
 def test_actions_that_end_a_process(action: str, code: int) -> None:
-    """Oracle: the exit code, on the rank that is meant and on no other."""
+    """Oracle: the exit code, on the named rank and on no other."""
     done = run(1, f"1:load:{action}")
     assert done.returncode == code and "loaded" not in done.stdout
     if action in ("raise", "oom"):
@@ -42,7 +42,7 @@ def test_actions_that_end_a_process(action: str, code: int) -> None:
 
 
 def test_a_stopped_process_is_stopped() -> None:
-    """Oracle: the kernel's word for its state."""
+    """Oracle: the state that the kernel reports."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, "0"], env={**os.environ, "TP_ENGINE_FAULT": "0:load:stop"}
     ) as process:
@@ -52,7 +52,7 @@ def test_a_stopped_process_is_stopped() -> None:
 
 
 def test_the_nth_time_and_no_other() -> None:
-    """Oracle: the third of five times raises; collectives are counted as their own phase."""
+    """Oracle: the third of five times raises; collectives count as a phase of their own."""
     progress = RankProgress(fault_injector(2, parse_faults("2:step_begin@3:raise, 2:collective@2:oom")))
     progress.reach(RankPhase.STEP_BEGIN)
     progress.collective()
@@ -73,7 +73,7 @@ def test_sleeping_ends() -> None:
 
 
 def test_the_word_shows_phase_and_count() -> None:
-    """Oracle: what was reached, also after the progress has moved to the board; sampling goes on counting."""
+    """Oracle: the position reached, also after the progress has moved to the board; sampling keeps counting."""
     here, board = [0], [0, 0]
     progress = RankProgress()
     progress.show_on(here, 0)
@@ -92,7 +92,7 @@ def test_the_word_shows_phase_and_count() -> None:
 
 
 def test_a_rank_that_fails_in_a_collective_is_behind_the_others() -> None:
-    """Oracle: the word names the phase and has not counted the collective that was not entered."""
+    """Oracle: the word names the phase, and does not count the collective that the rank did not enter."""
     word = [0]
     progress = RankProgress(fault_injector(1, parse_faults("1:collective@2:raise")))
     progress.show_on(word, 0)

@@ -34,7 +34,7 @@ def ago(seconds: float) -> int:
 
 
 def step(step_id: int, done_ns: int = 0, **changes: Any) -> StepRecord:
-    """A step that took 1 ms, of 4 decodes; without ``done_ns`` it has only begun, 9.8 s ago."""
+    """A step of 4 decodes that took 1 ms; without ``done_ns`` it began 9.8 s ago and has not ended."""
     begun_ns = done_ns - 1_000_000 if done_ns else ago(9.8)
     fields = {
         "step_id": step_id, "plan_bytes": 96, "plan_checksum": 0xAB00 + step_id, "decode_rows": 4,
@@ -44,7 +44,7 @@ def step(step_id: int, done_ns: int = 0, **changes: Any) -> StepRecord:
 
 
 def rank(number: int, phase: str = "collective", **changes: Any) -> RankRecord:
-    """A living rank that has been inside of step 812 for 9.8 s."""
+    """A living rank that has been inside step 812 for 9.8 s."""
     fields = {
         "rank": number, "pid": 100 + number, "process": "alive", "state": "ready", "phase": phase,
         "count": 7, "busy_since_ns": ago(9.8), "step_started": STEP, "step_done": STEP - 1,
@@ -113,12 +113,12 @@ WAITING = "Ranks 0, 2 and 3 are in collective 7 of step 812, begun 9.8 s ago."
     ids=["dead", "stopped", "silent", "stuck", "failed", "without the plan"],
 )  # fmt: skip
 def test_who_waits_for_whom(culprit: RankRecord, sentence: str) -> None:
-    """Oracle: the sentences written here, one for each way in which a rank keeps the others waiting."""
+    """Oracle: the sentences here, one for each way in which a rank delays the others."""
     assert explain(record(rank(0), culprit, rank(2), rank(3))) == [WAITING, sentence]
 
 
 def test_the_others_may_wait_for_rank_0() -> None:
-    """Oracle: rank 0 samples on its own while the others are in the broadcast of the ids."""
+    """Oracle: rank 0 samples alone while the others are in the broadcast of the ids."""
     found = explain(record(rank(0, "sample", count=6), rank(1), rank(2)))
     assert found == [
         "Ranks 1 and 2 are in collective 7 of step 812, begun 9.8 s ago.",
@@ -127,7 +127,7 @@ def test_the_others_may_wait_for_rank_0() -> None:
 
 
 def test_nobody_waits_for_a_rank_that_died_idle() -> None:
-    """Oracle: the sentences written here."""
+    """Oracle: the sentences here."""
     found = explain(record(idle(0), idle(1, process="gone", exit="signal 9", heartbeat_ns=ago(1)), idle(2)))
     assert found == [
         "Ranks 0 and 2 are between steps, step 812 done 9.8 s ago.",
@@ -136,7 +136,7 @@ def test_nobody_waits_for_a_rank_that_died_idle() -> None:
 
 
 def test_all_ranks_in_one_collective_accuse_the_operation() -> None:
-    """Oracle: no rank is named as the one that is behind."""
+    """Oracle: the report names no rank as the one that is behind."""
     found = explain(record(rank(0), rank(1)))
     assert found[0] == "Ranks 0 and 1 are in collective 7 of step 812, begun 9.8 s ago."
     assert len(found) == 2 and "No rank is behind" in found[1]
@@ -154,7 +154,7 @@ def test_start_up_is_explained_by_its_phases() -> None:
 
 
 def test_ranks_that_have_left_are_waited_for_by_nobody() -> None:
-    """Oracle: rank 1 left as it should, rank 2 died on its way out."""
+    """Oracle: rank 1 left normally, rank 2 died on its way out."""
     left = idle(1, state="left", process="gone")
     found = explain(record(idle(0), left, idle(2, state="stopping", phase="shutdown", exit="signal 11")))
     assert len(found) == 2 and "Rank 1" not in " ".join(found)
@@ -162,7 +162,7 @@ def test_ranks_that_have_left_are_waited_for_by_nobody() -> None:
 
 
 def test_a_diverged_plan_is_named_with_both_values() -> None:
-    """Oracle: step 811 differs on rank 1; later steps of that rank differ as a consequence and are not repeated."""
+    """Oracle: step 811 differs on rank 1; that rank's later differences follow from it and are not repeated."""
     steps = [step(810, ago(10)), step(811, ago(9.9), plan_checksum=0x77), step(812, plan_checksum=0x78)]
     good = [step(810, ago(10)), step(811, ago(9.9)), step(812)]
     found = explain(record(rank(0, steps=good), rank(1, steps=steps), rank(2, steps=good)))
@@ -171,14 +171,14 @@ def test_a_diverged_plan_is_named_with_both_values() -> None:
 
 
 def test_diverged_inputs_are_named_with_both_values() -> None:
-    """Oracle: equal plans, other digests of the inputs in step 812."""
+    """Oracle: equal plans, but different digests of the inputs in step 812."""
     others = [step(811, ago(9.9), input_digest=5), step(812, input_digest=6)]
     found = explain(record(rank(0, steps=[others[0], step(812, input_digest=7)]), rank(1, steps=others)))
     assert found[0] == "Rank 1 made other inputs of the plan than rank 0 in step 812: 0x6, rank 0 has 0x7."
 
 
 def test_a_rank_that_is_a_collective_behind_is_named() -> None:
-    """Oracle: rank 1 entered one collective less of the same step."""
+    """Oracle: rank 1 entered one collective less in the same step."""
     found = explain(record(rank(0), rank(1, count=6)))
     assert found[1] == "Rank 1 has not reached it: it is in collective 6 of step 812, begun 9.8 s ago, running."
 
@@ -248,7 +248,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_writing_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: a folder that can not be made is a warning; an empty name means that none is wanted."""
+    """Oracle: a folder that can not be made gives a warning; an empty name turns the record off."""
     (tmp_path / "file").write_text("")
     assert save_record(record(rank(0)), str(tmp_path / "file" / "below")) is None
     assert "could not be written" in caplog.text
@@ -257,7 +257,7 @@ def test_writing_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_folder_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a file system that never answers costs the patience set here."""
+    """Oracle: a file system that never answers costs no more than the patience set here."""
     monkeypatch.setattr("tp_engine.flight_recorder.record._PATIENCE_S", 0.05)
     monkeypatch.setattr("tp_engine.flight_recorder.record._write", lambda *_: time.sleep(30))
     began_s = time.monotonic()

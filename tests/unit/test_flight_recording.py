@@ -1,4 +1,4 @@
-"""From a real board to a record: steps noted by the recorder, processes as the kernel sees them."""
+"""From a real board to a record: the recorder notes the steps, the kernel reports the processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(board: JobBoard) -> FlightRecord:
 
 
 def test_a_board_becomes_a_record() -> None:
-    """Oracle: what was written to the board, by its own calls."""
+    """Oracle: the values that the test wrote to the board."""
     board = JobBoard.create(2)
     slot = board.slots[0]
     slot.register()
@@ -78,7 +78,7 @@ def test_the_last_steps_are_kept_in_order(num_steps: int) -> None:
 
 
 def test_a_step_that_has_only_begun_has_no_later_times() -> None:
-    """Oracle: zeros, although the row held the times of a step 512 earlier."""
+    """Oracle: zeros, although the board's row held the times of a step 512 earlier."""
     board = JobBoard.create(1)
     recorder = StepRecorder(board.slots[0])
     run_step(recorder, 3)
@@ -89,7 +89,7 @@ def test_a_step_that_has_only_begun_has_no_later_times() -> None:
 
 
 def test_recording_a_step_costs_microseconds() -> None:
-    """Oracle: 1000 steps in less than 10 ms of this thread's CPU time, several times the measured."""
+    """Oracle: 1000 steps take less than 10 ms of this thread's CPU time, several times the measured time."""
     recorder = StepRecorder(JobBoard.create(1).slots[0])
     one = plan(1)
 
@@ -122,7 +122,7 @@ def test_processes_are_seen_as_they_are() -> None:
 
 
 def test_one_engine_leaves_one_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: the first cause; the log says how to read it."""
+    """Oracle: the first cause; the log has the command that reads the record."""
     board = JobBoard.create(1)
     recorder = FlightRecorder(board, EngineConfig(flight_recorder_dir=str(tmp_path)), writer="rank 0")
     path = recorder.write("the cause", 1)
@@ -134,13 +134,13 @@ def test_one_engine_leaves_one_record(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_no_record_is_written_where_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: neither a path nor a word."""
+    """Oracle: no path, and no line in the log."""
     recorder = FlightRecorder(JobBoard.create(1), EngineConfig(flight_recorder_dir=""), writer="rank 0")
     assert recorder.write("the cause") is None and not caplog.text
 
 
 def test_a_broken_board_does_not_hide_the_cause(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Oracle: a state that does not exist; the job's end goes on with a warning."""
+    """Oracle: a state that does not exist gives a warning, and the job's end proceeds."""
     board = JobBoard.create(1)
     board.slots[0].words[8] = 99
     recorder = FlightRecorder(board, EngineConfig(flight_recorder_dir=str(tmp_path)), writer="rank 0")

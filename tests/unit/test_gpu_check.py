@@ -1,4 +1,4 @@
-"""scripts/gpu_check: what it would run, how it treats sections that fail, hang or lack something, and its table."""
+"""scripts/gpu_check: its sections, how it treats those that fail, hang or lack something, and its table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sections() -> list[Section]:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    """Oracle: exit code 2 and the way out; nothing is written."""
+    """Oracle: exit code 2 and the remedy; no file is written."""
     done = subprocess.run(
         ["scripts/gpu_check", "--out", "never-made"], cwd=ROOT, env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, timeout=60, check=False,
@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the sections; every script and test file that they name is there."""
+    """Oracle: the sections; every script and test file in them exists."""
     assert check.main(["--dry-run"]) == 0
     shown = capsys.readouterr().out
     for one in sections():
@@ -66,7 +66,7 @@ def test_benchmarks_are_called_as_they_want_it() -> None:
 
 
 def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: their own order; unknown names are refused with the known ones."""
+    """Oracle: their own order; the error for an unknown name lists the known ones."""
     args = check.parse_arguments(["--sections", "graphs,environment,engine", "--skip", "engine"])
     assert [one.name for one in check.chosen(args)] == ["environment", "graphs"]
     with pytest.raises(SystemExit):
@@ -75,7 +75,8 @@ def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: every section's end is told; the files hold what was printed; a hanging section's children are ended."""
+    """Oracle: every section's end is reported; the files hold the output; the children of a hanging section are
+    ended."""
     hang = "import subprocess, time; subprocess.Popen(['sleep', '50']); print('waiting', flush=True); time.sleep(50)"
     chosen = [
         section("fails", "print('{\"a\": 1}'); raise SystemExit(3)"),
@@ -107,7 +108,7 @@ def test_no_section_starts_without_time() -> None:
 
 
 def test_output_of_a_section_is_shown_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: what the child printed, errors too."""
+    """Oracle: the child's output, with its errors."""
     log = io.StringIO()
     run_section(section("prints", "import sys; print('one'); print('two', file=sys.stderr)"), log, 30.0)
     assert sorted(log.getvalue().split()) == ["one", "two"] and "    one" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a GPU, a package or a kernel can not do is refused when the configuration is resolved: no device is touched."""
+"""The resolved configuration refuses what a GPU, a package or a kernel does not support, without touching a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars over the tokens of small tokenizers: random outputs under the masks are what was asked for."""
+"""Grammars over the tokens of small tokenizers: random outputs under the masks satisfy the constraint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def allowed(mask: IntArray) -> list[int]:
 
 
 def walk(matcher: GrammarMatcher, rng: random.Random, max_tokens: int = MAX_TOKENS) -> list[int]:
-    """Random tokens among the allowed ones, EOS where it may be with a chance of a half, until nothing may follow."""
+    """Random allowed tokens; EOS, where allowed, with a chance of a half; ends where no token is allowed."""
     fill, tokens = MaskFiller(), list[int]()
     while not matcher.is_over:
         assert len(tokens) < max_tokens, "the grammar does not end"
@@ -53,7 +53,7 @@ def walk(matcher: GrammarMatcher, rng: random.Random, max_tokens: int = MAX_TOKE
 
 
 def text_of(kind: str, tokens: list[int]) -> str:
-    """By the tokenizer itself; a first token that says where a text begins is no part of it."""
+    """The tokenizer's decoding; without a first token that marks the start of a text."""
     tokenizer = TOKENIZERS[kind]()
     tokens = [token_id for token_id in tokens if token_id != EOS]
     if kind == "bytes":
@@ -92,7 +92,7 @@ def test_grammars_in_both_notations(grammar: str, judge: Judge, vocabulary: tupl
 
 
 def test_any_object_and_whitespace() -> None:
-    """Oracle: counts; between two tokens 8 blanks, or one line end and 20 blanks, and none where none is wanted."""
+    """Oracle: counts: between two tokens 8 blanks, or one line end and 20 blanks, and none where none is wanted."""
     tokens = vocabulary_of("bytes")
     blank, brace, line_end = byte_level_tokenizer().encode(" {\n", add_special_tokens=False)
     fill = MaskFiller()
@@ -121,7 +121,7 @@ def test_indented_json_fits() -> None:
 
 
 def test_copies_are_independent_and_masks_are_the_same_in_parallel() -> None:
-    """Oracle: each matcher's own mask; sequences of one request begin at the same place and go their own ways."""
+    """Oracle: each matcher's own mask; sequences of one request begin at the same place and then diverge."""
     tokens = vocabulary_of("bytes")
     compiled = compile_grammar(regex_case("[a-c]{2,9}x")[0], tokens)
     matchers, rng, fill = [compiled.start() for _ in range(12)], random.Random(0), MaskFiller()
@@ -144,7 +144,8 @@ def test_a_refused_token_ends_the_output() -> None:
 
 @pytest.mark.parametrize("regex", ["a{0,3}", "a*"])
 def test_end_tokens(regex: str) -> None:
-    """Oracle: an end token is allowed where the expression matches; with ``ignore_eos`` only where nothing else is."""
+    """Oracle: an end token is allowed where the expression matches; with ``ignore_eos`` only where it is the only
+    choice."""
     tokens, fill = vocabulary_of("bytes"), MaskFiller()
     compiled = compile_grammar(regex_case(regex)[0], tokens)
     matcher, stubborn = compiled.start(), compiled.start(ignore_eos=True)
@@ -157,7 +158,7 @@ def test_end_tokens(regex: str) -> None:
 
 
 def test_vocabularies_of_other_sizes() -> None:
-    """Oracle: masks have the model's size; tokens that the tokenizer has not are never allowed, nor those beyond."""
+    """Oracle: masks have the model's size; tokens beyond the tokenizer's or the model's are never allowed."""
     num_tokens = len(byte_level_tokenizer())
     for vocab_size in (num_tokens, num_tokens + 100, 200):
         tokens = vocabulary_of("bytes", vocab_size)
@@ -183,7 +184,7 @@ BAD: list[tuple[StructuredOutputsParams, str]] = [
 
 @pytest.mark.parametrize(("params", "text"), BAD)
 def test_bad_constraints_are_refused_by_name(params: StructuredOutputsParams, text: str) -> None:
-    """Before they are sent, and by the compiler too."""
+    """The frontend refuses them before it sends them, and so does the compiler."""
     tokens = vocabulary_of("bytes")
     for refuse in (
         lambda: check_constraint(params, byte_level_tokenizer()),
@@ -210,7 +211,7 @@ def test_tokenizers_that_the_library_can_not_know() -> None:
 
 
 def test_a_grammar_that_reaches_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: an error that names the limit; until then tokens are allowed, and from then on only the end."""
+    """Oracle: an error that names the limit; until then the mask allows tokens, afterwards only the end."""
 
     def few_states() -> Any:
         return llguidance.LLParserLimits(max_lexer_states=200, verbose_errors=False)
@@ -250,7 +251,7 @@ def test_additional_properties_can_be_refused() -> None:
 
 
 def test_the_last_grammars_are_remembered() -> None:
-    """Oracle: the same object; after 32 others, another."""
+    """Oracle: the same object; after 32 other grammars, a new one."""
     compiler = GrammarCompiler(vocabulary_of("bytes"))
     first = StructuredOutputsParams(regex="first")
     assert compiler.known(first) is None

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars, with a compiler that is as slow as a test wants."""
+"""Requests that wait for their grammars, with a compiler whose speed the test sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 384
 
 
 class SlowCompiler(GrammarCompiler):
-    """Compiles an expression when ``go`` of it is set; one that begins with "broken" fails like a bug."""
+    """Compiles an expression when the test sets its ``go``; one that begins with "broken" fails like a bug."""
 
     def __init__(self) -> None:
         super().__init__(make_vocabulary(byte_level_tokenizer().backend_tokenizer.to_str(), VOCAB, (1,)))
@@ -57,7 +57,7 @@ class Bench:
         self.scheduler.abort([request_id])
 
     def finish(self, *regexes: str) -> list[Any]:
-        """Let these compile, and settle all that is done."""
+        """Let these compile, and settle every finished one."""
         for regex in regexes:
             self.compiler.go[regex].set()
         for future in list(self.queue._waiting.values()):
@@ -66,7 +66,7 @@ class Bench:
         return self.queue.settle(self.scheduler)
 
     def num_masked_rows(self) -> int:
-        """Rows of the next plan, all of which have masks."""
+        """The rows of the next plan; all of them have masks."""
         plan = self.scheduler.schedule()
         return 0 if plan is None else len(plan.mask_rows)
 
@@ -81,7 +81,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_a_request_runs_when_its_grammar_is_there(bench: Bench) -> None:
-    """A known grammar needs no thread."""
+    """Oracle: a known grammar needs no thread."""
     bench.add("first", "ab*")
     assert bench.queue.settle(bench.scheduler) == [] and bench.num_masked_rows() == 0
     assert bench.finish("ab*") == []
@@ -91,7 +91,7 @@ def test_a_request_runs_when_its_grammar_is_there(bench: Bench) -> None:
 
 
 def test_a_failure_ends_its_request_alone(bench: Bench) -> None:
-    """A grammar that the library refuses, and a bug; oracle: one record each, with the reason."""
+    """A grammar that the library refuses, and a bug. Oracle: one record each, with the reason."""
     bench.add("refused", "(")
     (delta,) = bench.finish("(")
     assert (delta.request_id, delta.finish_reason) == ("refused", FinishReason.ERROR) and "unclosed" in delta.error
@@ -102,7 +102,7 @@ def test_a_failure_ends_its_request_alone(bench: Bench) -> None:
 
 
 def test_the_grammar_of_an_aborted_request_is_not_for_the_next_of_its_name(bench: Bench) -> None:
-    """Oracle: the second request waits for its own grammar, though the first one's has come."""
+    """Oracle: the second request waits for its own grammar, although the first one's is ready."""
     bench.add("same", "first")
     old = bench.queue._waiting["same"]
     bench.abort("same")
@@ -117,7 +117,7 @@ def test_the_grammar_of_an_aborted_request_is_not_for_the_next_of_its_name(bench
 
 
 def test_without_a_compiler() -> None:
-    """Oracle: the reason why there is none; the scheduler knows nothing of the request."""
+    """Oracle: the reason why there is no compiler; the scheduler does not know the request."""
     queue = GrammarQueue(RequestError("no tokenizer", param="structured_outputs"), VOCAB)
     scheduler = Scheduler(limits(), queue.fill_masks)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))

@@ -1,4 +1,4 @@
-"""An output that must follow a grammar may think first."""
+"""An output with a grammar may begin with reasoning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def follows(text: str, reasoning: str | None, kind: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(("kind", "answer"), KINDS)
 def test_thought_comes_first(kind: dict[str, Any], answer: str) -> None:
-    """Oracle: by hand: what may come, must come, and may not come before the answer."""
+    """Oracle: by hand: reasoning that may precede the answer, that must precede it, and that must not."""
     for thought in ("", 'hm 😀 {"a": 1} </thin </think >', "\n\nlong\n"):
         closed = f"{thought}</think>"
         assert follows(f"{closed}\n\n{answer}", "open", kind) and follows(closed + answer, "open", kind)

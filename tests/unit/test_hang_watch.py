@@ -1,4 +1,4 @@
-"""The watchdog's judgement, on boards written by hand and a clock of the test's own."""
+"""The watchdog's verdicts, on boards written by hand and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 20.0
 
 
 class Jobs:
-    """A board whose ranks do what the test says, on a clock that the test moves."""
+    """A board on which the test sets what the ranks do, with a clock that the test moves."""
 
     def __init__(self, num_ranks: int, limits: HangLimits = LIMITS, rank: int = 0) -> None:
         self.board = JobBoard.create(num_ranks)
@@ -37,7 +37,7 @@ class Jobs:
         self.watch = HangWatch(self.board, rank, limits, now_ns=self.now_ns, vitals=self.vitals)
 
     def vitals(self, pid: int) -> tuple[str, int]:
-        """A rank that holds its interpreter uses CPU time; the clock is as good as any."""
+        """A rank that holds its interpreter uses CPU time; the clock's time serves as that."""
         return "T" if pid - 100 in self.stopped else "S", self.now_ns if pid - 100 in self.holding else 1
 
     def begin(self, step_id: int, *, ranks: list[int], collectives: int) -> None:
@@ -48,7 +48,7 @@ class Jobs:
                 self.progresses[rank].collective()
 
     def after(self, seconds: float) -> Hang | None:
-        """What the watch says at the end of ``seconds`` of half-second ticks."""
+        """The watch's verdict after ``seconds`` of half-second ticks."""
         hang = None
         for _ in range(int(seconds * 2)):
             self.now_ns += SECOND // 2
@@ -62,7 +62,7 @@ class Jobs:
 
 
 def test_an_idle_job_never_hangs() -> None:
-    """Oracle: an hour without a step is nothing."""
+    """Oracle: an hour without a step is no hang."""
     jobs = Jobs(2)
     jobs.begin(1, ranks=[0, 1], collectives=3)
     for slot in jobs.board.slots:
@@ -71,7 +71,7 @@ def test_an_idle_job_never_hangs() -> None:
 
 
 def test_a_long_but_living_step_never_trips_it() -> None:
-    """Oracle: ten minutes in one collective while one rank computes; the limit applies once it does no more."""
+    """Oracle: ten minutes in one collective are allowed while one rank computes; the limit applies once it stops."""
     jobs = Jobs(2)
     jobs.begin(1, ranks=[0, 1], collectives=1)
     jobs.burning = {1}
@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_named_also_while_idle(stopped: int) -> None:
 
 
 def test_a_rank_that_is_late_when_another_is_stopped_is_no_culprit() -> None:
-    """Oracle: at the hard limit only those that were silent for that long end the job."""
+    """Oracle: at the hard limit, only ranks silent for that long end the job."""
     jobs = Jobs(3)
     jobs.silent = {2}
     jobs.after(89)
@@ -158,7 +158,8 @@ def test_a_rank_that_is_late_when_another_is_stopped_is_no_culprit() -> None:
 
 
 def test_a_rank_that_holds_its_interpreter_lives() -> None:
-    """Oracle: no beat for ten minutes but CPU time, as in a long import; then none, which is a stop."""
+    """Oracle: ten minutes without a beat but with CPU time, as in a long import, are no hang; without both, there is
+    one."""
     jobs = Jobs(2)
     jobs.silent = jobs.holding = {1}
     assert jobs.after(600) is None
@@ -168,7 +169,7 @@ def test_a_rank_that_holds_its_interpreter_lives() -> None:
 
 
 def test_a_rank_that_starts_may_wait_for_a_disk() -> None:
-    """Oracle: no beat and no CPU time: half of the start's budget, unless the kernel says that it is stopped."""
+    """Oracle: no beat and no CPU time: half of the start's budget, unless the kernel reports the process as stopped."""
     jobs = Jobs(2)
     for slot, progress in zip(jobs.board.slots, jobs.progresses, strict=True):
         slot.state = State.STARTING
@@ -184,7 +185,7 @@ def test_a_rank_that_starts_may_wait_for_a_disk() -> None:
 
 
 def test_a_stopped_rank_explains_a_stuck_step() -> None:
-    """Oracle: the silent rank is named, not the one whose place is behind."""
+    """Oracle: the verdict names the silent rank, not the rank whose position is behind."""
     jobs = Jobs(3, replace(LIMITS, soft_s=10.0))
     jobs.silent = {2}
     jobs.begin(5, ranks=[0], collectives=1)
@@ -194,7 +195,7 @@ def test_a_stopped_rank_explains_a_stuck_step() -> None:
 
 
 def test_a_rank_that_is_late_does_not_explain_a_stuck_step() -> None:
-    """Oracle: 5 s of silence do not make 32 s without progress; the rank that is behind does."""
+    """Oracle: 5 s of silence do not explain 32 s without progress; the rank that is behind does."""
     jobs = Jobs(3)
     jobs.begin(1, ranks=[0, 1, 2], collectives=1)
     jobs.progresses[0].collective()
@@ -206,7 +207,7 @@ def test_a_rank_that_is_late_does_not_explain_a_stuck_step() -> None:
 
 
 def test_who_was_stopped_himself_counts_anew() -> None:
-    """Oracle: Ctrl-Z of the whole job for an hour; only what lasts after it counts."""
+    """Oracle: Ctrl-Z of the whole job for an hour; only the time after it counts."""
     jobs = Jobs(2)
     jobs.begin(1, ranks=[0, 1], collectives=1)
     assert jobs.after(20) is None
@@ -217,7 +218,7 @@ def test_who_was_stopped_himself_counts_anew() -> None:
 
 
 def test_the_start_has_a_budget_of_its_own() -> None:
-    """Oracle: half of it is soft, the whole is hard; a rank that has done its part is not the culprit."""
+    """Oracle: half of the limit is soft, the whole is hard; a rank that has done its part is not the culprit."""
     jobs = Jobs(2)
     for slot, progress in zip(jobs.board.slots, jobs.progresses, strict=True):
         slot.state = State.STARTING

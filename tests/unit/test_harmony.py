@@ -1,4 +1,4 @@
-"""Messages in OpenAI's harmony format: what is found in texts, and what a forced answer may look like."""
+"""Messages in OpenAI's harmony format: the parts found in texts, and the shape of forced answers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_cut_off_by_a_limit(text: str, expected: Any) -> None:
 
 
 def test_calls_that_nobody_wants_are_reasoning() -> None:
-    """Oracle: by hand; content is what the model says to the user."""
+    """Oracle: by hand; content is the text that the model addresses to the user."""
     found = find(HarmonyParser(None), [f"{CALL}{{}}<|call|><|start|>assistant{FINAL}Yes."])
     assert (found.reasoning, found.content, found.calls) == ("{}", "Yes.", [])
 
@@ -155,7 +155,7 @@ def test_forms_of_forced_answers_in_bytes() -> None:
 
 
 def test_marks_that_are_special_tokens() -> None:
-    """Oracle: the tokens of a whole answer, by hand; no text stands for a mark."""
+    """Oracle: the tokens of a whole answer, by hand; no text replaces a mark."""
     tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
     writing: Writing = TokenWriting(tokenizer)
@@ -169,7 +169,7 @@ def test_marks_that_are_special_tokens() -> None:
 
 
 def test_what_a_request_becomes() -> None:
-    """Oracle: by hand: texts show the marks, and a call ends the turn though the model may not say so."""
+    """Oracle: by hand: the text keeps its marks, and the marks that end a call and an answer are stop tokens."""
     tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
     processor = InputProcessor(MODEL_INFO, tokenizer)
     options = ChatOptions(reasoning_parser="openai_gptoss", chat_template="{{ messages[0].content }}")

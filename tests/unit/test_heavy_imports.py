@@ -1,4 +1,4 @@
-"""What each kind of process must not have imported: each of these takes a good part of a second, or several.
+"""Modules that each kind of process must not import: each takes a good part of a second, or several.
 
 Oracle of all: ``sys.modules`` of a fresh interpreter.
 """
@@ -17,12 +17,12 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "torch.onnx")
 HTTP = ("fastapi", "pydantic", "uvicorn")
 MODELLING = ("transformers.modeling_utils", "transformers.activations", "transformers.generation.utils")
 
-# What a process does at its start -> what it must not have imported then.
+# What a process does at its start -> modules that it must not have imported then.
 STARTS = {
     "import tp_engine": ("torch", "transformers", "tokenizers", "numpy", "zmq", *HTTP),
     # rank 0 of a server, until its frontend has been started
     "import tp_engine.serve": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
-    # a rank that rank 0 started, before and after it has shown that it lives
+    # a rank that rank 0 started, before and after its first sign of life
     "import tp_engine.engine.rank_process": ("torch", "transformers", *HTTP),
     "import tp_engine.engine.start": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),
     "from tp_engine import LLM": ("transformers", "tokenizers", "triton", *COMPILERS, "fastapi", "uvicorn"),
@@ -44,7 +44,7 @@ STARTS = {
 
 @pytest.mark.parametrize(("start", "heavy"), STARTS.items(), ids=range(len(STARTS)))
 def test_a_process_does_not_import(start: str, heavy: tuple[str, ...]) -> None:
-    """Nothing heavy that it does not need."""
+    """Oracle: no heavy module that the process does not need."""
     code = f"import sys; {start}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def test_a_process_does_not_import(start: str, heavy: tuple[str, ...]) -> None:
 
 
 def test_an_engine_starts_and_generates_without_a_compiler() -> None:
-    """No operation of a start may go through the Python decompositions of torch, whose sizes are sympy's."""
+    """Oracle: no operation of a start uses the Python decompositions of torch, whose sizes are sympy's."""
     code = (
         "import sys; from tp_engine import LLM, SamplingParams\n"
         "with LLM(device='cpu', num_gpu_blocks_override=16, max_model_len=64) as llm:\n"

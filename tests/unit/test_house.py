@@ -1,4 +1,4 @@
-"""The house rules on the size of files: lines of documents, lines of modules, and modules that are only short."""
+"""The house rules on the size of files: lines of documents, lines of modules, and modules that are too short."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def num_lines(path: Path) -> int:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_documents_are_at_most_120_columns_wide(path: Path) -> None:
-    """Oracle: the rule; a line that is one word, such as an address, can not be broken."""
+    """Oracle: the rule; a line of a single word, such as an address, can not be broken."""
     lines = path.read_text(encoding="utf-8").splitlines()
     wide = [
         (number, len(line)) for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and " " in line.strip()

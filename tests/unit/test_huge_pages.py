@@ -1,4 +1,4 @@
-"""Memory on huge pages: zeros, apart from one another, given back when the last tensor has gone."""
+"""Memory on huge pages: it is zero, tensors do not overlap, and the last tensor's end releases it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_mapped_zeros(num_bytes: int) -> None:
 
 
 def test_tensors_share_pages_and_not_a_byte() -> None:
-    """Oracle: each keeps its own number, from several threads, at the start of a cache line."""
+    """Oracle: each tensor keeps its own number, from several threads, and begins a cache line."""
     shapes = [(3, 5), (1000, 33), (1,), (700, 1024), (5_000_000,)] * 8
 
     def make(number: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_tensors_share_pages_and_not_a_byte() -> None:
 
 
 def test_memory_goes_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a weak reference to the mapping; what is left over of one is taken by the next tensor."""
+    """Oracle: a weak reference to the mapping; the next tensor takes the rest of a mapping."""
     maps: list[weakref.ref[mmap.mmap]] = []
     real = huge_pages._map
 
@@ -62,6 +62,6 @@ def test_memory_goes_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_system_without_them_still_gives_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: advice that the system refuses."""
+    """Oracle: the system refuses the advice."""
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)
     assert not map_zeros(2 * HUGE_PAGE).any()

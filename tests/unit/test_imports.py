@@ -1,6 +1,6 @@
 """The house rules on imports, read from the source of every module.
 
-Imports point one way, each outside thing has one door, and the control plane knows no torch.
+Imports point one way, only one place names each outside package, and the control plane does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tp_engine"
 
-# What each part may import directly; what those may import, it may too.  Everything may import the foundation.
+# What each part may import directly; indirectly, it may import what those may.  Every part may import the foundation.
 DIRECTIONS = {
     "launch": {"cli"},
     "cli": {"server"},
@@ -42,10 +42,10 @@ DIRECTIONS = {
 # The two modules beside the foundation that start a job, as the files in launch/ do.
 LAUNCHERS = {"serve", "batch"}
 
-# Folders that belong to the foundation: a module of it that has grown parts of its own.
+# Folders that belong to the foundation: modules of it that now have several files.
 FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder"}
 
-# Outside thing -> the only place that may name it (a folder ends with a slash).
+# Outside package -> the only place that may name it (a folder ends with a slash).
 DOORS = {
     "torch.distributed": "tp_engine/ranks/",
     "triton": "tp_engine/kernels/",
@@ -141,7 +141,7 @@ def test_every_folder_has_its_place() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    """Oracle: the directions above.  The package's front page names the Python API, lazily; nothing else may."""
+    """Oracle: the directions above.  The package's front page names the Python API, lazily; no other module may."""
     broken = []
     for use in all_uses():
         if not use.names("tp_engine") or use.path == "tp_engine/__init__.py":

@@ -1,4 +1,4 @@
-"""What users ask for, checked and tokenized."""
+"""Users' requests, checked and tokenized."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_forms_of_a_prompt(prompt: Any, text: str | None) -> None:
 
 
 def test_the_request_carries_what_the_engine_needs() -> None:
-    """Oracle: the model's EOS ids, a time between before and after, max_tokens as the context leaves."""
+    """Oracle: the model's EOS ids, a time between before and after, max_tokens from the rest of the context."""
     before_s = time.monotonic()
     request = PROCESSOR.process([5] * 10, SamplingParams(max_tokens=None, stop="x"), request_id="r", priority=-3)
     assert before_s <= request.arrival_s <= time.monotonic()
@@ -81,7 +81,7 @@ def test_the_request_carries_what_the_engine_needs() -> None:
     ],
 )
 def test_bad_requests_are_refused_by_name(prompt: Any, params: dict[str, Any], param: str, text: str) -> None:
-    """Oracle: the field that is wrong, and a message that names the value."""
+    """Oracle: the wrong field, and a message that names the value."""
     with pytest.raises(RequestError, match=text) as caught:
         process(prompt, **params)
     assert caught.value.param == param
@@ -106,7 +106,7 @@ def test_context_length() -> None:
 
 
 def test_without_a_tokenizer_token_ids_work() -> None:
-    """Oracle: the ids that were given; text is refused with the remedy."""
+    """Oracle: the given ids; the error for text has the remedy."""
     processor = InputProcessor(INFO, None)
     assert process([5, 6], processor).prompt_token_ids == [5, 6]
     with pytest.raises(RequestError, match="has no tokenizer; send the prompt as a list of token ids"):
@@ -121,7 +121,7 @@ def chat_text(messages: Any, **options: Any) -> str:
 
 
 def test_chat_goes_through_the_template() -> None:
-    """Oracle: the template written out by hand; parts come on lines of their own; special tokens appear once."""
+    """Oracle: the template written out by hand; parts take a line each; special tokens appear once."""
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "say"}, {"type": "text", "text": "hi"}]},
@@ -153,7 +153,7 @@ def test_chat_goes_through_the_template() -> None:
     ],
 )
 def test_malformed_messages_are_refused(messages: Any, text: str) -> None:
-    """Oracle: the message names the place and what is wrong, the template's own refusal included."""
+    """Oracle: the message names the place and the fault, also with the template's own refusal."""
     with pytest.raises(RequestError, match=text):
         chat_text(messages)
 
@@ -167,7 +167,8 @@ def test_chat_without_a_template_and_reserved_options() -> None:
 
 
 def test_load_tokenizer(tmp_path: Path) -> None:
-    """A saved tokenizer comes back, a folder without one is None, a broken one is named. Oracle: the ids of a text."""
+    """A saved tokenizer loads, a folder without one gives None, the error for a broken one names it. Oracle: a text's
+    ids."""
     byte_level_tokenizer().save_pretrained(tmp_path / "good")
     loaded = load_tokenizer(str(tmp_path / "good"))
     assert loaded is not None and loaded.encode("the 世界") == byte_level_tokenizer().encode("the 世界")

@@ -1,4 +1,4 @@
-"""int8 weights: rows, products, what is refused, and whole models beside the same models unquantised."""
+"""int8 weights: rows, products, errors, and whole models beside the same models unquantised."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_of_zeros_and_nan(rows: TorchInt8Rows) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (31, 17), (96, 688)])
 def test_product_is_exact_but_for_the_codes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Oracle: float64 arithmetic on the codes and scales; rows together give what each gives alone."""
+    """Oracle: float64 arithmetic on the codes and scales; rows together give the same as each alone."""
     weight, bias, x = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), torch.randn(5, shape[1]).to(dtype)
     x[3] *= 100
     method = make_int8_linear(weight)
@@ -78,7 +78,7 @@ def test_product_is_exact_but_for_the_codes(dtype: torch.dtype, shape: tuple[int
 
 
 def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: value, rule and remedy, for a product that is missing or wrong; PyTorch is never a silent stand-in."""
+    """Oracle: value, rule and remedy, for a product that is missing or wrong; PyTorch never silently replaces it."""
 
     class Missing(Int8Linear):
         def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ def test_values_and_devices_are_refused() -> None:
 
 
 def build(config: ModelSpec, folder: Path, communicator: Communicator, quantization: str | None) -> CausalLM:
-    """With weights as models are initialised (standard deviation 0.02); those of the tiny checkpoints are far wider."""
+    """A model with weights as models are initialised (standard deviation 0.02); the tiny checkpoints' are far wider."""
     model = build_model(
         config,
         communicator=communicator,
@@ -127,7 +127,7 @@ def build(config: ModelSpec, folder: Path, communicator: Communicator, quantizat
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_error_of_a_model_is_bounded(architecture: str, world_size: int, checkpoint: Callable[..., Path]) -> None:
-    """Oracle: the same model in float32; some error, else nothing was quantised.  The plain weights are gone."""
+    """Oracle: the same model in float32; an error above zero proves the quantisation.  The plain weights are gone."""
     config, folder = load_model_config(str(checkpoint(architecture, hidden_size=128)))
 
     def logits(quantization: str | None) -> Callable[[Communicator], torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""The job's board: what one process writes, another reads; nothing named is left; writing costs microseconds."""
+"""The job's board: one process writes, another reads; no name is left in a folder; a write costs microseconds."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_lines_and_phases_that_have_no_word_share_one() -> None:
 
 
 def test_a_board_without_its_owner_can_not_be_opened() -> None:
-    """Oracle: the address after the sharing has stopped, and that of a process that has ended."""
+    """Oracle: the error for an address after the sharing has stopped, and for that of an ended process."""
     board = JobBoard.create(1)
     JobBoard.open(board.address)
     address = board.address
@@ -109,7 +109,7 @@ def test_a_board_without_its_owner_can_not_be_opened() -> None:
 
 
 def test_the_first_failure_is_kept() -> None:
-    """Oracle: the second text, which only reports the consequence, is not there."""
+    """Oracle: the first text; the second one, which only reports the consequence, is absent."""
     slot = JobBoard.create(1).slots[0]
     slot.fail("the cause", blamed_rank=3)
     slot.fail("the consequence")
@@ -139,7 +139,8 @@ def test_an_echo_is_one_word(step_id: int) -> None:
 
 
 def test_process_start_tells_processes_apart() -> None:
-    """Oracle: this process's is stable, a later one's is not smaller, a missing one's is an error."""
+    """Oracle: the start time of this process is stable, a later process's is not smaller, a missing one's is an
+    error."""
     assert process_start(os.getpid()) == process_start(os.getpid())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert process_start(process.pid) >= process_start(os.getpid())
@@ -149,7 +150,8 @@ def test_process_start_tells_processes_apart() -> None:
 
 
 def test_a_step_costs_microseconds() -> None:
-    """Oracle: 100 notes of a step's kind in less than 2 ms of this thread's CPU time, thrice the measured at most."""
+    """Oracle: 100 notes of a step's kind take less than 2 ms of this thread's CPU time, at most three times the
+    measured."""
     slot = JobBoard.create(1).slots[0]
     progress = RankProgress()
     progress.show_on(slot.words, PHASE_WORD)

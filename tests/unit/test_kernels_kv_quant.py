@@ -1,4 +1,4 @@
-"""The quantised KV cache: what an element loses, scales by slot, the storing kernel and its compilation."""
+"""The quantised KV cache: the error of an element, scales by slot, the storing kernel and its compilation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_zeros_and_extremes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_twin_stores_values_and_scales_by_slot(dtype: torch.dtype) -> None:
-    """Oracle: an assignment per token; skipped and other slots keep what they had."""
+    """Oracle: an assignment per token; skipped and other slots keep their values."""
     key, value = torch.randn(2, 4, 2, 8, generator=torch.Generator().manual_seed(1))
     slots = [9, -1, 0, 4]
     cache, scales = torch.zeros(2, 3, 4, 2, 8, dtype=dtype), torch.zeros(2, 3, 2, 4)
@@ -69,7 +69,7 @@ def test_which_types_are_quantised() -> None:
 
 @needs_triton
 def test_interpreted_kernel() -> None:
-    """Oracle: the PyTorch twin; a value may be a step away where the scaled one lies between two."""
+    """Oracle: the PyTorch twin; a value may be one step off where the scaled one lies between two."""
     interpreted("kernel_cases_kv_quant")
 
 

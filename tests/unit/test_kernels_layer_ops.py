@@ -1,4 +1,4 @@
-"""The layers' small operations as Triton kernels: interpreted, and compiled for the GPUs that are meant."""
+"""The layers' small operations as Triton kernels: interpreted, and compiled for the supported GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of one row as a Triton kernel: interpreted, compiled, and chosen for what it takes."""
+"""Linear layers of one row as a Triton kernel: interpreted, compiled, and chosen for the layers that suit it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_kernels_compile_for(capability: int) -> None:
     ],
 )
 def test_what_is_taken(rows: int, columns: int, is_gated: bool, is_taken: bool) -> None:
-    """Oracle: whole blocks alone, and no vocabulary."""
+    """Oracle: whole blocks only, and no vocabulary."""
     from tp_engine.kernels.one_row_linear_triton import takes_weight
 
     assert takes_weight(torch.empty(rows, columns, device="meta"), is_gated=is_gated) is is_taken

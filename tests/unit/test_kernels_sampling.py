@@ -1,4 +1,4 @@
-"""Sampling kernels: interpreted, compiled for the GPUs that are meant, and the choice of what they sample."""
+"""Sampling kernels: interpreted, compiled for the supported GPUs, and the rows that they sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_interpreted_kernels(ranks: str) -> None:
 @quiet
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_compile_for(capability: int) -> None:
-    """Oracle: Triton's own compiler; no multiplication is fused with an addition but inside of libdevice."""
+    """Oracle: Triton's own compiler; no multiplication is fused with an addition except inside libdevice."""
     kernels = compile_cases(CASES, capability)
     assert all(not kernel.metadata.enable_fp_fusion for kernel in kernels)
 

@@ -1,4 +1,4 @@
-"""Which values of a launch make Triton compile it anew: none that changes from step to step, as that takes seconds."""
+"""Which values of a launch make Triton compile it anew: none that changes per step, because that takes seconds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_ROWS = 1024, 16, 8, 12
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Without memory."""
+    """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What a layer does beside products and attention; its queries, which are a view of the merged heads."""
+    """A layer's launches beside products and attention; returns its queries, a view of the merged heads."""
     embed, norm, add_norm, gate, prepare_heads = (
         implementation(name, "triton") for name in ("embed", "norm", "add_norm", "gate", "prepare_heads")
     )
@@ -46,7 +46,7 @@ def launch_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> t
 
 
 def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The same, with everything that most models lack, and on one of eight ranks."""
+    """The same with every feature that most models lack, on one of eight ranks."""
     from tp_engine.kernels.reduce_norm_triton import all_reduce_add_norm_triton
 
     ops = {name: implementation(name, "triton") for name, one in OPS.items() if one.triton is not None}
@@ -94,7 +94,7 @@ def launch_attention(
 
 
 def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
-    """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) are before those of prefills."""
+    """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) precede those of prefills."""
     from tp_engine.kernels import sampling_best_triton, sampling_candidates_triton, sampling_filter_triton
 
     tables = RowTables(
@@ -120,7 +120,7 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
 @quiet
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
-    """Oracle: Triton's own cache: after three steps, which hold all numbers of splits, no step adds to it."""
+    """Oracle: Triton's own cache: three steps cover all numbers of splits, and no later step adds to it."""
     cache = empty(2, 100, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     rule: dict[str, Any] = {"window": 128, "softcap": 50.0, "sinks": empty(HEADS, dtype=torch.float32)}
 

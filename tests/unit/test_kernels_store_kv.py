@@ -25,7 +25,7 @@ def test_twin_stores_by_slot_and_skips_padding(cache_dtype: torch.dtype) -> None
 
 
 def test_twin_with_padding_only() -> None:
-    """Oracle: nothing is stored."""
+    """Oracle: no slot changes."""
     cache = torch.zeros(2, 3, 4, 1, 8)
     store_kv(KeyValue(*torch.randn(2, 2, 1, 8)), LayerKv(cache), torch.tensor([-1, -1]))
     assert cache.count_nonzero() == 0
@@ -34,7 +34,7 @@ def test_twin_with_padding_only() -> None:
 @needs_triton
 @pytest.mark.parametrize("cases", ["kernel_cases_store_kv", "kernel_cases_triton_backend"])
 def test_interpreted_kernel(cases: str) -> None:
-    """Oracle: the PyTorch twin, bit by bit, and for the whole backend loops over tokens."""
+    """Oracle: the PyTorch twin, bit by bit; for the whole backend, loops over tokens."""
     interpreted(cases)
 
 

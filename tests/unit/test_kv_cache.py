@@ -1,4 +1,4 @@
-"""The KV cache tensor: shape, views, binding, lazily used pages, failure."""
+"""The KV cache tensor: shape, views, binding, lazily used pages, errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
 
 
 def test_layers_are_bound_by_index_to_views() -> None:
-    """Oracle: what layer i writes appears at [:, i] and nowhere else."""
+    """Oracle: layer i's writes appear at [:, i] and nowhere else."""
     cache, layers = allocate_kv_cache(small_shape(), 5, CPU), [Layer() for _ in range(3)]
     bind_kv_cache(cache, layers, THREE_ALIKE)
     for index, layer in enumerate(layers):
@@ -89,7 +89,7 @@ def test_quantised_cache_has_scales_that_are_counted(dtype: torch.dtype) -> None
 
 
 def test_other_caches_have_no_scales() -> None:
-    """Oracle: None, and None for the layers."""
+    """Oracle: None, also for the layers."""
     assert allocate_kv_scales(small_shape(), 5, CPU) is None
     layers = [Layer() for _ in range(3)]
     bind_kv_cache(allocate_kv_cache(small_shape(), 5, CPU), layers, THREE_ALIKE)
@@ -98,13 +98,13 @@ def test_other_caches_have_no_scales() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_another_number_of_layers_is_our_fault(count: int) -> None:
-    """The count is checked."""
+    """Oracle: an assertion about the number of layers."""
     with pytest.raises(AssertionError, match=f"{count} attention layers for a cache of 3"):
         bind_kv_cache(allocate_kv_cache(small_shape(), 1, CPU), [Layer() for _ in range(count)], THREE_ALIKE)
 
 
 def test_pages_are_taken_when_blocks_are_used() -> None:
-    """A cache of 1.5 GiB occupies nothing at first, then the page of each layer's first block."""
+    """Oracle: a cache of 1.5 GiB occupies nothing at first, then the page of each layer's first block."""
     cache = allocate_kv_cache(small_shape(), 65_536, CPU)
     assert resident_bytes(cache) == 0
     cache[:, :, 0] = 1.0
@@ -112,7 +112,7 @@ def test_pages_are_taken_when_blocks_are_used() -> None:
 
 
 def test_works_under_inference_mode() -> None:
-    """Written inside inference mode, read outside."""
+    """Oracle: values written inside inference mode can be read outside."""
     cache = allocate_kv_cache(small_shape(), 2, CPU)
     with torch.inference_mode():
         cache[:, 0] = 3.0
@@ -121,6 +121,6 @@ def test_works_under_inference_mode() -> None:
 
 @pytest.mark.parametrize("num_blocks", [10**12, 10**18])
 def test_too_large_a_cache_is_a_budget_error(num_blocks: int) -> None:
-    """Not the allocator's own error; the numbers and the remedy are in it."""
+    """Oracle: our error with the numbers and the remedy, not the allocator's own."""
     with pytest.raises(MemoryBudgetError, match=rf"for {num_blocks} KV blocks on cpu.*lower gpu_memory_utilization"):
         allocate_kv_cache(small_shape(), num_blocks, CPU)

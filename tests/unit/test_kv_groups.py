@@ -42,7 +42,7 @@ BACKENDS = [TorchBackend, *([NativeBackend] if native_library() else [])]
 
 
 class Engine:
-    """A runner, and plans for it made by hand: blocks that are behind a window go back to the pool at once."""
+    """A runner with plans made by hand: blocks behind a window return to the pool at once."""
 
     def __init__(self, folder: Path, make_backend: Callable[[], AttentionBackend]) -> None:
         spec, path = load_model_config(str(folder))
@@ -60,7 +60,7 @@ class Engine:
             head_dim=layout.head_dim,
             dtype=torch.float32,
         )
-        self.cache = allocate_kv_cache(shape, NUM_BLOCKS, CPU).fill_(torch.nan)  # what is not a row's must not be read
+        self.cache = allocate_kv_cache(shape, NUM_BLOCKS, CPU).fill_(torch.nan)  # no row may read another slot
         bind_kv_cache(self.cache, model.attention_layers, layout)
         self.runner = ModelRunner(
             model=model,
@@ -78,14 +78,14 @@ class Engine:
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
             progress=RankProgress(),
         )
-        self.free = [*range(1, NUM_BLOCKS, 2), *range(2, NUM_BLOCKS, 2)]  # no two of a row's lie side by side
+        self.free = [*range(1, NUM_BLOCKS, 2), *range(2, NUM_BLOCKS, 2)]  # two blocks of a row are never neighbours
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.tables: dict[int, list[list[int]]] = {}
         self.freed = 0
 
     def enter(self, row: int, tokens: Sequence[int], like: int | None = None) -> Admission:
-        """A new row; ``like`` another that leaves, it takes over its blocks and all but its last token."""
+        """A new row; with ``like``, it takes the blocks of that row, which leaves, and all but its last token."""
         self.tokens[row] = list(tokens)
         self.computed[row] = 0 if like is None else len(tokens) - 1
         self.tables[row] = [] if like is None else self.tables.pop(like)
@@ -146,7 +146,7 @@ def _ints(values: Any) -> IntArray:
 
 
 def serve(engine: Engine, num_decodes: int = 40) -> list[StepResult]:
-    """Chunks, mixed steps, decodes, and a row that goes on with the blocks of another."""
+    """Chunks, mixed steps, decodes, and a row that continues with the blocks of another."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 200, length).tolist() for length in (150, 30)]
     results = [engine.step([], {0: 100}, (engine.enter(0, prompts[0]),), released=_ints(range(NUM_ROWS)))]
@@ -160,7 +160,7 @@ def serve(engine: Engine, num_decodes: int = 40) -> list[StepResult]:
 
 
 def compare(grouped: list[StepResult], single: list[StepResult]) -> None:
-    """Bit by bit."""
+    """Results are equal bit by bit."""
     for found, expected in zip(grouped, single, strict=True):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         if found.logprobs is None or expected.logprobs is None:
@@ -180,7 +180,7 @@ def test_groups_compute_what_one_group_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows 8, none, 8, 8.  Oracle: the same model with one table for all layers, which keeps all blocks: tokens and
-    log-probabilities, bit by bit.  What is not a row's, or behind a window, is NaN."""
+    log-probabilities, bit by bit.  Slots of no row, or behind a window, hold NaN."""
     folder = checkpoint(**WINDOWED)
     engines = [Engine(folder, make_backend)]
     monkeypatch.setattr(kv_layout, "MAX_GROUPS", 1)
@@ -206,7 +206,7 @@ def test_a_copy_is_of_all_layers_of_a_block(checkpoint: Callable[..., Path]) -> 
 
 
 def test_first_steps_leave_no_trace(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: an engine that has not warmed up."""
+    """Oracle: an engine without a warm-up."""
     folder = checkpoint(**WINDOWED)
     warm, cold = (Engine(folder, TorchBackend) for _ in range(2))
     warm_up(warm.runner, EngineConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=16, block_size=BLOCK_SIZE))
@@ -214,7 +214,7 @@ def test_first_steps_leave_no_trace(checkpoint: Callable[..., Path]) -> None:
 
 
 def test_digests_tell_groups_apart() -> None:
-    """Oracle: equal inputs have equal digests; another block of the last group alone gives another one."""
+    """Oracle: equal inputs have equal digests; another block in the last group alone gives another digest."""
     digests = []
     for last in (6, 6, 7):
         batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=BLOCK_SIZE, num_groups=2, device=CPU)

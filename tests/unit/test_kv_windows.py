@@ -1,4 +1,4 @@
-"""What each group of layers needs of a row's blocks.  Oracle: sets of keys, position by position."""
+"""Which of a row's blocks each group of layers needs.  Oracle: sets of keys, position by position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NATIVE_TYPES = Path(__file__).parents[2] / "tp_engine" / "kernels" / "native" / 
 
 
 def keys_read(position: int, window: int | None, tile: int) -> range:
-    """What a kernel touches for a query at ``position``: the visible keys, those before them in their first tile."""
+    """The keys that a kernel touches for a query at ``position``: the visible ones, and those before them in their
+    tile."""
     first = 0 if window is None else max(0, position - window + 1)
     while first % tile:
         first -= 1
@@ -28,14 +29,14 @@ def keys_read(position: int, window: int | None, tile: int) -> range:
 
 
 def suffices(there: BoolArray, number: int, windows: Sequence[int | None], size: int, tile: int) -> bool:
-    """Whether all keys before the end of block ``number`` that the next query reads are in blocks that are there."""
+    """Whether the present blocks hold all keys before the end of block ``number`` that the next query reads."""
     end = number * size
     keys = [(key, group) for group, window in enumerate(windows) for key in keys_read(end, window, tile) if key < end]
     return all(there[key // size, group] for key, group in keys)
 
 
 def test_golden_first_block() -> None:
-    """The drawing: at position 18 a window of 8 begins in the tile, and the block, that begins at 8."""
+    """By hand, the drawing: at position 18 a window of 8 begins in the tile, and the block, that begins at 8."""
     windows = KvWindows((None, 8), 4, 4)
     assert windows.first_needed(18).tolist() == [0, 2]
     assert windows.first_needed(np.array([0, 11, 14, 15, 19])).tolist() == [[0, 0], [0, 1], [0, 1], [0, 2], [0, 3]]
@@ -52,7 +53,7 @@ def test_the_first_block_is_the_one_of_the_first_key_that_is_read() -> None:
 
 
 def test_the_longest_hit_is_the_longest_that_suffices() -> None:
-    """Oracle: the definition, tried from all blocks down: every block that holds a key read for the next token."""
+    """Oracle: the definition, from all blocks downwards: every block with a key that the next token reads."""
     rng = random.Random(5)
     for _ in range(400):
         given = tuple(rng.choice((None, 1, 3, 8, 20)) for _ in range(rng.randint(1, 3)))
@@ -67,7 +68,7 @@ def test_the_longest_hit_is_the_longest_that_suffices() -> None:
 @pytest.mark.parametrize("window", [None, 1, 8, 30])
 @pytest.mark.parametrize("chunk", [1, 5, 16, 50])
 def test_most_blocks_is_never_exceeded_and_reached(window: int | None, chunk: int) -> None:
-    """Oracle: the blocks that hold a key read or written while 150 tokens come in chunks, from any first chunk on."""
+    """Oracle: the blocks with a key read or written while 150 tokens arrive in chunks, from any first chunk on."""
     for size, tile in ((4, 4), (4, 1), (3, 8), (16, 4)):
         windows = KvWindows((window,), size, tile)
         most = 0
@@ -81,7 +82,7 @@ def test_most_blocks_is_never_exceeded_and_reached(window: int | None, chunk: in
 
 def test_capacity_of_a_pool() -> None:
     """By hand, blocks of 4: ten blocks hold 40 tokens in one group and 20 in two; with a window of 8 and tiles of 4,
-    which take 4 blocks, six are left for the full group; a model of windows alone has no end but its own."""
+    which take 4 blocks, six are left for the full group; with windows alone, four blocks do for any length."""
     assert limits(num_blocks=10).capacity_tokens == 40
     assert limits(num_blocks=10, windows=(None, None)).capacity_tokens == 20
     assert limits(num_blocks=10, windows=(None, 8), tile_tokens=4).capacity_tokens == 24
@@ -92,7 +93,7 @@ def test_capacity_of_a_pool() -> None:
 
 
 def test_a_chunk_takes_a_quarter_of_the_pool_at_most() -> None:
-    """By hand: 80 blocks of 4 in two groups are 160 tokens, of which 40 may come at once where there is a window."""
+    """By hand: 80 blocks of 4 in two groups are 160 tokens; with a window, at most 40 may come at once."""
     assert limits(num_blocks=80, windows=(None, 8), max_num_batched_tokens=99).max_chunk_tokens == 40
     assert limits(num_blocks=80, windows=(None, 8), max_num_batched_tokens=32).max_chunk_tokens == 32
     assert limits(num_blocks=80, windows=(None, None), max_num_batched_tokens=99).max_chunk_tokens == 99
@@ -101,7 +102,7 @@ def test_a_chunk_takes_a_quarter_of_the_pool_at_most() -> None:
 
 @needs_triton
 def test_no_kernel_begins_further_before_a_window_than_a_tile() -> None:
-    """Oracle: the kernels' own sizes.  Their tiles must divide ``TILE_TOKENS``, where what is kept begins."""
+    """Oracle: the kernels' own sizes.  Their tiles must divide ``TILE_TOKENS``, where the kept blocks begin."""
     from tp_engine.kernels.paged_decode_triton import decode_sizes
     from tp_engine.kernels.paged_prefill_triton import prefill_sizes
 

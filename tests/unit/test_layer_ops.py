@@ -1,7 +1,7 @@
 """Every operation of the layers, as its twin and in C, against its formula in float64 (row B9).
 
-The rule: the twin is right to within the type's rounding, and the error of C is at most twice the twin's, or another
-unit of float32.
+The rule: the twin is right to within the type's rounding, and the error of C is at most twice the twin's, or one unit
+of float32 more.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def normalised(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("offset", "is_centred"), [(0.0, False), (1.0, False), (0.0, True), (1.0, True)])
 def test_norm(dtype: torch.dtype, size: tuple[int, int], offset: float, is_centred: bool) -> None:
-    """Oracle: the formula; rows that lie far from zero, where a mean has to be taken off."""
+    """Oracle: the formula; rows far from zero, whose mean must be subtracted."""
     rule = NormRule(torch.randn(size[1]).to(dtype), EPS, offset, is_centred)
     x = (torch.randn(size) + 3).to(dtype)
     compare("norm", lambda norm: norm(x, rule), normalised(x, rule))
@@ -78,7 +78,7 @@ def test_norm(dtype: torch.dtype, size: tuple[int, int], offset: float, is_centr
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 def test_add(dtype: torch.dtype, size: tuple[int, int], scale: float) -> None:
-    """Oracle: the formula; a sum alone, and the norm of what was stored of it."""
+    """Oracle: the formula; the sum by itself, and the norm of the stored sum."""
     x, residual = torch.randn(2, *size).to(dtype)
     exact = residual.double() + x.double() * scale
 
@@ -150,7 +150,7 @@ def test_gates_in_panels(dtype: torch.dtype, kind: ActivationKind, size: int) ->
 
 
 def turned(heads: torch.Tensor, norm: HeadNorm | None, rotation: Rotation | None) -> torch.Tensor:
-    """Queries and keys: pairs as complex numbers, which turn by a product."""
+    """Queries and keys: pairs as complex numbers; a product turns them."""
     wide = heads[:, :-KV_HEADS].double()
     if norm is not None:
         wide = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
@@ -172,7 +172,7 @@ def turned(heads: torch.Tensor, norm: HeadNorm | None, rotation: Rotation | None
 @pytest.mark.parametrize("offset", [None, 0.0, 1.0])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_heads(dtype: torch.dtype, head_dim: int, rotary_dim: int, offset: float | None, is_scaled: bool) -> None:
-    """Oracle: complex numbers; partly rotated, with and without a norm, queries scaled or not; values are left."""
+    """Oracle: complex numbers; partly rotated, with and without a norm, queries scaled or not; values are unchanged."""
     heads = torch.randn(40, HEADS + 2 * KV_HEADS, head_dim).to(dtype)
     angles, positions = torch.rand(MAX_LEN, rotary_dim // 2) * 6, torch.randint(MAX_LEN, (40,))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
@@ -196,7 +196,7 @@ def test_heads(dtype: torch.dtype, head_dim: int, rotary_dim: int, offset: float
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 128), (40, 64), (3, 20)])
 def test_norm_of_all_heads(dtype: torch.dtype, num_tokens: int, head_dim: int) -> None:
-    """Oracle: one norm over a token's queries and one over its keys; of two ranks, the sums of both."""
+    """Oracle: one norm over a token's queries and one over its keys; on two ranks, the sums of both."""
     heads = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, head_dim).to(dtype)
     weights = torch.randn(HEADS + KV_HEADS, head_dim).to(dtype)
     wide = heads.double()
@@ -222,7 +222,7 @@ def test_norm_of_all_heads(dtype: torch.dtype, num_tokens: int, head_dim: int) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 32.0, 0.3])
 def test_embed(dtype: torch.dtype, scale: float) -> None:
-    """Oracle: the weight's rows; of a part of the vocabulary, plain and in panels, zeros for the other ids."""
+    """Oracle: the weight's rows; for a part of the vocabulary, plain and in panels, zeros for the other ids."""
     weight = torch.randn(80, 50).to(dtype)
     ids = torch.arange(700, dtype=torch.int32) % 130
     is_mine = ((ids >= 20) & (ids < 100)).unsqueeze(1)
@@ -240,7 +240,7 @@ def test_embed(dtype: torch.dtype, scale: float) -> None:
 @pytest.mark.parametrize("size", [(1, 5), (3, 1000), (2, 9000)])
 @pytest.mark.parametrize("cap", [None, 0.5, 30.0])
 def test_cap_logits(dtype: torch.dtype, size: tuple[int, int], cap: float | None) -> None:
-    """Oracle: the formula; rows are parts of wider ones, whose rest is left, and -inf is -cap."""
+    """Oracle: the formula; rows are parts of wider rows, whose rest is unchanged, and -inf gives -cap."""
     wide = (torch.randn(size[0], size[1] + 7) * 20).to(dtype)
     wide[0, :2] = torch.tensor([float("-inf"), 1e-6])
     if cap is None:
@@ -260,7 +260,7 @@ def test_cap_logits(dtype: torch.dtype, size: tuple[int, int], cap: float | None
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 def test_tanh_is_as_exact_as_pytorch_s() -> None:
-    """Oracle: float64: of many numbers of all sizes, the largest relative error is at most twice PyTorch's."""
+    """Oracle: float64: over many numbers of all sizes, the largest relative error is at most twice PyTorch's."""
     x = torch.cat([torch.randn(1, 20000) * size for size in (1e-4, 1e-2, 0.1, 0.5, 1.0, 4.0, 30.0)], 1)
     exact, errors = x.double().tanh(), []
     for kind in ("twin", "native"):
@@ -271,7 +271,7 @@ def test_tanh_is_as_exact_as_pytorch_s() -> None:
 
 
 def test_every_operation_is_tested_here() -> None:
-    """Oracle: the table: an operation that is added needs a test of its formula."""
+    """Oracle: the table: every operation in it has a test of its formula."""
     names = {"embed", "norm", "add_norm", "add", "gate", "prepare_heads", "head_squares", "norm_width", "cap_logits"}
     # test_kernels_decode_inputs, test_kernels_store_kv; test_experts
     elsewhere = {"prepare_decodes", "advance_decodes", "store_kv", "route", "to_float32", "add_gated"}

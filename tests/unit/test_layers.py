@@ -172,7 +172,7 @@ def test_fresh_attention(window: int | None, softcap: float | None, has_sinks: b
 
 
 def test_forward_context_ends_with_its_block() -> None:
-    """Oracle: the innermost block's metadata, that of the group asked for; none outside."""
+    """Oracle: the innermost block's metadata, that of the requested group; none outside."""
     outer, inner, second = (prefill_metadata((length,)) for length in (1, 2, 3))
     with forward_context([outer]):
         with forward_context([inner, second]):
@@ -217,7 +217,7 @@ def test_norm_over_all_heads(world_size: int) -> None:
 
 
 def test_joins() -> None:
-    """Oracle: the formulas, with and without a norm on the output, and without one for what follows."""
+    """Oracle: the formulas, with and without a norm on the output, and without a following norm."""
     norms = [Norm(NormSpec(name=name, eps=1e-5), 8, context=ALONE) for name in ("out", "next")]
     for norm in norms:
         norm.weight.copy_(torch.randn(8))

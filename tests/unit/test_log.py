@@ -1,4 +1,4 @@
-"""Lines of the log, for people and as JSON, and which request they name."""
+"""Lines of the log, for people and as JSON, and the request that they name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 def lines_of(action: Callable[[], None], log_format: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ``action`` logs in a process named ``http``."""
+    """The lines that ``action`` logs in a process named ``http``."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     configure_logging("http", log_format)
@@ -40,7 +40,7 @@ def lines_of(action: Callable[[], None], log_format: str, monkeypatch: pytest.Mo
 
 
 def test_text_names_process_and_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the line without and with a request, and the one that a line names by itself."""
+    """Oracle: the line without a request, with one, and with one that the line itself names."""
 
     async def serve() -> None:
         logger.info("before")
@@ -77,7 +77,7 @@ def test_json_is_one_object_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_of_libraries_look_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a child of the logger that is named; its warnings come, in our format, its chatter does not."""
+    """Oracle: a child of the named logger; its warnings appear in our format, its lesser messages do not."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     configure_logging("http", "json", others=("some_library",))
@@ -93,7 +93,7 @@ def test_warnings_of_libraries_look_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tasks_do_not_see_each_others_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: two tasks that take turns, and what a task starts."""
+    """Oracle: two tasks that take turns, and a task that one of them starts."""
 
     async def serve(name: str) -> None:
         bind_request(name)

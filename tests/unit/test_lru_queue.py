@@ -17,7 +17,7 @@ def ids(*blocks: int) -> BlockIds:
 
 
 def test_golden_order() -> None:
-    """By hand: first come, first out; a block that left from the middle and comes again is last."""
+    """By hand: first in, first out; a block that left the middle and returns is last."""
     queue = LruQueue(6)
     queue.append(ids(4, 0, 2, 5))
     queue.remove(ids(0, 5))
@@ -33,7 +33,8 @@ def test_golden_order() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 40])
 def test_random_acts_match_an_ordered_dictionary(num_blocks: int) -> None:
-    """2000 acts on one queue, which is closed up many times; what it gave out stays as it was."""
+    """Oracle: an ordered dictionary, over 2000 acts on a queue that is compacted many times; earlier results stay
+    unchanged."""
     rng = random.Random(num_blocks)
     queue, model = LruQueue(num_blocks), OrderedDict[int, None]()
     given: list[tuple[BlockIds, list[int]]] = []

@@ -30,7 +30,7 @@ def update(index: int, number: int, *, finish_reason: str | None = None) -> Sequ
 
 
 def test_a_quick_reader_gets_each_update_by_itself() -> None:
-    """Oracle: what was put, in order; then the error behind it."""
+    """Oracle: the items put in, in order; then the error after them."""
 
     async def scenario() -> None:
         mailbox = Mailbox()
@@ -46,7 +46,7 @@ def test_a_quick_reader_gets_each_update_by_itself() -> None:
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_a_reader_that_is_away_costs_a_bounded_number_of_updates(num_sequences: int) -> None:
-    """Oracle: the number of updates is 64 and one per 256 tokens; joined, they are what was put."""
+    """Oracle: the number of updates is 64 and one per 256 tokens; joined, they equal the input."""
     num_tokens = 20_000
     mailbox = Mailbox()
     for number in range(num_tokens):
@@ -68,7 +68,7 @@ def step(tokens: Sequence[int]) -> StepOutput:
 
 
 class Journal(Outputs):
-    """Notes what it hands out: the numbers and the sizes of the parts, the threads it works in, the end."""
+    """Notes what it hands out: numbers, sizes of the parts, the threads that it works in, the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Journal(Outputs):
 
 
 def test_steps_are_handed_out_in_order_whatever_their_size() -> None:
-    """Oracle: the numbers count up; large steps are processed in another thread, in parts between turns of the loop."""
+    """Oracle: the numbers count up; another thread processes large steps, in parts between turns of the loop."""
 
     async def scenario() -> Journal:
         journal = Journal()

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between marks: GLM, MiniMax and Qwen3-Coder; and values that a schema gives a type."""
+"""Calls whose arguments stand between marks: GLM, MiniMax and Qwen3-Coder; and values whose type a schema gives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def call(name: str, function: str, arguments: Arguments) -> str:
 
 
 def every_split(name: str, text: str) -> Any:
-    """What is found in ``text``, which must be the same however it is cut."""
+    """The calls and text found in ``text``; every split must give the same."""
     whole = find(parser(name), [text])
     assert find(parser(name), text) == whole
     for first in range(len(text) + 1):
@@ -148,7 +148,7 @@ BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), BROKEN)
 def test_what_was_not_taught(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    """Oracle: by hand; nothing may be lost, and what is known stays JSON."""
+    """Oracle: by hand; no text is lost, and the known part stays JSON."""
     found = every_split(name, text)
     assert (found.content, found.calls) == (content.lstrip() if calls else content, calls)
 
@@ -188,7 +188,7 @@ def test_text_comes_before_its_argument_ends(name: str) -> None:
 
 
 def test_types_of_a_schema_that_says_little() -> None:
-    """Oracle: by hand; a reference in a circle ends."""
+    """Oracle: by hand; a circular reference ends."""
     types = ArgumentTypes({"properties": {"a": {"$ref": "#/properties/a"}, "b": {}, "c": True, "d": {"type": "str"}}})
     assert [types.of(key) for key in "abc"] == [None] * 3 and types.of("d") == frozenset({"string"})
     assert ArgumentTypes({"properties": 5}).of("a") is None

@@ -1,4 +1,4 @@
-"""The ledger, its golden numbers, overrides, refusals and the report."""
+"""The ledger, its golden numbers, overrides, errors and the report."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_block_bytes(dimensions: tuple[int, int, int, int, int], num_bytes: int)
 
 
 def test_block_bytes_with_scales() -> None:
-    """A quantised cache pays for its scales."""
+    """By hand: a quantised cache pays for its scales."""
     plain = kv_block_bytes(num_layers=1, block_size=16, local_num_kv_heads=1, head_dim=64, itemsize=1)
     scaled = kv_block_bytes(num_layers=1, block_size=16, local_num_kv_heads=1, head_dim=64, itemsize=1, scale_bytes=128)
     assert scaled == plain + 128
@@ -69,7 +69,7 @@ def single_snapshot_available(*, total: int, utilization: float, used: int, peak
 
 
 def test_single_snapshot_formula() -> None:
-    """GOLDEN A5: 17 G and 621 blocks of 28 MiB come out with binary G (with 10**9 it would be 579 blocks)."""
+    """GOLDEN A5: 17 G and 621 blocks of 28 MiB follow from binary G (10**9 would give 579 blocks)."""
     available = single_snapshot_available(
         total=int(23.48 * GIB), utilization=0.9, used=int(3.69 * GIB), peak=int(1.58 * GIB), current=int(1.14 * GIB)
     )
@@ -115,7 +115,7 @@ def profile(device: FakeDevice, *, utilization: float = 0.9, meanwhile: int = 0,
 
 
 def test_ledger_of_a_start() -> None:
-    """Oracle: what the fake process allocated in each phase."""
+    """Oracle: the fake process's allocations in each phase."""
     ledger = profile(FakeDevice())
     assert ledger == MemoryLedger(
         total=80 * GIB,
@@ -130,20 +130,20 @@ def test_ledger_of_a_start() -> None:
 
 
 def test_what_is_there_for_the_steps_trial_is_not_charged() -> None:
-    """Oracle: the ledger without a trial; its cache and tables are gone when the real ones are allocated."""
+    """Oracle: the ledger without a trial; the trial's cache and tables are gone when the real ones are allocated."""
     assert profile(FakeDevice(), trial=2 * GIB) == profile(FakeDevice())
 
 
 @pytest.mark.parametrize("meanwhile", [-2 * GIB, 2 * GIB])
 def test_a_co_tenant_is_not_charged(meanwhile: int) -> None:
-    """Promise 13: another process grows or shrinks while we profile; oracle: the ledger without it."""
+    """Promise 13: another process grows or shrinks during profiling. Oracle: the ledger without it."""
     device = FakeDevice()
     device.co_tenant = 5 * GIB
     assert profile(device, meanwhile=meanwhile) == profile(FakeDevice())
 
 
 def test_requesting_more_than_is_free() -> None:
-    """The error names request, total, what is free, and a utilization that fits."""
+    """Oracle: the error has the request, the total, the free memory, and a utilization that fits."""
     device = FakeDevice()
     device.co_tenant = 20 * GIB
     with pytest.raises(MemoryBudgetError, match=r"72\.00 GiB of the device's 80\.00 GiB.*59\.50 GiB.*at most 0\.74"):
@@ -152,14 +152,14 @@ def test_requesting_more_than_is_free() -> None:
 
 
 def test_a_shared_host_gives_the_share_of_what_is_free() -> None:
-    """Host memory is never free to 90 %, so a CPU rank takes 90 % of the free part."""
+    """By hand: host memory is rarely 90 % free, so a CPU rank takes 90 % of the free part."""
     snapshot = MemorySnapshot(total=100, free=50, torch_allocated=0, torch_reserved=0, torch_peak=0, non_torch=0)
     assert requested_bytes(snapshot, 0.9, is_shared=True) == 45
     assert requested_bytes(snapshot, 0.4, is_shared=True) == 40
 
 
 def test_terms_that_shrink_are_no_gain() -> None:
-    """A buffer freed between snapshots does not enlarge the cache."""
+    """Oracle: a buffer freed between snapshots does not enlarge the cache."""
     big = MemorySnapshot(total=100, free=50, torch_allocated=20, torch_reserved=20, torch_peak=20, non_torch=9)
     small = MemorySnapshot(total=100, free=70, torch_allocated=10, torch_reserved=10, torch_peak=15, non_torch=1)
     ledger = compute_ledger(big, small, small, requested=90)
@@ -167,7 +167,7 @@ def test_terms_that_shrink_are_no_gain() -> None:
 
 
 def test_choose_blocks() -> None:
-    """Blocks, bytes, or what the ledger leaves, rounded down."""
+    """Oracle: blocks, bytes, or what the ledger leaves, rounded down."""
     assert choose_blocks(LEDGER, SHAPE) == 6 * GIB // SHAPE.block_bytes
     assert choose_blocks(LEDGER, SHAPE, num_blocks_override=3) == 3
     assert choose_blocks(LEDGER, SHAPE, cache_bytes_override=SHAPE.block_bytes * 5 - 1) == 4
@@ -176,7 +176,7 @@ def test_choose_blocks() -> None:
 
 
 def test_nothing_left() -> None:
-    """A negative remainder names every term and the remedies."""
+    """Oracle: the error for a negative remainder names every term and the remedies."""
     poor = MemoryLedger(
         total=8 * GIB, requested=7 * GIB, weights=6 * GIB, activations=GIB, non_torch=GIB, tables=0, cuda_graphs=0
     )
@@ -201,12 +201,12 @@ def settle(blocks: list[int], holds: KvCapacity | None = None, *, is_override: b
 
 
 def test_settle_takes_the_smallest() -> None:
-    """Every rank gets the minimum."""
+    """Oracle: every rank gets the minimum."""
     assert settle([40, 12, 90]) == [12, 12, 12]
 
 
 def test_less_than_one_longest_request_is_refused_on_all_ranks() -> None:
-    """10 blocks hold max_model_len 160; 9 do not, with numbers and remedy."""
+    """By hand: 10 blocks hold max_model_len 160; for 9 the error has numbers and remedy."""
     assert settle([10, 11]) == [10, 10]
     results = settle([50, 9])
     assert all(isinstance(result, MemoryBudgetError) for result in results)
@@ -219,8 +219,8 @@ def test_less_than_one_longest_request_is_refused_on_all_ranks() -> None:
     ("num_tokens", "num_blocks"), [(0, 0), (1, 4), (16, 4), (17, 8), (208, 52), (224, 53), (225, 54), (1_000, 102)]
 )
 def test_blocks_of_a_sequence_with_windows(num_tokens: int, num_blocks: int) -> None:
-    """Oracle: by hand.  A window of 48, a tile of 128 and a chunk of 16 are 12 blocks, and one more as they need not
-    begin with a block: beyond 13 blocks only the full layer takes more."""
+    """Oracle: by hand.  A window of 48, a tile of 128 and a chunk of 16 are 12 blocks, and one more because they may
+    begin within a block: beyond 13 blocks only the full layer takes more."""
     assert FOUR_GROUPS.blocks_for(num_tokens, 16, 16) == num_blocks
     assert ONE_GROUP.blocks_for(num_tokens, 16, 16) == -(-num_tokens // 16)
 
@@ -236,7 +236,7 @@ def test_what_a_cache_with_windows_holds() -> None:
 
 
 def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
-    """Two blocks on purpose: allowed, with a warning that says what will be refused."""
+    """Oracle: two blocks on request are allowed, with a warning that names the requests that will be refused."""
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         assert settle([2, 2], is_override=True) == [2, 2]
     assert [record.getMessage() for record in caplog.records] == [
@@ -245,7 +245,7 @@ def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_report(caplog: pytest.LogCaptureFixture) -> None:
-    """A table per rank, a JSON line per rank whose terms add up, and the three lines once."""
+    """Oracle: a table per rank, a JSON line per rank whose terms add up, and the three lines once."""
     assert "weights" in ledger_table(LEDGER, rank=1)
     assert "60.00 GiB" in ledger_table(LEDGER, rank=1)
     line = ledger_json(LEDGER, rank=1, num_blocks=7, kv_cache_bytes=7 * SHAPE.block_bytes)

@@ -45,7 +45,7 @@ def test_agreement_is_the_minimum(seed: int) -> None:
 )
 @pytest.mark.parametrize("rank", [0, 2])
 def test_one_failure_is_everyones(bad: int | Exception, cause: str, rank: int) -> None:
-    """The same message on every rank, naming the rank and its cause; the failing rank keeps its own traceback."""
+    """Oracle: every rank has the same message with the rank and its cause; the failing rank keeps its own traceback."""
     locals_: list[int | Exception] = [100, 100, 100]
     locals_[rank] = bad
     results = agree(locals_)
@@ -58,14 +58,14 @@ def test_one_failure_is_everyones(bad: int | Exception, cause: str, rank: int) -
 
 
 def test_several_failures_are_all_named() -> None:
-    """Two of four ranks."""
+    """Oracle: the message names both failed ranks of four."""
     results = agree([5, ValueError("a"), 5, 0])
     assert all("2 of 4 ranks" in str(result) for result in results)
     assert all("rank 1: ValueError: a; rank 3: it counted 0" in str(result) for result in results)
 
 
 def test_limiting_rank_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Minimum, maximum and the rank that limits, by rank 0 only."""
+    """Oracle: rank 0 alone logs the minimum, the maximum and the rank that limits."""
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         agree([9, 4, 8])
     assert [record.getMessage() for record in caplog.records] == [

@@ -23,7 +23,7 @@ GB = 1 << 30
 
 
 def fake_root(folder: Path, files: dict[str, str]) -> Path:
-    """A machine with 64 GiB, 40 GiB available, and ``files``."""
+    """A machine with 64 GiB, 40 GiB of them available, and ``files``."""
     machine = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {40 << 20} kB\nHugePages: 0\n"}
     for name, text in (machine | files).items():
         path = folder / name
@@ -66,12 +66,12 @@ def v2(limit: str, used: int, cache: int, path: str) -> dict[str, str]:
     ids=["no cgroup", "no limit", "v2 parent", "v2 over its limit", "v1", "v1 in a container", "v1 no limit"],
 )
 def test_host_memory(tmp_path: Path, files: dict[str, str], total: int, free: int) -> None:
-    """Oracle: the numbers that the fake files say, in GiB."""
+    """Oracle: the numbers in the fake files, in GiB."""
     assert host_memory(fake_root(tmp_path, files)) == HostMemory(total=total * GB, free=free * GB)
 
 
 def test_process_memory_follows_an_allocation() -> None:
-    """Oracle: 64 MiB that are written, then freed: resident goes up and down, the peak stays until it is reset."""
+    """Oracle: 64 MiB written, then freed: resident memory rises and falls, the peak stays until it is reset."""
     reset_peak()
     before = process_memory()
     block = torch.ones(64 * MIB, dtype=torch.uint8)
@@ -86,12 +86,12 @@ def test_process_memory_follows_an_allocation() -> None:
 
 
 def test_peaks_are_of_the_whole_life_where_they_can_not_be_reset(tmp_path: Path) -> None:
-    """A kernel that forbids clear_refs is no error."""
+    """Oracle: a kernel that forbids clear_refs gives no error."""
     reset_peak(tmp_path)
 
 
 def test_cpu_device_is_a_share_of_the_host() -> None:
-    """Four local ranks get a quarter each."""
+    """By hand: four local ranks get a quarter each."""
     whole, quarter = CpuDevice(1).snapshot(), CpuDevice(4).snapshot()
     assert quarter.total == whole.total // 4
     assert 0 < quarter.free < quarter.total
@@ -100,7 +100,7 @@ def test_cpu_device_is_a_share_of_the_host() -> None:
 
 
 def test_make_device() -> None:
-    """The CPU device, and a CUDA device of the local rank, which touches no GPU yet."""
+    """Oracle: the CPU device, and a CUDA device of the local rank, whose creation touches no GPU."""
     own, shared = DeviceMap((0, 1)), DeviceMap((3, 3))
     assert make_device("cpu", own, local_rank=1, local_world_size=2).torch_device == torch.device("cpu")
     assert make_device("cuda", own, local_rank=1, local_world_size=2).torch_device == torch.device("cuda", 1)
@@ -108,7 +108,7 @@ def test_make_device() -> None:
 
 
 def test_a_driver_that_says_nothing() -> None:
-    """Without the library, or for a GPU that it does not know, there is no figure."""
+    """Oracle: no figure without the library, or for a GPU that it does not know."""
     assert device.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
 
 
@@ -141,7 +141,7 @@ class FakeDriver:
 def test_own_bytes_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, processes: list[tuple[int, int]], expected: int | None
 ) -> None:
-    """Oracle: the fake driver's list; a driver that does not list us, or has no figure, gives None."""
+    """Oracle: the fake driver's list; None if the driver does not list this process, or has no figure."""
     monkeypatch.setattr(device, "_library", lambda: FakeDriver(processes))
     assert device.process_bytes("1234") == device.process_bytes("GPU-1234") == expected
     assert device.process_bytes("5678") is None
@@ -149,9 +149,9 @@ def test_own_bytes_from_the_driver(
 
 @pytest.mark.parametrize(("own", "num_sharing", "non_torch"), [(12, 1, 2), (None, 1, 20), (12, 2, 2), (None, 2, 5)])
 def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sharing: int, non_torch: int) -> None:
-    """Non-torch memory is this process's own where the driver tells, else all that torch does not hold.
+    """Oracle: non-torch memory is this process's own where the driver reports it, else all that torch does not hold.
 
-    Two ranks on one GPU have half of it each; where the driver does not tell, of its 30 GiB in use too.
+    Two ranks on one GPU have half of it each; without the driver's report also half of its 30 GiB in use.
     """
     figures = {
         "synchronize": None,
@@ -186,7 +186,7 @@ def test_monitor_counts_what_the_process_gained() -> None:
 
 
 def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
-    """A cache of 64 MiB comes into use: the process's memory grows by it, the monitor's figure does not."""
+    """Oracle: a used cache of 64 MiB enlarges the process's memory, but not the monitor's figure."""
     shape = KvCacheShape(layers_per_block=2, block_size=16, local_num_kv_heads=4, head_dim=64, dtype=torch.float32)
     cache = allocate_kv_cache(shape, 64 * MIB // shape.block_bytes, torch.device("cpu"))
     monitor = MemoryMonitor(CpuDevice(1), cache)
@@ -201,7 +201,7 @@ def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
 def test_ranks_of_one_host_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, device_type: str, local_world_size: int, expected: int
 ) -> None:
-    """Oracle: eight cores divided by the ranks; a lone rank keeps the threads that its user chose."""
+    """Oracle: eight cores divided by the ranks; a lone rank keeps the number of threads that its user chose."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
     torch.set_num_threads(7)

@@ -141,7 +141,7 @@ def test_arrays_that_are_not_contiguous_arrive() -> None:
 
 
 def test_arrays_of_other_types_are_refused() -> None:
-    """Oracle: the contract is int32 and float32; float64 would double the traffic, objects need pickle."""
+    """Oracle: the contract is int32 and float32; float64 would double the traffic, objects would need pickle."""
     for wrong in (np.zeros((1, 1)), np.zeros((1, 1), dtype=np.int64), np.array([[None]])):
         part = TokenLogprobs(token_ids=wrong, logprobs=wrong, ranks=wrong)  # type: ignore[arg-type]
         delta = SequenceDelta(request_id="a", index=0, new_token_ids=[1], logprobs=part)
@@ -159,14 +159,15 @@ def test_garbage_is_a_value_error(data: bytes) -> None:
 
 
 def test_values_out_of_range_are_refused_on_arrival_too() -> None:
-    """A frontend that did not check: rank 0 still does. Oracle: SamplingParams' own rules."""
+    """Rank 0 checks values that a frontend did not check. Oracle: SamplingParams' own rules."""
     fields = {"request_id": "a", "prompt_token_ids": [1], "params": {"temperature": -1.0}}
     with pytest.raises(msgspec.ValidationError, match="temperature is -1"):
         decode_to_engine(msgspec.msgpack.encode(["AddRequest", fields]))
 
 
 def test_lists_of_params_are_frozen() -> None:
-    """Oracle: a list changed after the checks does not change the parameters; None means none; text is no list."""
+    """Oracle: a list changed after the checks leaves the parameters unchanged; None gives an empty one; other types are
+    refused."""
     stops = [3]
     params = SamplingParams(stop_token_ids=stops, stop=None)  # type: ignore[arg-type]
     stops.append(-1)

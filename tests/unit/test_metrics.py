@@ -1,4 +1,4 @@
-"""The exposition as Prometheus reads it: names, labels and buckets as listed here, counts as requests were."""
+"""The exposition as Prometheus reads it: names, labels and buckets as listed here, counts that match the requests."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_every_sample_has_the_model_and_every_family_a_text() -> None:
 
 
 def test_counters_after_known_requests() -> None:
-    """Oracle: what was asked: 3 + 2 + 2 prompt tokens, answers of 4, of 2 times 6, and of 1 token."""
+    """Oracle: the requests: 3 + 2 + 2 prompt tokens, answers of 4, of 2 times 6, and of 1 token."""
 
     async def scenario(app: App) -> None:
         await app.post("/v1/completions", completion())
@@ -189,7 +189,7 @@ def test_counters_after_known_requests() -> None:
 
 
 def test_those_who_leave_and_those_who_are_refused() -> None:
-    """Oracle: a client that leaves counts as an abort of its two sequences, a refused request not at all."""
+    """Oracle: a client that leaves counts as an abort of its two sequences; a refused request does not count."""
 
     async def scenario(app: App) -> None:
         exchange = app.start("POST", "/v1/completions", completion(stream=True, n=2, max_tokens=900))
@@ -243,7 +243,7 @@ def test_http_metrics() -> None:
 
 
 def test_the_engine_and_its_ranks() -> None:
-    """Oracle: the fake engine's figures, as many steps as it took."""
+    """Oracle: the fake engine's figures, for as many steps as it took."""
 
     async def scenario(app: App) -> None:
         await app.post("/v1/completions", completion())
@@ -266,7 +266,7 @@ def test_the_engine_and_its_ranks() -> None:
 
 
 def test_a_silent_engine_leaves_the_servers_own_figures() -> None:
-    """Oracle: without an engine, the families that the server counts by itself are there, the others are not."""
+    """Oracle: without an engine, the server's own families are present and the engine's are absent."""
 
     async def scenario(app: App) -> None:
         await app.post("/v1/completions", completion())
@@ -280,7 +280,7 @@ def test_a_silent_engine_leaves_the_servers_own_figures() -> None:
 
 
 def test_buckets_of_tokens() -> None:
-    """Oracle: vLLM's example for 100, and the borders of others."""
+    """Oracle: vLLM's example for 100, and the edges of others."""
     assert token_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
     assert token_buckets(1) == (1,) and token_buckets(4) == (1, 2) and token_buckets(10) == (1, 2, 5, 10)
     assert token_buckets(131072)[-1] == 100_000
@@ -314,7 +314,8 @@ def test_concurrent_scrapes_agree() -> None:
 
 
 def test_the_dashboard() -> None:
-    """Oracle: every metric that an expression names is one of ours, with the suffix of its kind, and all are shown."""
+    """Oracle: every metric in an expression is one of ours, with the suffix of its kind, and the dashboard shows all of
+    them."""
     board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     suffixes = {

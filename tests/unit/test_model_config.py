@@ -1,4 +1,4 @@
-"""Parsing config.json, and which world sizes a model allows."""
+"""Parsing config.json, and the world sizes that a model allows."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def llama(**changes: Any) -> dict[str, Any]:
 
 
 def attention_of(config: ModelSpec) -> AttentionSpec:
-    """The first layer's."""
+    """The attention of the first layer."""
     return config.layers[0].attention
 
 
 def windows_of(config: ModelSpec) -> tuple[int | None, ...]:
-    """Each layer's."""
+    """The window of each layer."""
     return tuple(layer.attention.window for layer in config.layers)
 
 
@@ -148,7 +148,7 @@ def test_rope_spellings_agree() -> None:
     ],
 )
 def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    """Oracle: the rule that no option of config.json is ever ignored."""
+    """Oracle: the rule that the reader ignores no option of config.json."""
     with pytest.raises(ConfigError, match=named):
         read_model(llama(**changes))
 
@@ -182,7 +182,7 @@ def test_options_that_ask_for_nothing_pass() -> None:
     ids=["llama-3.1", "llama-2", "smollm2", "qwen2.5", "mistral"],
 )
 def test_published_configurations_are_accepted(extra: dict[str, Any]) -> None:
-    """Oracle: keys and values as the publishers wrote them; these models do run."""
+    """Oracle: keys and values as the publishers wrote them; these models run."""
     assert attention_of(read_model(llama(**extra))).head_dim == 128
 
 
@@ -214,7 +214,8 @@ def test_sliding_windows_per_layer() -> None:
 
 
 def test_kv_layout_of_a_model() -> None:
-    """By hand: four layers alike are one group, with their window if they have one; every second one makes two."""
+    """By hand: four layers alike are one group, with their window if they have one; a window on every second layer
+    makes two."""
     mistral = llama(architectures=["MistralForCausalLM"])
     assert read_model({**mistral, "sliding_window": None}).kv_layout.windows == (None,)
     assert read_model({**mistral, "sliding_window": 16}).kv_layout.windows == (16,)
@@ -257,7 +258,7 @@ def test_max_model_len() -> None:
 
 
 def test_load_joins_the_eos_ids_of_both_files(tmp_path: Path) -> None:
-    """Oracle: the union in order, as transformers' generation stops at either."""
+    """Oracle: the union in order: transformers' generation stops at any of them."""
     (tmp_path / "config.json").write_text(json.dumps(llama(eos_token_id=[5, 6], dtype="float16")))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5], "temperature": 0.6}))
     config, folder = load_model_config(str(tmp_path))
@@ -265,7 +266,7 @@ def test_load_joins_the_eos_ids_of_both_files(tmp_path: Path) -> None:
 
 
 def test_load_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: each message names the value and what to do."""
+    """Oracle: each message names the value and the remedy."""
     with pytest.raises(ConfigError, match=r"without config\.json"):
         load_model_config(str(tmp_path))
     with pytest.raises(ConfigError, match="no such folder"):

@@ -104,7 +104,7 @@ def load(config: ModelSpec, folder: Path, communicator: Communicator, **options:
 
 
 def logits_of(model: CausalLM, tokens: list[list[int]]) -> torch.Tensor | None:
-    """All positions of all prompts in one step, (N, vocab)."""
+    """Logits of all positions of all prompts in one step, (N, vocab)."""
     flat = torch.tensor([token for prompt in tokens for token in prompt])
     positions = torch.cat([torch.arange(len(prompt)) for prompt in tokens])
     lengths = tuple(len(prompt) for prompt in tokens)
@@ -113,7 +113,7 @@ def logits_of(model: CausalLM, tokens: list[list[int]]) -> torch.Tensor | None:
 
 
 def oracle_logits(folder: Path, tokens: list[list[int]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """transformers, one prompt at a time, (N, vocab)."""
+    """transformers' logits, one prompt at a time, (N, vocab)."""
     import transformers
 
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
@@ -161,7 +161,7 @@ def test_ranks_equal_transformers(case: str, world_size: int, checkpoint: Callab
 
 @pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(6, 3, 3), (6, 1, 3), (6, 2, 6), (8, 1, 8), (8, 2, 4)])
 def test_odd_head_counts(heads: int, kv_heads: int, world_size: int, checkpoint: Callable[..., Path]) -> None:
-    """Oracle: transformers; world sizes that are no powers of two, and one KV head on up to 8 ranks."""
+    """Oracle: transformers; world sizes that are not powers of two, and one KV head on up to 8 ranks."""
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8, "hidden_size": 48, "vocab_size": 101}
     config, folder = load_model_config(str(checkpoint("qwen3", **sizes)))
     check_tensor_parallel(config, world_size)
@@ -185,7 +185,7 @@ def test_bfloat16_is_as_close_as_transformers(architecture: str, checkpoint: Cal
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_only_wanted_tokens_come_out(world_size: int, checkpoint: Callable[..., Path]) -> None:
-    """The last tokens of all prompts, or any others, are what they are among all."""
+    """Oracle: the logits of all tokens; those of the prompts' last tokens, or of any others, are equal to theirs."""
     config, folder = load_model_config(str(checkpoint(**CASES["qwen3"])))
     wanted = torch.tensor([*np.cumsum(LENGTHS) - 1, 1, 0])
 
@@ -203,7 +203,7 @@ def test_only_wanted_tokens_come_out(world_size: int, checkpoint: Callable[..., 
 
 
 def test_dummy_weights_are_one_model_for_all_world_sizes(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: one rank's logits with the same seed; another seed is another model."""
+    """Oracle: one rank's logits with the same seed; another seed gives another model."""
     config, folder = load_model_config(str(checkpoint("qwen3")))
     alone = parallel_logits(config, folder, 1, load_format="dummy", seed=3)
     other = parallel_logits(config, folder, 1, load_format="dummy", seed=4)

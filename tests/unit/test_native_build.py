@@ -1,4 +1,4 @@
-"""Compiling and keeping the native kernels: a compiler that fails, a damaged or shared cache, the off switch."""
+"""Building and caching the native kernels: a compiler that fails, a damaged or shared cache, the off switch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fresh_choice() -> Iterator[None]:
-    """Choices are made anew, in this test and after it."""
+    """No choice of implementation remains from before, in this test and after it."""
     for chosen in (native_library, op, is_recordable):
         chosen.cache_clear()
     yield
@@ -55,7 +55,7 @@ def calls_of(compiler: Path) -> int:
 
 
 def test_it_is_compiled_once(compiler: Path) -> None:
-    """Oracle: the compiler's own log; the library names the OpenMP runtime, and nothing is left beside it."""
+    """Oracle: the compiler's own log; the library names the OpenMP runtime, and the folder has no other file."""
     runtime = Path("/some/libgomp.so.1")
     path = built_library(runtime)
     assert is_intact(path) and str(runtime) in path.read_bytes().decode(errors="replace")
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_compiled_again(compiler: Path, damage: str) -> None:
 
 
 def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
-    """Oracle: both get one whole file, and no other is left."""
+    """Oracle: both get the one whole file, and there is no other."""
     compiler.write_text(COMPILER.replace("#!/bin/sh", "#!/bin/sh\nsleep 0.2"))
     script = (
         "from pathlib import Path; from tp_engine.kernels.native.build import built_library; "
@@ -102,7 +102,7 @@ def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
 
 
 def test_a_compiler_that_fails(compiler: Path) -> None:
-    """Oracle: its message; nothing is kept."""
+    """Oracle: the compiler's message; the cache stays empty."""
     compiler.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     with pytest.raises(BuildError, match="no such flag"):
         built_library(Path("/some/libgomp.so.1"))
@@ -125,7 +125,7 @@ def test_pytorch_computes_where_there_are_no_kernels(
     said = {
         "no compiler": "there is no C compiler; install gcc",
         "fails": "bad luck",
-        "no library": "no native CPU kernels",  # what the stand-in writes can not be loaded
+        "no library": "no native CPU kernels",  # the stand-in's output can not be loaded
         "wrong results": "norm in torch.float32 differs",
         "switched off": "switched off by TP_ENGINE_NATIVE",
     }[reason]

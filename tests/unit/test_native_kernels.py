@@ -134,7 +134,7 @@ def shape_of(
 def test_attention(dtype: torch.dtype, head_dim: int, group: int, window: int | None) -> None:
     """Oracle: PyTorch in float32 on the same rounded inputs; the error is at most twice that of PyTorch in ``dtype``.
 
-    Ranges of keys, tiles of rows, padding, and NaN in all memory that no request owns.
+    Ranges of keys, tiles of rows, padding, and NaN in all memory outside the requests.
     """
     shape = shape_of(group * 2, 2, head_dim, window)
     batch = make_batch(MIXED, shape, dtype=dtype, padding_tokens=3, block_size=8)
@@ -167,7 +167,7 @@ def test_attention_with_a_softcap_and_sinks(dtype: torch.dtype, head_dim: int, g
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """Oracle: the twin that stores by slot, bit by bit; without keys nothing is stored and the result is the same."""
+    """Oracle: the twin that stores by slot, bit by bit; without keys, no slot changes and the result is the same."""
     batch = make_batch(MIXED, shape_of(4, 2, 20), dtype=dtype, cache_dtype=cache_dtype, padding_tokens=3)
     backend = NativeBackend()
     found = batch.cache_for(backend)
@@ -183,7 +183,7 @@ def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype
 
 @pytest.mark.parametrize("has_rule", [False, True])
 def test_a_request_s_result_depends_on_nothing_else(has_rule: bool) -> None:
-    """Oracle: itself: alone, in a batch, in chunks, with one thread or more, bit by bit."""
+    """Oracle: its own result: alone, in a batch, in chunks, with one thread or more, equal bit by bit."""
     shape = shape_of(6, 2, 64, has_rule=has_rule)
     batch = make_batch([(40, 700)], shape, dtype=torch.bfloat16)
     whole = batch.attend(NativeBackend())
@@ -246,7 +246,7 @@ def test_decodes_that_share_blocks(
 
 
 def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: kernels as they are agree; one that forgets a factor is named."""
+    """Oracle: the unchanged kernels agree; the check names a kernel that has a wrong factor."""
     library = native_library()
     assert library is not None and self_check.disagreement(library) is None
     right = native_ops.norm

@@ -1,4 +1,4 @@
-"""OpenAI bodies with ``use_beam_search``: what they become, and what is refused."""
+"""OpenAI bodies with ``use_beam_search``: the resulting parameters, and the errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def chat(**fields: Any) -> ChatBody:
     ids=str,
 )
 def test_fields_of_a_completion(fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Oracle: the parameters by hand: the width is best_of, or n; 16 tokens unless said."""
+    """Oracle: the parameters by hand: the width is best_of, or n; 16 tokens by default."""
     assert beam_search_params(completion(**fields), CONTEXT) == BeamSearchParams(max_tokens=16, **expected)
     assert beam_search_params(completion(max_tokens=5, **fields), CONTEXT).max_tokens == 5
 
@@ -98,7 +98,7 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     ids=str,
 )
 def test_refusals_of_whole_bodies(body: CompletionBody | ChatBody, param: str) -> None:
-    """Oracle: the parameter's name; the user's limit on logprobs holds although the search itself needs more."""
+    """Oracle: the parameter's name; the user's limit on logprobs holds, although the search itself needs more."""
     processor = InputProcessor(MODEL_INFO, byte_level_tokenizer())
     with pytest.raises(RequestError) as caught:
         prepare_searches(body, processor, MODEL_INFO, "demo")

@@ -1,4 +1,4 @@
-"""The table of operations: which implementation runs, and what a recorded step may hold."""
+"""The table of operations: which implementation runs, and which operations a recorded step may hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_native = pytest.mark.skipif(native_library() is None, reason="the native k
 
 @pytest.fixture
 def fresh_choice() -> Iterator[None]:
-    """Choices are made anew, in this test and after it."""
+    """No choice of implementation remains from before, in this test and after it."""
     for chosen in (op, is_recordable):
         chosen.cache_clear()
     yield
@@ -38,7 +38,7 @@ def test_every_implementation_can_be_had(name: str) -> None:
 @needs_native
 @pytest.mark.usefixtures("fresh_choice")
 def test_what_c_does_not_have_falls_back_alone() -> None:
-    """Oracle: the twin of the one operation without C; the others stay, and only it can not be recorded."""
+    """Oracle: the twin of the one operation without C; the others stay in C, and only that one can not be recorded."""
     with patch.dict(OPS, {"gate": Op(OPS["gate"].twin, OPS["gate"].triton)}):
         assert op("gate", "cpu") is OPS["gate"].twin
         assert op("norm", "cpu") is not OPS["norm"].twin
@@ -53,7 +53,7 @@ def test_what_c_does_not_have_falls_back_alone() -> None:
 @pytest.mark.usefixtures("fresh_choice")
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_the_kind_on_a_gpu(is_installed: bool) -> None:
-    """Oracle: Triton's where it is installed and has one, else the twin; a CUDA graph holds either."""
+    """Oracle: Triton's where it is installed and has one, otherwise the twin; a CUDA graph holds either."""
     with patch.object(ops, "has_triton", lambda: is_installed):
         for name, entry in OPS.items():
             expected = "triton" if is_installed and entry.triton is not None else "twin"
@@ -63,7 +63,7 @@ def test_the_kind_on_a_gpu(is_installed: bool) -> None:
 
 @pytest.mark.usefixtures("fresh_choice")
 def test_without_a_library_nothing_is_recorded() -> None:
-    """Oracle: twins, on CPUs and on devices that are neither."""
+    """Oracle: twins, on CPUs and on devices that are neither CPU nor CUDA."""
     with patch.object(ops, "native_library", lambda: None):
         assert all(op(name, "cpu") is entry.twin for name, entry in OPS.items())
         assert not any(is_recordable(name, "cpu") for name in OPS)
@@ -72,5 +72,5 @@ def test_without_a_library_nothing_is_recorded() -> None:
 
 @needs_native
 def test_all_operations_are_recordable_on_cpus() -> None:
-    """Oracle: each has C, so a model of any of them decodes from tapes; the native attention stores K/V by itself."""
+    """Oracle: every operation has C, so any model decodes from tapes; the native attention stores K/V by itself."""
     assert [name for name in OPS if not is_recordable(name, "cpu")] == ["store_kv"]

@@ -48,12 +48,12 @@ def test_nothing_given_is_the_dataclass_defaults() -> None:
     ],
 )
 def test_flags_reach_their_fields(argv: list[str], field: str, value: object) -> None:
-    """Oracle: the written value."""
+    """Oracle: the value as written."""
     assert getattr(engine(*argv), field) == value
 
 
 def test_several_served_names() -> None:
-    """Oracle: the written names, from both sources."""
+    """Oracle: the names as written, from both sources."""
     assert server("--served-model-name", "a", "b").served_model_name == ("a", "b")
 
 
@@ -98,7 +98,7 @@ def test_precedence(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_name_value_and_remedy(argv: list[str], words: list[str]) -> None:
-    """Oracle: the words that a user needs, in a ``ConfigError``."""
+    """Oracle: the words in the ``ConfigError``."""
     with pytest.raises(ConfigError) as caught:
         options = parse(*argv)
         options.build("engine", EngineConfig)
@@ -119,7 +119,7 @@ def test_refusals_name_value_and_remedy(argv: list[str], words: list[str]) -> No
     ],
 )
 def test_toml_refusals(tmp_path: Path, text: str, words: list[str]) -> None:
-    """Oracle: the words that a user needs, in a ``ConfigError``."""
+    """Oracle: the words in the ``ConfigError``."""
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -131,7 +131,7 @@ def test_toml_refusals(tmp_path: Path, text: str, words: list[str]) -> None:
 
 
 def test_print_config_reads_back(tmp_path: Path) -> None:
-    """Oracle: the configuration that was printed; the key is not in it."""
+    """Oracle: the printed configuration; the key is absent."""
     options = parse("--block-size", "64", "--api-key", "secret", "--served-model-name", 'a"b', "--print-config")
     config = options.build("engine", EngineConfig)
     options.build("server", ServerConfig)
@@ -144,7 +144,7 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
 
 
 def test_world_size_rules() -> None:
-    """Oracle: ranks and shares of the model are one number."""
+    """Oracle: torchrun's number of ranks is the tensor-parallel size."""
     given: dict[str, object] = {}
     adopt_world_size(given, 4)
     assert given == {"tensor_parallel_size": 4}
@@ -180,7 +180,7 @@ def test_world_size_rules() -> None:
     ids=str,
 )
 def test_other_servers_spellings(argv: list[str], field: str, value: object) -> None:
-    """Oracle: the option that is meant."""
+    """Oracle: the option that the user meant."""
     assert getattr(engine(*argv), field) == value
 
 
@@ -198,7 +198,7 @@ def test_other_servers_spellings(argv: list[str], field: str, value: object) -> 
     ids=str,
 )
 def test_spellings_of_server_options(argv: list[str], field: str, value: object) -> None:
-    """Oracle: the option that is meant."""
+    """Oracle: the option that the user meant."""
     assert getattr(server(*argv), field) == value
 
 
@@ -217,13 +217,13 @@ def test_spellings_of_server_options(argv: list[str], field: str, value: object)
     ids=str,
 )
 def test_what_other_servers_have_and_this_one_has_not(argv: list[str], words: str) -> None:
-    """Oracle: the reason, in a ``ConfigError``."""
+    """Oracle: the reason in the ``ConfigError``."""
     with pytest.raises(ConfigError, match=words):
         parse(*argv)
 
 
 def test_secrets_that_are_not_set_are_said_to_be_unset(tmp_path: Path) -> None:
-    """Oracle: the file that is printed reads back, with counts as text too."""
+    """Oracle: the printed file can be read back, also with counts as text."""
     options = parse("--max-model-len", "1k")
     options.build("engine", EngineConfig), options.build("server", ServerConfig)
     assert "# api_key is not set" in options.effective_toml()

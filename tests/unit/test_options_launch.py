@@ -84,7 +84,7 @@ def test_a_port_at_which_no_ranks_can_meet_is_refused(
 
 
 def test_one_rank_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a world of one meets no other rank, so it starts with any port."""
+    """Oracle: a world of one has no other rank to meet, so it starts with any port."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     assert run() == 0
@@ -102,7 +102,7 @@ def test_one_rank_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_failures_of_the_job(error: Exception, code: int, traceback: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the code table; failures that explain themselves take one line."""
+    """Oracle: the code table; errors that explain themselves take one line."""
     assert run(error=error) == code
     err = capfd.readouterr().err
     assert str(error) in err
@@ -122,6 +122,6 @@ def test_help_and_configuration_are_printed_once(rank: int, capfd: pytest.Captur
 
 
 def test_a_plain_script_may_ask_for_several_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the number that was asked for; it starts them itself, as ``LLM`` does."""
+    """Oracle: the requested number; the engine starts them itself, as ``LLM`` does."""
     assert run("--tensor-parallel-size", "4", "--print-config") == 0
     assert "tensor_parallel_size = 4" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""From the engine's deltas to text, with the fake engine as their source."""
+"""From the engine's deltas to text; the fake engine is the source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_request(request_id: str = "r", prompt: list[int] | None = None, **param
 
 
 class Job:
-    """Requests run to their end through a outputs; everything that came out."""
+    """Runs requests to their end through the output streams, and keeps all output."""
 
     def __init__(self, token_ids: list[int], *requests: EngineRequest, tokenizer: Any = TOKENIZER) -> None:
         self.engine = FakeEngine(says(token_ids))
@@ -59,7 +59,7 @@ class Job:
 
 @pytest.mark.parametrize("text", ["the quick 😀 世界 e\u0301nd", "", "a"])
 def test_streams_equal_the_output_and_the_text(text: str) -> None:
-    """Oracle: the text whose ids the engine gave; EOS is among the ids and not in the text."""
+    """Oracle: the text of the engine's ids; EOS is among the ids and not in the text."""
     job = Job(ids_of(text), make_request())
     completion = job.outputs["r"].outputs[0]
     assert job.text() == completion.text == text
@@ -72,7 +72,7 @@ def test_streams_equal_the_output_and_the_text(text: str) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("include", [True, False])
 def test_text_of_stop_tokens(skip: bool, include: bool) -> None:
-    """EOS is shown only where special tokens are and the stop is asked for; so is an ordinary stop token."""
+    """Oracle: EOS is shown only if special tokens and the stop are; an ordinary stop token, if the stop is."""
     shown: dict[str, Any] = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
     eos = Job(ids_of("the"), make_request(**shown)).outputs["r"].outputs[0]
     assert eos.text == ("the</s>" if include and not skip else "the")
@@ -83,7 +83,7 @@ def test_text_of_stop_tokens(skip: bool, include: bool) -> None:
 
 
 def test_a_special_token_that_does_not_stop() -> None:
-    """ignore_eos: EOS is a token like others, its text follows skip_special_tokens. Oracle: by hand."""
+    """With ignore_eos, EOS is an ordinary token, whose text follows skip_special_tokens. Oracle: by hand."""
     ids = [*ids_of("a"), EOS, *ids_of("b")]
     for skip, text in ((True, "ab"), (False, "a</s>b</s>")):
         request = make_request(ignore_eos=True, skip_special_tokens=skip)
@@ -92,7 +92,7 @@ def test_a_special_token_that_does_not_stop() -> None:
 
 @pytest.mark.parametrize("include", [True, False])
 def test_a_stop_string_cuts_text_and_tokens(include: bool) -> None:
-    """Oracle: the text up to the stop; the tokens up to the one that completed it; the engine is told to abort."""
+    """Oracle: the text up to the stop; the tokens up to the one that completed it; the engine gets an abort."""
     text = "the quick brown stop and more"
     job = Job(ids_of(text), make_request(stop=["zzz", "brown st"], include_stop_str_in_output=include))
     completion = job.outputs["r"].outputs[0]
@@ -112,7 +112,7 @@ def test_what_may_begin_a_stop_string_is_shown_at_the_end() -> None:
 
 
 def test_a_stop_string_completed_by_the_last_token_wins_over_length() -> None:
-    """Oracle: both end at the same token; the stop is the better news, and no abort is needed."""
+    """Oracle: both end at the same token; the reason is the stop, and no abort is needed."""
     ids = ids_of("well stop")
     job = Job(ids, make_request(stop="stop", max_tokens=len(ids)))
     completion = job.outputs["r"].outputs[0]
@@ -129,7 +129,7 @@ def test_a_stop_string_in_held_bytes_is_found_at_the_end() -> None:
 
 
 def test_min_tokens_lets_early_stop_strings_pass() -> None:
-    """Oracle: with as many tokens as the first stop takes, the second one counts."""
+    """Oracle: with min_tokens at the end of the first stop, the second stop counts."""
     text = "a stop b stop c"
     num_first = len(ids_of("a stop"))
     job = Job(ids_of(text), make_request(stop="stop", min_tokens=num_first))
@@ -138,7 +138,7 @@ def test_min_tokens_lets_early_stop_strings_pass() -> None:
 
 
 def test_n_sequences_end_by_themselves() -> None:
-    """Oracle: deltas by hand; a stopped sequence ignores what follows, the abort comes when all have ended."""
+    """Oracle: deltas by hand; a stopped sequence ignores later tokens; the abort follows when all have stopped."""
     outputs = Outputs(TOKENIZER)
     outputs.add(make_request(n=2, stop="x"), "the prompt")
     ids_x, ids_a = ids_of("x"), ids_of("a")
@@ -164,7 +164,7 @@ def test_n_sequences_end_by_themselves() -> None:
 
 
 def test_abort_and_error_end_a_request() -> None:
-    """Oracle: the engine's finish reasons pass through, held text is shown, nothing is aborted again."""
+    """Oracle: the engine's finish reasons pass through, held text is shown, and no second abort is sent."""
     for reason, error in ((FinishReason.ABORT, None), (FinishReason.ERROR, "rank 1: broke")):
         outputs = Outputs(TOKENIZER)
         outputs.add(make_request(stop="stop"))
@@ -179,7 +179,7 @@ def test_abort_and_error_end_a_request() -> None:
 
 
 def test_logprobs() -> None:
-    """Oracle: the fake engine's rule: the chosen token -0.5 and rank 1, the next ids 0.5 less each."""
+    """Oracle: the fake engine's rule: the chosen token has -0.5 and rank 1, each next id 0.5 less."""
     ids = ids_of("a世")
     job = Job(ids, make_request(logprobs=2, prompt_logprobs=1, prompt=[5, 6, 7]))
     output, first = job.outputs["r"], ids[0]
@@ -196,7 +196,7 @@ def test_logprobs() -> None:
 
 
 def test_logprobs_zero_and_none() -> None:
-    """Oracle: 0 gives the chosen token alone; None gives nothing; a prompt of one token has no position to score."""
+    """Oracle: 0 gives the chosen token alone; None gives no scores; a prompt of one token has no position to score."""
     chosen = Job([9], make_request(logprobs=0, prompt_logprobs=0, prompt=[5])).outputs["r"]
     assert [list(position) for position in chosen.outputs[0].logprobs or []] == [[9], [EOS]]
     assert chosen.prompt_logprobs == [None]
@@ -206,7 +206,7 @@ def test_logprobs_zero_and_none() -> None:
 
 
 def test_logprobs_end_with_the_tokens_at_a_stop_string() -> None:
-    """Oracle: one position per token that was kept."""
+    """Oracle: one position per kept token."""
     completion = Job(ids_of("the stop more"), make_request(stop="stop", logprobs=1)).outputs["r"].outputs[0]
     assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
 
@@ -233,7 +233,7 @@ def test_metrics() -> None:
 
 
 def test_without_a_tokenizer_ids_and_logprobs_still_come() -> None:
-    """Oracle: the ids that the engine gave."""
+    """Oracle: the engine's ids."""
     output = Job([5, 6], make_request(logprobs=0, stop="x"), tokenizer=None).outputs["r"]
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [5, 6, EOS])
     assert output.outputs[0].logprobs is not None
@@ -241,7 +241,7 @@ def test_without_a_tokenizer_ids_and_logprobs_still_come() -> None:
 
 
 def test_so_far_is_a_copy() -> None:
-    """Oracle: what came later is not in it; a request that ended or never was has none."""
+    """Oracle: a snapshot lacks later tokens; a request that has ended or never existed has none."""
     outputs = Outputs(TOKENIZER)
     outputs.add(make_request())
     outputs.process([SequenceDelta(request_id="r", index=0, new_token_ids=ids_of("the"))])

@@ -1,4 +1,4 @@
-"""How ``tp-engine`` finds the server that it starts: by its port file and ``/health``, never by what it logs."""
+"""How ``tp-engine`` finds the server that it starts: by its port file and ``/health``, not by its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 20.0
 
 
 class Loading(BaseHTTPRequestHandler):
-    """503 for the first two questions."""
+    """Answers the first two questions with 503."""
 
     asked: list[str]
 
@@ -31,7 +31,7 @@ class Loading(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_server_is_found_by_its_file_once_it_is_healthy(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """Oracle: the third answer is the first 200; the file comes while it is waited for."""
+    """Oracle: the third answer is the first 200; the file appears during the wait."""
     file = tmp_path / "port"
     handler = type("Handler", (Loading,), {"asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -58,7 +58,7 @@ def test_a_server_is_found_by_its_file_once_it_is_healthy(process: subprocess.Po
 
 
 def test_a_server_that_ends_is_not_waited_for(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """Oracle: None as soon as the process has ended, also where a port is named that nothing listens on any more."""
+    """Oracle: None as soon as the process has ended, also if the port file names a port without a listener."""
     file = tmp_path / "port"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         write_port_file(str(file), listener)
@@ -73,7 +73,7 @@ def test_a_server_that_is_late_is_given_up(process: subprocess.Popen[bytes], tmp
 
 
 def test_a_port_file_belongs_to_the_last_server_that_wrote_it(tmp_path: Path) -> None:
-    """Oracle: the first server's end leaves the second's port; the second's end leaves nothing, said twice or once."""
+    """Oracle: the first server's end leaves the second's port; the second's end leaves no file, also when repeated."""
     file = tmp_path / "port"
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         remove_first, remove_second = write_port_file(str(file), first), write_port_file(str(file), second)

@@ -1,4 +1,4 @@
-"""The web page without a browser: its files, their types, what a browser may do, and the requests."""
+"""The web page without a browser: its files, their types, its security policy, and the requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serve(scenario: Any, **config: Any) -> None:
 
 
 def test_every_file_is_served_with_its_type_and_a_strict_policy() -> None:
-    """Oracle: the folder's bytes, the extension, and a policy that names no other host and nothing unsafe."""
+    """Oracle: the folder's bytes, the extension, and a policy without another host or an unsafe source."""
 
     async def scenario(app: App) -> None:
         for name in (INDEX, *ASSETS):
@@ -48,7 +48,7 @@ def test_every_file_is_served_with_its_type_and_a_strict_policy() -> None:
 
 
 def test_the_page_needs_no_key_but_its_data_does() -> None:
-    """Oracle: 200 and 401; nothing beside the known files is open."""
+    """Oracle: 200 and 401; only the known files are open."""
 
     async def scenario(app: App) -> None:
         for path in ("/", *(f"/page/{name}" for name in ASSETS)):
@@ -60,7 +60,7 @@ def test_the_page_needs_no_key_but_its_data_does() -> None:
 
 
 def test_links_follow_the_root_path() -> None:
-    """Oracle: a base element in front of every link, its value escaped; none without a root path."""
+    """Oracle: a base element before every link, its value escaped; none without a root path."""
 
     async def scenario(app: App) -> None:
         text = (await app.get("/")).content.decode()
@@ -72,7 +72,7 @@ def test_links_follow_the_root_path() -> None:
 
 @pytest.mark.parametrize("name", (INDEX, *ASSETS))
 def test_nothing_leads_outside(name: str) -> None:
-    """Oracle: no address with a host, nothing inline that the policy forbids, and every file named is there."""
+    """Oracle: no address with a host, no inline code that the policy forbids, and every named file exists."""
     text = (FOLDER / name).read_text(encoding="utf-8").replace(SVG_NAMESPACE, "")
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text)
     assert not re.search(r"\bstyle=|\son[a-z]+=\"|<style|<script(?! type=\"module\" src=)|\beval\(|innerHTML", text)

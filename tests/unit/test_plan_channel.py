@@ -1,4 +1,4 @@
-"""The channel: plans arrive whole and in order, or the step that is wrong is named."""
+"""The channel: plans arrive whole and in order, or the error names the wrong step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan(step_id: int, num_rows: int = 3, epoch: int = 0) -> StepPlan:
 
 
 def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: rows that depend on the step id; the ring is no longer shared since all ranks attached."""
+    """Oracle: rows that depend on the step id; the ring is no longer shared after all ranks attached."""
     with pytest.raises(FileNotFoundError):
         open_segment(publisher.name)
     for step_id in range(1, 301):
@@ -50,8 +50,8 @@ def test_every_rank_receives_every_plan(publisher: PlanPublisher, subscribers: l
 
 
 def test_rows_that_go_on_are_sent_once(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: bytes of a header alone, or of header and rows; a rank gets the very array of the last plan with an
-    epoch, and the epoch.  Rows are known by their epoch, not by their array."""
+    """Oracle: the bytes of a header alone, or of header and rows; a rank gets the very array of the last plan with an
+    epoch, and the epoch.  The epoch identifies rows, not the array."""
     seen = []
     for step_id, epoch in enumerate((1, 1, 1, 2, 2, 0, 2, 1), start=1):
         rows = np.arange(10, dtype=np.int32) if epoch else NO_IDS
@@ -79,7 +79,7 @@ def test_a_lost_plan_is_seen_by_what_follows_it() -> None:
 
 
 def test_a_call_is_no_plan() -> None:
-    """Oracle: the plans sent and the last one's checksum, although the ranks wake up when they are called."""
+    """Oracle: the sent plans and the last one's checksum, although the ranks only wake up when they are called."""
     publisher = PlanPublisher(1, spin_s=1e-6)
     subscriber = PlanSubscriber(publisher.name, 0)
     publisher.wait_attached(TIMEOUT_S)
@@ -119,7 +119,7 @@ def test_a_lost_plan_names_both_steps(publisher: PlanPublisher, subscribers: lis
 
 
 def test_a_lost_first_plan_is_seen(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: plans start at step 1 unless said otherwise."""
+    """Oracle: plans start at step 1 by default."""
     publisher.publish(plan(2), TIMEOUT_S)
     with pytest.raises(PlanError, match="expected step 1, received step 2"):
         subscribers[0].receive(TIMEOUT_S)
@@ -137,7 +137,8 @@ def test_a_repeated_plan_names_both_steps(publisher: PlanPublisher, subscribers:
 def test_both_ends_know_the_checksum_of_the_last_plan(
     publisher: PlanPublisher, subscribers: list[PlanSubscriber]
 ) -> None:
-    """Oracle: the encoded plan's own checksum (bytes 8 to 16) and size; equal at both ends, other for another plan."""
+    """Oracle: the encoded plan's own checksum (bytes 8 to 16) and size; equal at both ends, different for another
+    plan."""
     assert publisher.last_checksum == publisher.last_num_bytes == subscribers[0].last_checksum == 0
     seen = []
     for step_id in (1, 2):
@@ -179,6 +180,6 @@ def test_waits_name_the_rank(publisher: PlanPublisher) -> None:
 
 
 def test_waiting_for_ever_needs_a_way_out(publisher: PlanPublisher, subscribers: list[PlanSubscriber]) -> None:
-    """Oracle: without a deadline and without a liveness check a wait could never end, so it is refused."""
+    """Oracle: an error: without a deadline and a liveness check, a wait might never end."""
     with pytest.raises(AssertionError, match="a wait needs a deadline"):
         subscribers[0].receive()

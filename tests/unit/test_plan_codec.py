@@ -1,4 +1,4 @@
-"""Plans as bytes: exact both ways, fixed for ever (golden bytes), and refused when a single bit is wrong."""
+"""Plans as bytes: exact both ways, in a fixed format (golden bytes), and refused when a single bit is wrong."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def samplings(draw: st.DrawFn) -> RowSampling:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    """Half of them only decode, as most do."""
+    """Random plans; half of them only decode, as most real plans do."""
     num_blocks, num_prefills, num_groups = draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(1, 8))
     num_decodes, epoch = draw(st.integers(0, 20)), draw(st.integers(1, 2**63 - 1))
     num_masks, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
@@ -110,7 +110,7 @@ def int32(*values: int) -> Any:
 
 
 def small_plan() -> StepPlan:
-    """One of everything."""
+    """A plan with one of everything."""
     sampling = RowSampling(
         temperature=0.5,
         top_k=40,
@@ -145,7 +145,7 @@ def small_plan() -> StepPlan:
 
 
 def small_plan_of_three_groups() -> StepPlan:
-    """One of everything, each logical block of three groups."""
+    """A plan with one of everything; each logical block belongs to three groups."""
     plain = small_plan()
     admission = msgspec.structs.replace(plain.admitted[0], block_ids=int32(7, 8, 9))
     return msgspec.structs.replace(
@@ -161,7 +161,7 @@ SMALL_PLANS = pytest.mark.parametrize("plan", [small_plan(), small_plan_of_three
 
 
 def resealed(data: bytes) -> bytes:
-    """The same bytes with the checksum that they should have."""
+    """The same bytes with the right checksum."""
     return data[:8] + xxhash.xxh3_64_intdigest(data[16:]).to_bytes(8, "little") + data[16:]
 
 
@@ -193,7 +193,7 @@ GOLDEN_STEADY_OF_TWO_GROUPS = (
 @settings(max_examples=300, deadline=None)
 @given(plans())
 def test_round_trip(plan: StepPlan) -> None:
-    """Oracle: the plan itself, whatever kind of buffer it comes back in."""
+    """Oracle: the plan itself, from any kind of buffer."""
     data = encode_plan(plan)
     assert len(data) % 8 == 0
     for buffer in (data, bytearray(data), memoryview(data)):
@@ -203,7 +203,7 @@ def test_round_trip(plan: StepPlan) -> None:
 @settings(max_examples=200, deadline=None)
 @given(plans())
 def test_rows_that_are_known(plan: StepPlan) -> None:
-    """Oracle: the plan itself, with the very array that the reader knows, in as many bytes less as its rows take."""
+    """Oracle: the plan itself, with the very array that the reader knows; its bytes are fewer by those of its rows."""
     assume(plan.rows_epoch)
     data = encode_plan(plan, plan.rows_epoch)
     decoded = decode_plan(data, plan.rows_epoch, plan.decode_rows)
@@ -222,7 +222,7 @@ def test_the_encoded_size_is_known_before(plan: StepPlan) -> None:
 
 
 def test_rows_without_an_epoch_are_always_sent() -> None:
-    """Oracle: epoch 0 is no set of rows; a plan that has another epoch than the known one stands alone."""
+    """Oracle: epoch 0 means no set of rows; a plan whose epoch is not the known one has its own rows."""
     for epoch, known in ((0, 0), (0, 5), (6, 5)):
         plan = StepPlan(step_id=1, rows_epoch=epoch, decode_rows=int32(4, 5))
         data = encode_plan(plan, known)
@@ -231,13 +231,13 @@ def test_rows_without_an_epoch_are_always_sent() -> None:
 
 
 class WiderPlan(StepPlan, frozen=True, kw_only=True, gc=False):
-    """A plan with a section more."""
+    """A plan with one section more."""
 
     moves: IntArray = NO_PAIRS
 
 
 def test_a_new_section_is_a_field_and_a_line() -> None:
-    """Oracle: a plan with a section that the table does not have yet; without it, its bytes are those of today."""
+    """Oracle: a plan with a new section; without that section, its bytes are those of today."""
     codec = PlanCodec((*SECTIONS, ArraySection("moves", columns=2)), WiderPlan)
     fields = msgspec.structs.asdict(small_plan())
     plan = WiderPlan(**fields, moves=int32(1, 2, 3, 4).reshape(2, 2))
@@ -250,13 +250,13 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 3 was defined; a change of them is a change of version."""
+    """Oracle: bytes written down when version 3 was defined; if they change, the version must change."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when version 3 was defined: those of the drawing, with G ids for each new block."""
+    """Oracle: bytes written down when version 3 was defined: as in the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
@@ -267,7 +267,8 @@ def test_golden_bytes_of_groups() -> None:
 
 
 def test_groups_without_blocks_are_malformed() -> None:
-    """Oracle: ``encode_plan`` never says so; in a plan that only decodes and in one of everything."""
+    """Oracle: ``encode_plan`` never writes such bytes, neither for a plan that only decodes nor for one of
+    everything."""
     for plan in (StepPlan(step_id=1, decode_rows=int32(0)), StepPlan(step_id=1, released=int32(3))):
         data = bytearray(encode_plan(plan))
         data[40] = 0b100
@@ -278,7 +279,7 @@ def test_groups_without_blocks_are_malformed() -> None:
 @settings(max_examples=200, deadline=None)
 @given(num_ids=st.integers(0, 20), plan=plans())
 def test_a_wrong_number_of_groups_never_reads_past_the_end(num_ids: int, plan: StepPlan) -> None:
-    """Oracle: with the size of the block ids changed and a checksum that fits, a PlanError or another whole plan."""
+    """Oracle: with another size of the block ids and a matching checksum, a PlanError or another whole plan."""
     data = bytearray(encode_plan(plan))
     if not len(plan.block_rows):
         return
@@ -290,7 +291,7 @@ def test_a_wrong_number_of_groups_never_reads_past_the_end(num_ids: int, plan: S
 
 
 def test_items_of_no_owner_are_malformed() -> None:
-    """Oracle: ``encode_plan`` leaves empty sections out; owners of no bytes, of masks and of new blocks."""
+    """Oracle: an error: ``encode_plan`` leaves empty sections out.  Empty owners of masks and of new blocks."""
     masked = StepPlan(step_id=1, mask_rows=int32(), masks=int32().reshape(0, 3))
     for plan, bits, name in ((masked, 0b11 << 8, "mask_rows"), (StepPlan(step_id=1), 0b110, "block_rows")):
         data = bytearray(encode_plan(plan)) + bytes(8)
@@ -304,7 +305,7 @@ def test_items_of_no_owner_are_malformed() -> None:
 
 
 def test_steady_plans_are_decoded_as_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the general way.  Each byte of the bitmap and the sizes changed, with a checksum that fits."""
+    """Oracle: the general decoder.  Each byte of the bitmap and the sizes changed, with a matching checksum."""
     plan = StepPlan(step_id=1, rows_epoch=5, block_rows=int32(0, 1), block_ids=int32(7, 8), decode_rows=int32(0, 1))
     data = encode_plan(plan, 5)
     changed = []
@@ -326,7 +327,7 @@ def test_steady_plans_are_decoded_as_all_others(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_section_that_is_too_long_is_named() -> None:
-    """Oracle: each section of a plan of everything in turn, made as long as the plan; and one of half an item."""
+    """Oracle: each section of a plan of everything in turn, made as long as the plan; and a section of half an item."""
     plan = msgspec.structs.replace(small_plan(), mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
     data, names = encode_plan(plan), [section.name for section in SECTIONS]
     for place, name in enumerate(names):
@@ -342,7 +343,7 @@ def test_a_section_that_is_too_long_is_named() -> None:
 
 @SMALL_PLANS
 def test_every_flipped_byte_is_seen(plan: StepPlan) -> None:
-    """Oracle: each single byte of a plan, with one bit and with all bits flipped, makes it invalid."""
+    """Oracle: a flip of one bit or of all bits in any byte of a plan makes it invalid."""
     data = encode_plan(plan)
     for position in range(len(data)):
         for mask in (1, 255):
@@ -364,7 +365,7 @@ def test_every_truncation_and_extension_is_seen(plan: StepPlan) -> None:
 
 
 def test_errors_give_both_values() -> None:
-    """Oracle: for each check of the envelope, what it must be and what it is."""
+    """Oracle: for each check of the envelope, the expected value and the actual one."""
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
@@ -378,8 +379,8 @@ def test_errors_give_both_values() -> None:
 @settings(max_examples=200, deadline=None)
 @given(offset=st.integers(40, 95), value=st.integers(0, 255), plan=plans())
 def test_wrong_counts_never_read_past_the_end(offset: int, value: int, plan: StepPlan) -> None:
-    """Oracle: with any byte of the bitmap, the sizes or the first sections changed and a checksum that fits, a
-    PlanError or another whole plan."""
+    """Oracle: with any byte of the bitmap, the sizes or the first sections changed and a matching checksum, a PlanError
+    or another whole plan."""
     data = bytearray(encode_plan(plan))
     data[min(offset, len(data) - 1)] = value
     try:
@@ -390,7 +391,7 @@ def test_wrong_counts_never_read_past_the_end(offset: int, value: int, plan: Ste
 
 @pytest.mark.parametrize("offset", range(88, 112, 4))
 def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
-    """Oracle: each of an admission's six counts made huge, with a checksum that fits, is a malformed plan."""
+    """Oracle: with each of an admission's six counts made huge and a matching checksum, the plan is malformed."""
     empty = Admission(
         row=0,
         token_ids=int32(),
@@ -409,7 +410,7 @@ def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(offset=st.integers(48, 48 + 116), value=st.integers(0, 255))
 def test_a_wrong_admission_never_reads_past_the_end(offset: int, value: int) -> None:
-    """Oracle: with any byte of an admission changed and a checksum that fits, a PlanError or another whole plan."""
+    """Oracle: with any byte of an admission changed and a matching checksum, a PlanError or another whole plan."""
     data = bytearray(encode_plan(StepPlan(step_id=1, admitted=small_plan().admitted)))
     data[offset] = value
     try:
@@ -433,7 +434,7 @@ def test_masks_are_a_section_of_their_own() -> None:
 
 
 def test_wrong_dtypes_are_our_own_fault() -> None:
-    """Oracle: int64 ids would lose bits, so encoding refuses them."""
+    """Oracle: int64 ids would lose bits, so encoding raises an error."""
     with pytest.raises(TypeError):
         encode_plan(StepPlan(step_id=0, decode_rows=np.arange(3, dtype=np.int64)))  # type: ignore[arg-type]
     for block_rows, block_ids in ((int32(1), int32()), (int32(1, 2), int32(1, 2, 3)), (int32(), int32(1))):
@@ -450,8 +451,8 @@ def test_arrays_received_are_writable_views() -> None:
 
 
 def test_a_steady_decode_is_small() -> None:
-    """Oracle: a header, three columns of 256, 16 and 16 ids; 16 more for a second group.  How quick it is,
-    scripts/bench_control_plane.py shows."""
+    """Oracle: a header, three columns of 256, 16 and 16 ids; 16 more for a second group.
+    scripts/bench_control_plane.py measures the speed."""
     plan = StepPlan(
         step_id=9,
         rows_epoch=3,

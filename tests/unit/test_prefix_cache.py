@@ -1,4 +1,4 @@
-"""Hits are exact.  Oracle: the definition of a hit, token ids and the whole chain before them equal."""
+"""Hits are exact.  Oracle: the definition of a hit: equal token ids and an equal chain of blocks before them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokens(*ids: int) -> bytes:
 
 
 def publish(cache: PrefixCache, blocks: list[int], data: bytes, place: Place = "") -> tuple[list[int], Place]:
-    """Insert blocks that follow ``place``; returns those added and the place behind the last."""
+    """Insert blocks after ``place``; returns the added blocks and the place behind the last."""
     added, place = cache.insert(np.array(blocks, dtype=np.intp)[:, None], place, data)
     cache.check_integrity()
     return list(map(int, added)), place
@@ -41,7 +41,7 @@ def match_tail(cache: PrefixCache, place: Place, data: bytes, num_tokens: int) -
 
 
 def evict(cache: PrefixCache, *blocks: int) -> None:
-    """In this order."""
+    """The evicted blocks, in order."""
     cache.evict(np.array(blocks, dtype=np.intp))
     cache.check_integrity()
 
@@ -56,7 +56,7 @@ EIGHT = tokens(1, 2, 3, 4, 5, 6, 7, 8)
 
 
 def test_only_full_equal_blocks_match(cache: PrefixCache) -> None:
-    """By definition: the run ends at the first difference, at the bound, and before a part of a block."""
+    """By definition: the run ends at the first difference, at the bound, and before a partial block."""
     publish(cache, [5, 2], EIGHT)
     assert match(cache, EIGHT) == [5, 2]
     assert match(cache, EIGHT, max_blocks=1) == [5]
@@ -67,14 +67,14 @@ def test_only_full_equal_blocks_match(cache: PrefixCache) -> None:
 
 
 def test_salts_separate(cache: PrefixCache) -> None:
-    """Blocks of a different salt never match; those of the same salt do."""
+    """Oracle: blocks of a different salt never match; those of the same salt do."""
     publish(cache, [0, 1], EIGHT, "a")
     assert match(cache, EIGHT) == [] and match(cache, EIGHT, salt="b") == []
     assert match(cache, EIGHT, salt="a") == [0, 1]
 
 
 def test_first_block_stays_canonical(cache: PrefixCache) -> None:
-    """Content that is cached keeps its block, and a chain through the copy goes on from it."""
+    """Oracle: cached content keeps its block, and a chain through the copy continues from that block."""
     assert publish(cache, [0], EIGHT[:16])[0] == [0]
     assert publish(cache, [3, 4], EIGHT)[0] == [4]
     assert match(cache, EIGHT) == [0, 4]
@@ -82,7 +82,7 @@ def test_first_block_stays_canonical(cache: PrefixCache) -> None:
 
 
 def test_equal_tokens_after_another_parent_are_no_hit(cache: PrefixCache) -> None:
-    """A block counts only behind what it was computed behind: a block, a salt or the middle of a run."""
+    """Oracle: a block matches only behind the parent of its computation: a block, a salt or the middle of a run."""
     publish(cache, [0, 1], tokens(1, 2, 3, 4, 1, 2, 3, 4))
     assert match(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4)) == [0, 1]
     assert match(cache, tokens(9, 9, 9, 9, 1, 2, 3, 4)) == []
@@ -92,8 +92,8 @@ def test_equal_tokens_after_another_parent_are_no_hit(cache: PrefixCache) -> Non
 
 
 def test_evicted_block_ends_the_chain_for_good(cache: PrefixCache) -> None:
-    """After eviction of a parent its child is unreachable, even when the parent's content comes back elsewhere, and
-    nothing is added behind it."""
+    """Oracle: after the eviction of a parent its child is unreachable, even when the parent's content returns in
+    another block, and no block is added behind it."""
     _, place = publish(cache, [0, 1], EIGHT)
     evict(cache, 0)
     assert match(cache, EIGHT) == [] and cache.cached_blocks() == [1]
@@ -105,9 +105,10 @@ def test_evicted_block_ends_the_chain_for_good(cache: PrefixCache) -> None:
 
 
 def test_what_followed_an_evicted_block_is_found_again_behind_its_own(cache: PrefixCache) -> None:
-    """By hand: 3 equals 0 and stays out, so 4 follows 0; when 0 is gone, 3 and 4 come as one run, and 4 leaves its own.
+    """By hand: 3 equals 0 and is not cached, so 4 follows 0; once 0 is gone, 3 and 4 enter as one run, and 4 leaves its
+    old run.
 
-    A fork does so: it shares the blocks 3 and 4, and publishes from the first one on.
+    A fork does this: it shares the blocks 3 and 4, and publishes from the first one on.
     """
     publish(cache, [0], EIGHT[:16])
     publish(cache, [3, 4], EIGHT)
@@ -120,7 +121,7 @@ def test_what_followed_an_evicted_block_is_found_again_behind_its_own(cache: Pre
 
 
 def test_a_run_is_evicted_from_its_end(cache: PrefixCache) -> None:
-    """By hand: what is left is found, and what comes again at the end is a new run behind it."""
+    """By hand: the remaining blocks are found, and content that returns at the end is a new run behind them."""
     data = tokens(*range(7 * SIZE))
     publish(cache, [6, 5, 4, 3, 2, 1, 0], data)
     evict(cache, 0, 1)
@@ -135,7 +136,7 @@ def test_a_run_is_evicted_from_its_end(cache: PrefixCache) -> None:
 
 
 def test_tails_are_found_behind_their_parent_only(cache: PrefixCache) -> None:
-    """By definition: the longest whose tokens all agree and leave one to compute; nothing after eviction."""
+    """By definition: the longest tail whose tokens all agree and leave one to compute; none after eviction."""
     _, parent = publish(cache, [0], EIGHT[:16])
     assert insert_tail(cache, 4, parent, tokens(5)) and insert_tail(cache, 5, parent, tokens(5, 6))
     assert insert_tail(cache, 6, "salt", tokens(5, 6, 7))
@@ -157,7 +158,7 @@ def test_tails_are_found_behind_their_parent_only(cache: PrefixCache) -> None:
 
 
 def test_long_sequences_share_what_they_share() -> None:
-    """Seventy blocks, then a sequence that is the same up to the fortieth: a branch from the middle of a run."""
+    """Oracle: seventy blocks, then a sequence that is equal up to the fortieth: a branch from the middle of a run."""
     cache = PrefixCache(300, SIZE * 4)
     ids = list(range(70 * SIZE))
     first, second = tokens(*ids), tokens(*ids[: 40 * SIZE], *(1000 + one for one in ids[40 * SIZE :]))
@@ -172,9 +173,9 @@ def test_long_sequences_share_what_they_share() -> None:
 
 
 def test_random_acts_match_a_map_of_prefixes() -> None:
-    """Oracle: a dictionary from whole prefixes to blocks, over 4000 acts on few tokens, so that most of them meet.
+    """Oracle: a dictionary from whole prefixes to blocks, over 4000 acts on few tokens, so that most prefixes meet.
 
-    As the engine does, blocks are evicted from the ends of what is cached.
+    As in the engine, blocks are evicted from the ends of the cached chains.
     """
     rng = random.Random(4)
     cache, model, free = PrefixCache(40, SIZE * 4), dict[tuple[str, bytes], int](), list(range(40))
@@ -212,7 +213,7 @@ def _is_leaf(name: tuple[str, bytes], gone: list[tuple[str, bytes]], model: dict
 
 
 def test_clear_forgets_all(cache: PrefixCache) -> None:
-    """Nothing matches and nothing is cached afterwards."""
+    """Oracle: no sequence matches and no block is cached afterwards."""
     publish(cache, [0, 1], EIGHT)
     cache.clear()
     cache.check_integrity()
@@ -224,7 +225,7 @@ FULL_AND_WINDOW, WINDOWS = np.array([True, False]), np.array([False, False])
 
 
 def publish_groups(cache: PrefixCache, blocks: list[list[int]], data: bytes, place: Place = "") -> list[int]:
-    """Insert logical blocks; those added."""
+    """Insert logical blocks; returns the added ones."""
     added, _ = cache.insert(np.array(blocks, dtype=np.intp), place, data)
     cache.check_integrity()
     return list(map(int, added))
@@ -236,7 +237,7 @@ def match_groups(cache: PrefixCache, data: bytes, salt: str = "") -> list[list[i
 
 
 def test_a_windows_block_leaves_a_gap_that_is_filled_again() -> None:
-    """By hand: the window's first two are gone, the full group's own stay; publishing all of them fills the gaps."""
+    """By hand: the window's first two are gone, the full group's own remain; publishing all of them fills the gaps."""
     cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
     assert publish_groups(cache, [[0, 1], [2, 3], [4, 5]], TWELVE) == [0, 1, 2, 3, 4, 5]
     evict(cache, 3, 1)
@@ -247,7 +248,7 @@ def test_a_windows_block_leaves_a_gap_that_is_filled_again() -> None:
 
 
 def test_a_full_groups_block_still_cuts_the_run() -> None:
-    """By hand: behind it nothing is found, whatever the window's column holds, until it comes again with its own."""
+    """By hand: behind it no block is found, whatever the window's column holds, until it returns with its own."""
     cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
     publish_groups(cache, [[0, 1], [2, 3], [4, 5]], TWELVE)
     evict(cache, 2)
@@ -259,7 +260,7 @@ def test_a_full_groups_block_still_cuts_the_run() -> None:
 
 
 def test_without_a_full_group_a_run_without_blocks_leads_to_those_behind_it() -> None:
-    """By hand: all blocks of the first run are gone, but the second follows it; when that is gone too, both are."""
+    """By hand: all blocks of the first run are gone, but the second run follows it; once that is gone too, both are."""
     cache = PrefixCache(12, SIZE * 4, WINDOWS)
     _, place = cache.insert(np.array([[0, 1]]), "", TWELVE[:16])
     _, last = cache.insert(np.array([[2, 3], [4, 5]]), place, TWELVE[16:])
@@ -272,7 +273,7 @@ def test_without_a_full_group_a_run_without_blocks_leads_to_those_behind_it() ->
 
 
 def test_nothing_is_published_of_what_all_windows_have_left_behind() -> None:
-    """By hand: no block is there, so no run is made, and the place is lost; with the last block there, it is."""
+    """By hand: without any block, no run is made and the place is lost; with the last block present, a run is made."""
     cache = PrefixCache(12, SIZE * 4, WINDOWS)
     added, place = cache.insert(np.full((3, 2), NO_BLOCK), "", TWELVE)
     assert added.tolist() == [] and is_lost(place) and match_groups(cache, TWELVE) == []
@@ -281,7 +282,8 @@ def test_nothing_is_published_of_what_all_windows_have_left_behind() -> None:
 
 
 def test_a_tail_needs_its_block_of_every_group() -> None:
-    """By hand: one of two is gone, and with it the tail; the other is free for a tail of the same name to come."""
+    """By hand: one of the two blocks is gone, and so is the tail; the other is free for a later tail of the same
+    name."""
     cache = PrefixCache(12, SIZE * 4, FULL_AND_WINDOW)
     assert cache.insert_tail(np.array([3, 4]), "", tokens(5, 6))
     found = cache.match_tail("", tokens(5, 6, 7), 0)
@@ -299,7 +301,7 @@ def test_a_tail_needs_its_block_of_every_group() -> None:
 def test_random_acts_on_groups_match_a_map_of_prefixes(is_full: list[bool]) -> None:
     """Oracle: a dictionary from whole prefixes and groups to blocks, over 2500 acts on few tokens.
 
-    Windows lose blocks anywhere.  Full groups lose them from the ends, and what windows had there is lost with them.
+    Windows lose blocks anywhere.  Full groups lose blocks from the ends, and the windows' blocks there are lost too.
     """
     rng, groups = random.Random(len(is_full)), range(len(is_full))
     cache, free = PrefixCache(60, SIZE * 4, np.array(is_full)), list(range(60))

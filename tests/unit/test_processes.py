@@ -26,7 +26,7 @@ os._exit(0)
 
 
 def told_by_orphan(environment: dict[str, str]) -> list[str]:
-    """What a process says whose agent ended before it looked; both share one pipe."""
+    """The output of a process whose agent ended before it looked; both share one pipe."""
     agent = subprocess.run(
         [sys.executable, "-c", _AGENT, _ORPHAN],
         stdout=subprocess.PIPE,
@@ -38,7 +38,7 @@ def told_by_orphan(environment: dict[str, str]) -> list[str]:
 
 
 def test_a_rank_whose_agent_was_killed_while_it_imported_ends() -> None:
-    """Oracle: it says no more once it has looked; a process of another launcher goes on."""
+    """Oracle: the process writes no more once it has looked; a process of another launcher continues."""
     first, *others = told_by_orphan({"TORCHELASTIC_RUN_ID": "x"})
     is_python = b"python" in Path(f"/proc/{first}/cmdline").read_bytes()
     assert others == (["lives"] if first != "1" or is_python else [])
@@ -60,7 +60,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE).st
 
 
 def test_a_child_ends_with_its_parent() -> None:
-    """Oracle: the end of the standard error that the child inherits comes although it would sleep for an hour."""
+    """Oracle: the inherited standard error reaches its end, although the child would sleep for an hour."""
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     command = [sys.executable, "-c", _PARENT, _CHILD]
     subprocess.run(command, stderr=subprocess.PIPE, timeout=DEADLINE_S, check=True, env=environment)

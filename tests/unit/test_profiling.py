@@ -23,7 +23,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def run_steps(profiler: StepProfiler, first: int, end: int) -> None:
-    """Steps with one part and one operation each."""
+    """Run steps with one part and one operation each."""
     named = profiler.named(unnamed)
     for step_id in range(first, end):
         with profiler.step(step_id), named("model"):
@@ -31,7 +31,7 @@ def run_steps(profiler: StepProfiler, first: int, end: int) -> None:
 
 
 def test_the_chosen_steps_are_in_the_trace(tmp_path: Path) -> None:
-    """Oracle: the names that the steps carry; operations of other steps are not there."""
+    """Oracle: the names of the chosen steps; the operations of other steps are absent."""
     profiler = StepProfiler(tmp_path / "new" / "folder", range(3, 5), rank=1, device_type="cpu")
     run_steps(profiler, 1, 8)
     profiler.close()
@@ -52,7 +52,7 @@ def test_a_run_that_ends_early_leaves_what_it_has(tmp_path: Path) -> None:
 
 
 def test_steps_are_read() -> None:
-    """Oracle: the range by hand; refused with the remedy, also by the configuration."""
+    """Oracle: the range by hand; a wrong one gives an error with the remedy, also from the configuration."""
     assert parse_steps("10:20") == range(10, 20)
     for text in ("", "5", "5:", "0:3", "4:4", "7:3", "-1:3", "a:b", "1:2:3"):
         with pytest.raises(ConfigError, match=r"profile_steps is .*such as 10:20"):
@@ -62,13 +62,13 @@ def test_steps_are_read() -> None:
 
 
 def test_names_cost_nothing_on_cpus() -> None:
-    """NVTX on CUDA; one object that does nothing for all names elsewhere."""
+    """Oracle: NVTX on CUDA; elsewhere one object without effect serves all names."""
     assert names_for("cuda") is torch.cuda.nvtx.range
     assert names_for("cpu")("model") is names_for("cpu")("sample")
 
 
 def test_a_trace_on_demand(tmp_path: Path) -> None:
-    """Oracle: the steps between the two orders; nothing for no steps; a second order changes nothing."""
+    """Oracle: the steps between the two orders; no trace without steps; a second order has no effect."""
     profiler = StepProfiler(tmp_path, parse_steps("none"), rank=0, device_type="cpu")
     run_steps(profiler, 1, 3)
     profiler.stop()

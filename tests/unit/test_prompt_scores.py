@@ -1,4 +1,4 @@
-"""Prompts are scored a bounded number of positions at a time, and the largest step makes as much."""
+"""Prompts are scored a bounded number of positions at a time, and the largest step scores as many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = [[(31 * i) % VOCAB_SIZE for i in range(length)] for length in (150, 97
 
 
 class HeadWatch:
-    """The number of positions of every call of the output head and of every gathering of its logits."""
+    """The number of positions in every call of the output head and in every gathering of its logits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.computed: list[int] = []
@@ -49,13 +49,13 @@ class HeadWatch:
         monkeypatch.setattr(ParallelLMHead, "gather", watched_gather)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all calls so far."""
         self.computed.clear()
         self.gathered.clear()
 
 
 def scored(llm: LLM) -> list[Any]:
-    """The log-probabilities of all prompts, every digit of them, and the tokens that follow."""
+    """The log-probabilities of all prompts, exact to the bit, and the tokens that follow."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=3)
     outputs: list[RequestOutput] = llm.generate(PROMPTS, params, use_tqdm=False)
     return [(output.prompt_logprobs, output.outputs[0].token_ids) for output in outputs]
@@ -65,7 +65,7 @@ def scored(llm: LLM) -> list[Any]:
 def test_logits_of_prompts_are_bounded(
     checkpoint: Checkpoint, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the same engine that scores all positions at once: bit by bit; the bound is that of the start."""
+    """Oracle: the same engine, scoring all positions at once, bit by bit; the bound is the one of the start."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": max_num_seqs, "max_model_len": 160}
     folder = str(checkpoint("qwen3", vocab_size=VOCAB_SIZE))
     watch = HeadWatch(monkeypatch)
@@ -137,7 +137,7 @@ def test_parts_of_a_prompt(checkpoint: Checkpoint, world_size: int, num_position
 def test_the_largest_step_scores_as_much_as_any_step(
     checkpoint: Checkpoint, world_size: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the positions that ``score_prompt`` takes at once, gathered once and scored; all results are held."""
+    """Oracle: the positions that ``score_prompt`` takes at once, gathered once and scored; all results are kept."""
     watch, held, widths = HeadWatch(monkeypatch), [], []
     score_chunk = logprobs._chunk_logprobs
 
@@ -168,5 +168,5 @@ def test_the_largest_step_scores_as_much_as_any_step(
 
 
 def test_positions_at_once() -> None:
-    """Oracle: as many as are sampled, so that nothing is measured twice; a few where that would be slow."""
+    """Oracle: as many as are sampled, so that the start measures one size only; at least 16, because fewer are slow."""
     assert [positions_at_once(max_num_seqs) for max_num_seqs in (1, 15, 16, 17, 256)] == [16, 16, 16, 17, 256]

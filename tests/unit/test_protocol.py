@@ -34,7 +34,7 @@ def test_defaults_are_those_of_sampling_params() -> None:
 
 
 def test_model_defaults_yield_to_the_request() -> None:
-    """Oracle: the order request, model, library."""
+    """Oracle: the order of precedence: request, model, library."""
     defaults = {"temperature": 0.6, "top_k": 20}
     params = chat_params(chat(top_k=5), defaults)
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 5, 1.0)
@@ -121,7 +121,7 @@ def test_prompt_forms(prompt: Any, prompts: list[Any]) -> None:
     ],
 )
 def test_completion_refusals(fields: dict[str, Any], param: str, words: list[str]) -> None:
-    """Oracle: the parameter's name and the words that a user needs."""
+    """Oracle: the parameter's name and the words of the message."""
     with pytest.raises(RequestError) as caught:
         body = completion(**fields)
         completion_prompts(body)
@@ -151,7 +151,7 @@ def test_chat_refusals(fields: dict[str, Any], param: str) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b'{"prompt": "\\ud800"}', b"[" * 100_000, b"\xff\xfe"])
 def test_bodies_that_are_no_request(raw: bytes) -> None:
-    """Oracle: a ``RequestError``, never anything else."""
+    """Oracle: a ``RequestError``, and no other error."""
     with pytest.raises(RequestError):
         parse_body(CompletionBody, raw)
 
@@ -229,7 +229,7 @@ def test_chat_answer() -> None:
     ],
 )
 def test_errors_have_one_shape(error: Exception, status: int, kind: str) -> None:
-    """Oracle: the four keys of the OpenAI reference; an unforeseen error shows no inside."""
+    """Oracle: the four keys of the OpenAI reference; an unforeseen error shows no internals."""
     got, body = describe_error(error)
     assert got == status
     assert body["error"].keys() == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""Rank 0's sign of life for a process that is no rank."""
+"""Rank 0's sign of life for a process that is not a rank."""
 
 from __future__ import annotations
 

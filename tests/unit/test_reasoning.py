@@ -1,4 +1,4 @@
-"""Reasoning and answer, told apart in text that comes in pieces."""
+"""Reasoning and answer, separated in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("name", "text", "reasoning", "answer"), FORMATS)
 def test_every_split_in_other_formats(name: str, text: str, reasoning: str, answer: str) -> None:
-    """As models write them, whole, in two pieces and by character. Oracle: both parts by hand."""
+    """In the models' own formats, whole, in two pieces and by character. Oracle: both parts by hand."""
     form = REASONING_FORMATS[name]
     pieces: list[Iterable[str]] = [[text[:first], text[first:]] for first in range(len(text) + 1)]
     for split in (*pieces, text):
@@ -108,7 +108,7 @@ def test_every_split_in_other_formats(name: str, text: str, reasoning: str, answ
 
 
 def test_marks_come_first_in_a_grammar() -> None:
-    """Oracle: whole outputs by hand; marks that are special tokens are tokens, others are text."""
+    """Oracle: whole outputs by hand; marks that are special tokens are tokens, other marks are text."""
     for name, open_mark, close in (
         ("mistral", "[THINK]", "[/THINK]"),
         ("granite", "Here's my thought process:", "Here is my response:"),
@@ -152,7 +152,7 @@ def test_what_the_prompt_says(parser: str, prompt: str, continued: str | None, d
 
 
 def test_tokens_are_counted_with_and_without_a_token_for_the_mark() -> None:
-    """Oracle: the tokens up to the mark's end, counted by hand; all of them where it never comes."""
+    """Oracle: the tokens up to the mark's end, counted by hand; all of them without a mark."""
     assert ReasoningTokens(("</think>",), 7, lambda ids: "").count([1, 2, 7, 3, 7]) == 3
     assert ReasoningTokens(("</think>",), 7, lambda ids: "").count([1, 2]) == 2
     tokenizer = byte_level_tokenizer()

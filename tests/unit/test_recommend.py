@@ -1,4 +1,4 @@
-"""Recommendations: the arithmetic of the ledger, real models' sizes, refusals with remedies."""
+"""Recommendations: the arithmetic of the ledger, real models' sizes, errors with remedies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def model(config: dict[str, Any]) -> ModelSpec:
     ids=["Llama 2 7B", "Llama 2 13B", "Llama 2 70B", "Qwen3 0.6B"],
 )
 def test_parameters_of_real_models(config: dict[str, Any], num_parameters: int) -> None:
-    """Oracle: the numbers of parameters that these models are published with."""
+    """Oracle: the published numbers of parameters of these models."""
     assert sizes.local_parameters(model(config), 1) == num_parameters
 
 
@@ -149,8 +149,9 @@ def test_quantised_blocks_are_those_of_the_cache(dtype: str) -> None:
 
 def test_windows_let_blocks_go() -> None:
     """Oracle: by hand.  Every second of 28 layers sees 1,024 tokens: two groups of 14 layers, whose blocks of 16 tokens
-    are half of one group's.  A document of 32,768 tokens takes 2,048 blocks of the full group; of the other group those
-    of the window, a tile of 128 and a chunk of 8,192, and one more; a mean one of 12,250 decodes with 766 and 74."""
+    are half of one group's.  A document of 32,768 tokens takes 2,048 blocks of the full group; the other group takes
+    blocks for the window, a tile of 128 and a chunk of 8,192, and one more; a mean document of 12,250 tokens decodes
+    with 766 and 74."""
     windows = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -170,8 +171,8 @@ def test_windows_let_blocks_go() -> None:
 
 
 def test_the_numbers_of_7b_for_chat_on_24_gb() -> None:
-    """Oracle: by hand.  8 MiB a block (2 x 32 layers x 16 tokens x 32 heads x 128 x 2 bytes), 12.55 GiB of weights;
-    512 + 256 / 2 tokens held on the average, 128 of them shared: 32 own blocks beside 8 shared ones."""
+    """Oracle: by hand.  8 MiB a block (2 x 32 layers x 16 tokens x 32 heads x 128 x 2 bytes), 12.55 GiB of weights; 512
+    + 256 / 2 tokens on average, 128 of them shared: 32 own blocks beside 8 shared ones."""
     found = recommend(model(SEVEN_B), workload="chat", gpu="rtx4090")
     assert found.fits and found.block_size == 16 and found.block_bytes == 8 << 20
     assert found.weight_bytes == 6_738_415_616 * 2 and found.requested_bytes == int(int(23.5 * GIB) * 0.9)
@@ -185,9 +186,9 @@ def test_the_numbers_of_7b_for_chat_on_24_gb() -> None:
 @pytest.mark.parametrize("workload", list(WORKLOADS))
 @pytest.mark.parametrize("gpu", ["rtx4090", "a100-40g", "a100-80g"])
 def test_the_document_s_table(config: dict[str, Any], workload: str, gpu: str) -> None:
-    """Row C2: 7B and 13B for chat, code and long documents.  Oracle: what is recommended adds up to no more than the
-    device has, holds the longest request, and passes the engine's own checks; what does not fit is refused: 13B never
-    fits in 24 GB at one rank, and 12,500 tokens never in 4,096 positions."""
+    """Row C2: 7B and 13B for chat, code and long documents.  Oracle: a recommendation needs no more than the device
+    has, holds the longest request, and passes the engine's own checks.  A refusal is right: 13B never fits in 24 GB at
+    one rank, and 12,500 tokens never in 4,096 positions."""
     found = recommend(model(config), workload=workload, gpu=gpu, tensor_parallel_size=1)
     impossible = workload == "long-doc" or (config is THIRTEEN_B and gpu == "rtx4090")
     assert found.fits != impossible
@@ -210,7 +211,7 @@ def test_the_smallest_number_of_ranks_that_fits_is_found() -> None:
 
 
 def test_a_request_that_is_too_long_for_the_pool_gets_remedies() -> None:
-    """Oracle: one request of 40,960 tokens needs 4.4 GiB at 112 KiB a token; 2 bytes halved make it fit."""
+    """Oracle: one request of 40,960 tokens needs 4.4 GiB at 112 KiB a token; with half the bytes per value it fits."""
     question: dict[str, Any] = {"workload": "chat", "max_model_len": 40_960, "device_memory": "6GiB"}
     refused = recommend(model(QWEN3_06B), **question, tensor_parallel_size=1)
     assert not refused.fits and "40,960" in refused.problems[0]
@@ -243,7 +244,8 @@ def test_illegal_questions_are_refused() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: exit code 0 and the function's numbers as JSON; 1 and the reasons for what does not fit."""
+    """Oracle: exit code 0 and the function's numbers as JSON; for a model that does not fit, exit code 1 and the
+    reasons."""
     (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
     arguments = ["recommend", "--model", str(tmp_path), "--workload", "code"]
     assert main([*arguments, "--device-memory", "40GiB", "--json"]) == 0

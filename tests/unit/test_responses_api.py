@@ -1,4 +1,4 @@
-"""The Responses API without a server: input items, the chat they become, and the items and events of answers."""
+"""The Responses API without a server: input items, the resulting chat, and the items and events of answers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def output_text(text: str) -> dict[str, Any]:
 
 
 def test_text_and_instructions() -> None:
-    """Oracle: the reference; instructions are what the system says."""
+    """Oracle: the reference; instructions become the system message."""
     assert input_messages("hi", None) == [{"role": "user", "content": "hi"}]
     assert input_messages("hi", "Be brief.")[0] == {"role": "system", "content": "Be brief."}
 
 
 def test_items_of_a_whole_turn_with_tools() -> None:
-    """Oracle: the chat that a client of the other endpoint would have sent."""
+    """Oracle: the chat that a client of the other endpoint would send."""
     items = [
         {"role": "developer", "content": "Use tools."},
         user("Weather ", "in Oslo?"),
@@ -83,7 +83,7 @@ def test_items_of_a_whole_turn_with_tools() -> None:
 
 
 def test_reasoning_begins_a_message() -> None:
-    """Oracle: a turn is reasoning, then text, then calls."""
+    """Oracle: a turn has reasoning, then text, then calls."""
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     said = {"role": "assistant", "content": "A"}
@@ -108,7 +108,7 @@ def test_reasoning_begins_a_message() -> None:
     ],
 )
 def test_bad_items_are_named(item: dict[str, Any], word: str) -> None:
-    """Oracle: the place of the item and what is wrong with it."""
+    """Oracle: the place of the item and its fault."""
     with pytest.raises(RequestError) as error:
         input_messages([{"role": "user", "content": "x"}, item], None)
     assert "input[1]" in str(error.value) and word in str(error.value) and error.value.param == "input"
@@ -132,7 +132,7 @@ def test_bad_items_are_named(item: dict[str, Any], word: str) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    """Oracle: the field's name; the message says what to do instead."""
+    """Oracle: the field's name; the message has the remedy."""
     with pytest.raises(RequestError) as error:
         chat_body(body(**fields))
     assert error.value.param == param
@@ -215,7 +215,7 @@ def without_ids(value: Any) -> Any:
 
 @pytest.mark.parametrize("finish_reason", ["stop", "length", "abort", "tool_calls"])
 def test_events_are_those_that_the_client_knows(finish_reason: str) -> None:
-    """Oracle: the official client's own types (strict) and its accumulator of streams, whatever part of it comes."""
+    """Oracle: the official client's own types (strict) and its accumulator of streams, for any part of the stream."""
     for num_deltas in range(len(DELTAS) + 1):
         check_stream(num_deltas, finish_reason)
 
@@ -236,7 +236,7 @@ def check_stream(num_deltas: int, finish_reason: str) -> None:
 
 
 def test_whole_equals_streamed() -> None:
-    """Oracle: each other, ids apart; and the client's strict type."""
+    """Oracle: each equals the other, except for ids; and the client's strict type."""
     logprobs = {"content": [ENTRY] * 4}
     chat = {"choices": [{"message": MESSAGE, "logprobs": logprobs, "finish_reason": "tool_calls"}], "usage": USAGE}
     whole = whole_response(shape(metadata={"k": "v"}, tools=[WEATHER]), chat)
@@ -261,7 +261,7 @@ def test_text_deltas_add_up() -> None:
 
 
 def test_a_failure_ends_the_response() -> None:
-    """Oracle: the client's strict types; what was open is incomplete."""
+    """Oracle: the client's strict types; open items are incomplete."""
     writer = ResponseWriter(shape())
     events = [*writer.begin(), *writer.take(DELTAS[3]), *writer.fail("rank 1 died")]
     for one in events:
@@ -282,7 +282,7 @@ def test_a_failure_ends_the_response() -> None:
     ],
 )
 def test_complaints_name_fields_of_the_request(fields: dict[str, Any], text: str, param: str) -> None:
-    """Oracle: the names in the body that the client wrote, not those of the chat that it becomes."""
+    """Oracle: the names in the client's body, not those in the resulting chat."""
     processor: Any = None
     with pytest.raises(RequestError) as error:
         prepare_response(body(**fields), processor, "demo")

@@ -1,4 +1,4 @@
-"""The shared-memory ring: exact for any message size and reader speed, bounded waits, nothing left behind."""
+"""The shared-memory ring: exact for any message size and reader speed, bounded waits, no leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def random_messages(seed: int, count: int, largest: int) -> Iterator[bytes]:
-    """``count`` messages, mostly small, each a slice of one random megabyte; both sides draw the same."""
+    """``count`` messages, mostly small, each a slice of one random megabyte; both sides draw the same messages."""
     rng = random.Random(seed)
     noise = rng.randbytes(1 << 20)
     for _ in range(count):
@@ -44,7 +44,7 @@ def digest_of(messages: Iterator[bytes] | Iterator[bytearray]) -> str:
 
 
 def read_in_process(name: str, index: int, count: int, pause_s: float, pipe: Connection) -> None:
-    """A reader's whole life; sends the digest of what it read, and its CPU seconds while reading."""
+    """A reader's whole life; sends the digest of its messages, and its CPU seconds while reading."""
     reader = RingReader(name, index)
     began_s = time.process_time()
 
@@ -126,7 +126,7 @@ def test_idle_reader_uses_no_cpu() -> None:
 
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_threads_with_tiny_slots(ring: Callable[..., tuple[RingWriter, list[RingReader]]], num_slots: int) -> None:
-    """Oracle: equality with what was written; every message but the smallest is larger than the whole ring."""
+    """Oracle: equality with the written messages; every message but the smallest is larger than the whole ring."""
     writer, readers = ring(3, num_slots=num_slots, slot_bytes=24)
     messages = [*random_messages(num_slots, 300, 500), b"", b"x" * 16, b"y" * 17]
 
@@ -155,7 +155,7 @@ def test_wraparound_at_every_offset(ring: Callable[..., tuple[RingWriter, list[R
 
 
 def test_calls_change_no_message(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: equality with what was written, with calls before messages, many in a row, and into full rings."""
+    """Oracle: equality with the written messages, with calls before messages, many in a row, and into full rings."""
     writer, readers = ring(2, num_slots=3, slot_bytes=24, spin_s=1e-6)
     messages = [*random_messages(5, 300, 200)]
 
@@ -173,7 +173,7 @@ def test_calls_change_no_message(ring: Callable[..., tuple[RingWriter, list[Ring
 
 
 def test_a_called_reader_has_a_moment_until_the_message_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: calls counted.  The writer is slow once, so that the moment ends with the message, and quick once."""
+    """Oracle: counted calls.  The writer is slow once, so that the moment ends with the message, and quick once."""
     calls: list[None] = []
 
     def begin() -> float:
@@ -194,7 +194,7 @@ def test_a_called_reader_has_a_moment_until_the_message_is_there(monkeypatch: py
 
 
 def test_a_call_waits_for_nobody(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: one reader's ring is full, so no reader is called, and the others lose no slot by it."""
+    """Oracle: one reader's ring is full, so no reader is called, and the other readers lose no slot."""
     writer, (quick, slow) = ring(2, num_slots=2, slot_bytes=24, spin_s=1e-6)
     for number in range(2):
         writer.write(bytes([number]), 1.0)
@@ -208,7 +208,7 @@ def test_a_call_waits_for_nobody(ring: Callable[..., tuple[RingWriter, list[Ring
 
 
 def test_no_calls_where_ranks_share_cores(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: a ring of one slot still has room after a call, which a call would have taken."""
+    """Oracle: a ring of one slot still has room after ``call``, which elsewhere takes a slot."""
     writer, (reader,) = ring(1, num_slots=1, slot_bytes=24, spin_s=0.0)
     writer.call()
     writer.write(b"room", 0.0)
@@ -216,7 +216,7 @@ def test_no_calls_where_ranks_share_cores(ring: Callable[..., tuple[RingWriter, 
 
 
 def test_a_called_reader_that_gets_nothing_blocks_again() -> None:
-    """Oracle: its process time over a second with one call, under 1 %."""
+    """Oracle: the reader's process time over a second with one call, under 1 %."""
     writer = RingWriter(1, spin_s=1e-6)
     readers = Readers(writer, 1, [0.0])
     writer.wait_attached(TIMEOUT_S)
@@ -231,7 +231,7 @@ def test_a_called_reader_that_gets_nothing_blocks_again() -> None:
 def test_full_ring_names_the_rank_that_does_not_read(
     ring: Callable[..., tuple[RingWriter, list[RingReader]]],
 ) -> None:
-    """Oracle: reader 1 of three is rank 2; the deadline is kept; the writer stays failed; what was sent is intact."""
+    """Oracle: reader 1 of three is rank 2; the deadline holds; the writer stays failed; earlier messages are intact."""
     writer, (first, slow, last) = ring(3, num_slots=2, slot_bytes=64)
     for number in range(2):
         writer.write(bytes([number]), 1.0)
@@ -247,7 +247,7 @@ def test_full_ring_names_the_rank_that_does_not_read(
 
 
 def test_an_interrupted_write_is_the_last(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: a handler that raises while the writer waits for room: a later write refuses to send half a message."""
+    """Oracle: a handler raises while the writer waits for room: a later write refuses to send half a message."""
     writer, _ = ring(1, num_slots=1, slot_bytes=64)
     writer.write(b"fills the ring", 1.0)
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -265,7 +265,8 @@ def test_an_interrupted_write_is_the_last(ring: Callable[..., tuple[RingWriter, 
 def test_silent_writer_is_rank_0_and_a_later_read_goes_on(
     ring: Callable[..., tuple[RingWriter, list[RingReader]]],
 ) -> None:
-    """Oracle: rank 0 is named at the deadline, once before and once in the middle of a message; no byte is lost."""
+    """Oracle: the error at the deadline names rank 0, once before and once in the middle of a message; no byte is
+    lost."""
     writer, (reader,) = ring(1, num_slots=1, slot_bytes=16)
     with pytest.raises(RankError, match=r"rank 0: sent no step plan within 0\.05 s"):
         reader.read(0.05)
@@ -280,7 +281,7 @@ def test_silent_writer_is_rank_0_and_a_later_read_goes_on(
 
 
 def test_alive_ends_a_wait_at_once(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: the callback gets the rank that is waited for; False ends a wait of 60 s within its next slice."""
+    """Oracle: the callback gets the awaited rank; False ends a wait of 60 s within its next slice."""
     writer = RingWriter(2, num_slots=1, alive=lambda rank: rank != 2)
     reader = RingReader(writer.name, 0, alive=lambda: False)
     began = time.monotonic()
@@ -325,7 +326,7 @@ def test_missing_readers_are_named_and_may_still_come() -> None:
 
 
 def test_signal_does_not_shorten_a_wait(ring: Callable[..., tuple[RingWriter, list[RingReader]]]) -> None:
-    """Oracle: handlers run during the wait, which nevertheless lasts until its deadline; one that raises ends it."""
+    """Oracle: handlers run during the wait, which still lasts until its deadline; a handler that raises ends it."""
     _, (reader,) = ring(1)
     seen: list[int] = []
     previous = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))

@@ -1,4 +1,4 @@
-"""The ring's shared memory: no other process can open it, and nothing of it is left."""
+"""The ring's shared memory: no other process can open it, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 20.0
 
 
 def test_a_ring_has_no_name_and_is_shared_until_all_have_attached() -> None:
-    """Oracle: the folder's listing; the mode keeps other users out; a reader that comes too late is told so."""
+    """Oracle: the folder's listing; the mode keeps other users out; a late reader gets an error that says so."""
     before = set(SHM_FOLDER.iterdir())
     writer = RingWriter(1)
     pid, descriptor, _ = writer.name.split(":")
@@ -35,7 +35,7 @@ def test_a_ring_has_no_name_and_is_shared_until_all_have_attached() -> None:
 
 
 def test_a_descriptor_that_belongs_to_another_file_is_not_opened() -> None:
-    """Oracle: the number of the descriptor now is a pipe's, whose opening could wait for ever."""
+    """Oracle: the descriptor's number now belongs to a pipe; opening a pipe could wait forever."""
     writer = RingWriter(1)
     pid, descriptor, _ = writer.name.split(":")
     reading, writing = os.pipe()
@@ -47,7 +47,7 @@ def test_a_descriptor_that_belongs_to_another_file_is_not_opened() -> None:
 
 
 def test_a_writer_that_is_killed_is_noticed() -> None:
-    """Oracle: the segment lives on for its reader, which is told; there is no name that could be left."""
+    """Oracle: the segment lives on for its reader, which gets an error; there is no name to leave behind."""
     code = "from tp_engine.ipc.ring_buffer import RingWriter; r = RingWriter(2); print(r.name, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
@@ -62,7 +62,7 @@ def test_a_writer_that_is_killed_is_noticed() -> None:
 
 
 def test_too_small_shared_memory_is_a_clear_error() -> None:
-    """Oracle: a private /dev/shm of 1 MiB; the error names both byte counts, no name is left, a small ring fits."""
+    """Oracle: a private /dev/shm of 1 MiB; the error has both byte counts, no name remains, and a small ring fits."""
     code = (
         "import os\n"
         "from tp_engine.ipc.ring_buffer import RingWriter\n"

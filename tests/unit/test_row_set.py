@@ -1,4 +1,4 @@
-"""Rows in the forms that a step uses: a slice reaches what indices reach."""
+"""Rows in the forms that a step uses: a slice selects the same rows as indices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tp_engine.sched.decode_run import RowSet
 
 @pytest.mark.parametrize("rows", [[], [0], [5], [0, 1, 2], [3, 4, 5, 6], [0, 2], [1, 2, 5], [0, 1, 3, 4, 7]])
 def test_rising_rows_reach_their_entries(rows: list[int]) -> None:
-    """Oracle: one entry after the other; it is a slice exactly where no row is left out."""
+    """Oracle: entry by entry; it is a slice exactly when the rows are consecutive."""
     chosen = RowSet(np.array(rows, dtype=np.int32), [], is_rising=True)
     values = np.arange(100, 108)
     assert values[chosen.place].tolist() == [100 + row for row in rows]
@@ -18,6 +18,6 @@ def test_rising_rows_reach_their_entries(rows: list[int]) -> None:
 
 
 def test_rows_in_another_order_keep_it() -> None:
-    """Decodes are followed by prefills, whose rows may be anywhere: ends that look like a run say nothing."""
+    """Oracle: prefills after decodes may be in any row, so ends that look like a run prove nothing."""
     chosen = RowSet(np.array([2, 7, 4], dtype=np.int32), [])
     assert np.arange(8)[chosen.place].tolist() == [2, 7, 4]

@@ -55,7 +55,7 @@ def random_processors(generator: np.random.Generator, vocab: int) -> RowSampling
 
 @pytest.mark.parametrize("seed", range(8))
 def test_processors_match_a_per_row_reference(seed: int) -> None:
-    """Oracle: ``reference_logits``; ten greedy steps, counts growing by what was sampled, a resumed row among them."""
+    """Oracle: ``reference_logits``; ten greedy steps, counts that grow by the sampled tokens, one resumed row."""
     generator = np.random.default_rng(seed)
     vocab, count = 50, 9
     samplings = [random_processors(generator, vocab) for _ in range(count)]
@@ -98,7 +98,7 @@ def test_ties_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 
 def test_a_seed_gives_other_tokens_at_other_positions_and_seeds() -> None:
-    """Over flat logits, 64 positions of two seeds give almost as many tokens as draws."""
+    """Oracle: over flat logits, 64 positions of two seeds give almost as many tokens as draws."""
     logits = torch.zeros(2, VOCAB)
     sampler = sampler_for([RowSampling(temperature=1.0, seed=s) for s in (7, -7)], VOCAB)
     drawn = [token for position in range(64) for token in sample(sampler, logits, [0, 1], position)[0]]
@@ -106,7 +106,7 @@ def test_a_seed_gives_other_tokens_at_other_positions_and_seeds() -> None:
 
 
 def test_mixed_steps_reuse_the_plan_until_something_changes() -> None:
-    """A row admitted anew samples by its new parameters, and min_tokens ends when it is reached."""
+    """Oracle: a row admitted anew samples by its new parameters, and min_tokens ends when it is reached."""
     sampler = sampler_for([RowSampling(), RowSampling(min_tokens=2, stop_token_ids=ids(3))], 8)
     logits = torch.tensor([[0.0, 0, 0, 9, 1, 0, 0, 0]] * 2)
     assert [sample(sampler, logits, [0, 1], position)[0] for position in (2, 3, 4)] == [[3, 4], [3, 4], [3, 3]]
@@ -118,7 +118,7 @@ def test_mixed_steps_reuse_the_plan_until_something_changes() -> None:
 
 
 def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
-    """A strong frequency penalty moves greedy on, and starts afresh with the next request of the row."""
+    """Oracle: a strong frequency penalty makes greedy change tokens, and starts afresh with the row's next request."""
     strong = RowSampling(frequency_penalty=2.0)
     sampler = sampler_for([strong], 4)
     logits = torch.tensor([[3.0, 2.5, 2.0, 1.5]])
@@ -131,7 +131,7 @@ def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
 
 
 def test_counts_are_allocated_only_for_penalties() -> None:
-    """The (rows, vocab) tables appear with the first penalised request."""
+    """Oracle: the (rows, vocab) tables appear with the first penalised request."""
     state = SamplingState(max_num_seqs=4, vocab_size=10, device=CPU)
     state.admit(0, RowSampling(temperature=1.0), ids(1), 1)
     assert state.penalties.output_counts is None
@@ -149,7 +149,7 @@ def test_tiny_temperature_is_greedy() -> None:
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
 def test_broken_logits_still_give_legal_ids(value: float) -> None:
-    """Rows of -inf, inf or NaN, whole or in part, never raise and always give an id of the vocabulary."""
+    """Oracle: rows of -inf, inf or NaN, whole or in part, never raise and always give an id of the vocabulary."""
     samplings = mixed_samplings(24)
     for fill in (slice(None), slice(0, 2), slice(1999, None)):
         logits = torch.randn(24, VOCAB)
@@ -159,7 +159,7 @@ def test_broken_logits_still_give_legal_ids(value: float) -> None:
 
 
 def test_masked_tokens_are_never_drawn() -> None:
-    """Tokens at -inf stay away under every way of drawing, here all but one."""
+    """Oracle: tokens at -inf, here all but one, are never drawn in any way of drawing."""
     logits = torch.full((12, VOCAB), -torch.inf)
     logits[:, 6] = 1.0
     assert sample(sampler_for(mixed_samplings(12), VOCAB), logits, range(12))[0] == [6] * 12

@@ -30,7 +30,7 @@ SETTINGS = [
 
 
 def warped(logits: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
-    """What transformers leaves of ``logits`` (n, vocab): the others are -inf."""
+    """``logits`` (n, vocab) after transformers' warpers; removed tokens have -inf."""
     warpers = [TemperatureLogitsWarper(sampling.temperature), TopKLogitsWarper(sampling.top_k)]
     if sampling.top_p < 1.0:
         warpers.append(TopPLogitsWarper(sampling.top_p))
@@ -70,7 +70,7 @@ def test_filters_keep_what_transformers_keeps(sampling: RowSampling) -> None:
     ],
 )
 def test_draws_follow_the_distribution(sampling: RowSampling) -> None:
-    """Oracle: the softmax of what transformers leaves; chi-square of 40,000 seeded draws below its 0.999 quantile."""
+    """Oracle: the softmax of transformers' result; chi-square of 40,000 seeded draws below its 0.999 quantile."""
     vocab, draws, batch = 20, 40_000, 2_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(4))
     keep_all = RowSampling(
@@ -94,7 +94,7 @@ def test_draws_follow_the_distribution(sampling: RowSampling) -> None:
 
 @pytest.mark.parametrize("spread", [0.05, 6.0])
 def test_top_p_over_a_large_vocabulary_is_the_same_ranked_or_sorted(spread: float) -> None:
-    """Oracle: the full sort.  A narrow nucleus takes the short way on CPU, a wide one can not."""
+    """Oracle: the full sort.  A narrow nucleus takes the short way on CPU; a wide one can not."""
     vocab = 30_000
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(5)) * spread
     rows, positions = np.arange(6, dtype=np.int32), np.full(6, 2, np.int32)
@@ -107,7 +107,7 @@ def test_top_p_over_a_large_vocabulary_is_the_same_ranked_or_sorted(spread: floa
 
 
 def test_unfiltered_draw_is_the_same_over_vocabulary_and_candidates() -> None:
-    """A top_k of all but one token draws, through ranked candidates, what the unfiltered row draws."""
+    """Oracle: a top_k of all but one token draws the unfiltered row's tokens, through ranked candidates."""
     vocab, count = 900, 64
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(6)) * 3
     rows, positions = np.arange(count, dtype=np.int32), np.full(count, 2, np.int32)
@@ -146,7 +146,7 @@ def reference_hash(token: int, seed: int, position: int) -> int:
 
 
 def test_hash_is_the_documented_one_for_any_subset() -> None:
-    """Oracle: plain Python.  Golden: it must not change between versions, or seeds lose their samples."""
+    """Oracle: plain Python.  Golden: a change between versions would change the samples of every seed."""
     seeds = np.array([0, 1, 2**64 - 1, 123456789], dtype=np.uint64)
     positions = ids(0, 5, 100_000, 2**31 - 1)
     keys = torch.from_numpy(noise_keys(seeds, positions))

@@ -31,14 +31,14 @@ def test_logprobs_of_matches_log_softmax(dtype: torch.dtype, k: int) -> None:
 
 
 def test_no_positions() -> None:
-    """An empty chunk keeps its shape."""
+    """Oracle: an empty chunk keeps its shape."""
     scored = logprobs_of(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int32), 2)
     assert scored.token_ids.shape == (0, 3)
     assert scored.ranks.shape == (0,)
 
 
 def test_sampled_logprobs_come_from_raw_logits_for_rows_that_ask() -> None:
-    """Oracle: log_softmax of the raw logits, although penalties, bias and temperature moved the choice."""
+    """Oracle: log_softmax of the raw logits, although penalties, bias and temperature changed the choice."""
     samplings = [
         RowSampling(logprobs=2, bias_token_ids=ids(7), bias_values=np.array([100.0], np.float32)),
         RowSampling(temperature=2.0, seed=3),
@@ -59,7 +59,7 @@ def test_sampled_logprobs_come_from_raw_logits_for_rows_that_ask() -> None:
 
 
 def test_greedy_fast_path_scores_too_and_nobody_asking_costs_nothing() -> None:
-    """All rows ask, then none."""
+    """Oracle: log_softmax, first with all rows asking, then with none."""
     logits = torch.randn(2, 30)
     _, scored = sample(sampler_for([RowSampling(logprobs=1)] * 2, 30), logits, range(2))
     assert scored is not None and torch.equal(scored.token_ids[:, 0], scored.token_ids[:, 1])

@@ -1,4 +1,4 @@
-"""Sampling from slices of the vocabulary: the tokens and log-probabilities of the gathered logits, on every rank."""
+"""Sampling from slices of the vocabulary gives every rank the tokens and log-probabilities of the gathered logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answers = list[tuple[list[int], TokenLogprobs | None]]
 
 
 class CountingCommunicator(SimulatedCommunicator):
-    """Counts what the sampler costs."""
+    """Counts the sampler's collectives."""
 
     def __init__(self, other: Communicator) -> None:
         assert isinstance(other, SimulatedCommunicator)
@@ -44,7 +44,7 @@ def admit_all(state: SamplingState, samplings: Sequence[RowSampling]) -> None:
 
 
 def run_steps(sampler: Sampler | ParallelSampler, make_logits: Callable[[int], torch.Tensor], count: int) -> Answers:
-    """Some steps of all rows; penalty counts grow by what was sampled."""
+    """Some steps of all rows; penalty counts grow by the sampled tokens."""
     answers: Answers = []
     rows = np.arange(count, dtype=np.int32)
     for step in range(STEPS):
@@ -104,7 +104,7 @@ WIDE_KINDS: list[RowSampling] = [
 
 @pytest.fixture(autouse=True, params=[0, shares.SHORT_WAY_FROM], ids=["short", "usual"])
 def short_way_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The size of vocabulary from which a nucleus is looked for among candidates: any, or the usual one."""
+    """The size of vocabulary from which the sampler looks for a nucleus among candidates: any, or the usual one."""
     monkeypatch.setattr(shares, "SHORT_WAY_FROM", request.param)
     return int(request.param)
 
@@ -151,7 +151,7 @@ def test_ties_go_to_the_lowest_id(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan, -torch.nan])
 def test_broken_logits(value: float) -> None:
-    """Oracle: ``Sampler``, with infinities or NaN in all of a row, in one slice, in parts of two, in the last token."""
+    """Oracle: ``Sampler``, with infinities or NaN in a whole row, in one slice, in parts of two, in the last token."""
     kinds = [kind for kind in WIDE_KINDS if kind.logprobs < 0]
     for broken in (slice(None), slice(0, 300), slice(250, 500), slice(999, None)):
         logits = random_logits(len(kinds), 1000)

@@ -1,4 +1,4 @@
-"""What each step schedules.  Oracle: plans worked out by hand; the fake worker checks that they can be obeyed."""
+"""What each step schedules.  Oracle: plans worked out by hand; the fake worker checks that they are valid."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_golden_blocks_of_plans() -> None:
 
 
 def test_rows_are_released_by_the_next_plan_and_used_again() -> None:
-    """By hand: the row of a finished request is released and admitted to in one plan."""
+    """By hand: one plan releases the row of a finished request and admits the next request to it."""
     simulation = Simulation(limits(max_num_seqs=1))
     simulation.add([1, 2], max_tokens=1)
     simulation.add([3, 4], max_tokens=1)
@@ -73,7 +73,7 @@ def test_budget_counts_uncached_tokens_only() -> None:
 
 
 def test_more_decodes_than_budget_go_in_order() -> None:
-    """By hand, budget 2 and 3 rows: the first two in order decode until they end."""
+    """By hand, budget 2 and 3 rows: the first two in order decode until they end, then the third."""
     simulation = Simulation(limits(max_num_batched_tokens=2))
     for priority in (1, 0, 0):
         simulation.add([1], priority=priority, max_tokens=3, ignore_eos=True)
@@ -100,7 +100,7 @@ def test_priority_then_arrival() -> None:
     ],
 )
 def test_what_never_fits_is_refused_at_once(changes: dict[str, int], length: int, words: list[str]) -> None:
-    """The promise: refused with its code and the numbers, and nothing is changed."""
+    """The promise: a refusal with its code and the numbers, and unchanged state."""
     simulation = Simulation(limits(**changes))
     with pytest.raises(RequestError) as caught:
         simulation.add([1] * length)
@@ -122,7 +122,7 @@ def test_bad_prompts_are_refused(prompt: list[Any]) -> None:
 
 
 def test_duplicate_id_is_refused_while_in_use() -> None:
-    """The promise: refused while the first lives, accepted afterwards."""
+    """The promise: a refusal while the first lives, acceptance afterwards."""
     simulation = Simulation(limits())
     simulation.add([1], request_id="x", max_tokens=1)
     with pytest.raises(RequestError, match="'x' is in use"):
@@ -144,7 +144,7 @@ def test_end_of_the_pool_ends_with_length() -> None:
 
 
 def test_golden_preemption() -> None:
-    """By hand, 4 blocks of 4: both rows hold 2 when the first needs a third; the later request gives way."""
+    """By hand, 4 blocks of 4: both rows hold 2 when the first needs a third; the later request is preempted."""
     simulation = Simulation(limits(num_blocks=4, enable_prefix_caching=False))
     simulation.add([1] * 8, max_tokens=2, ignore_eos=True)
     simulation.add([2] * 8, max_tokens=2, ignore_eos=True)
@@ -173,7 +173,7 @@ def test_preempted_tokens_still_cached_are_not_recomputed() -> None:
 
 
 def test_low_priority_is_preempted_first_and_finishes() -> None:
-    """The promise: the early request of low priority gives way, none starves, all finish."""
+    """The promise: the early request of low priority is preempted, no request starves, all finish."""
     simulation = Simulation(limits(num_blocks=6))
     simulation.add([1] * 6, priority=5, max_tokens=12, ignore_eos=True)
     simulation.step()
@@ -184,7 +184,8 @@ def test_low_priority_is_preempted_first_and_finishes() -> None:
 
 
 def test_abort_in_every_state() -> None:
-    """The promise: waiting, prefilling, decoding and between schedule and update; each gets one last record."""
+    """The promise: an abort while waiting, prefilling, decoding, and between schedule and update gives one last
+    record."""
     simulation = Simulation(limits(max_num_seqs=3, max_num_batched_tokens=8))
     for length in (2, 2, 20, 4):
         simulation.add([1] * length, **FOREVER)

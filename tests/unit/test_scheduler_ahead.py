@@ -27,7 +27,7 @@ def test_tokens_are_those_of_a_run_that_never_runs_ahead(ahead: int) -> None:
 
 
 def test_a_sequence_that_ends_by_length_computes_nothing_too_much() -> None:
-    """Its end is known when its last token is scheduled.  Oracle: prompt and all generated tokens but the last."""
+    """The end is known when the last token is scheduled.  Oracle: prompt and all generated tokens but the last."""
     simulation = Simulation(limits(), ahead=1)
     simulation.add([1] * 6, max_tokens=5, ignore_eos=True)
     simulation.run()
@@ -36,7 +36,7 @@ def test_a_sequence_that_ends_by_length_computes_nothing_too_much() -> None:
 
 
 def test_a_stop_is_seen_one_step_late() -> None:
-    """The step already sent computes one token of the ended row, which is dropped."""
+    """By hand: the step already sent computes one token of the ended row, which the scheduler drops."""
     prompt, (*_, stop_id) = [8, 9], expected_tokens([8, 9], 0, 8, frozenset())
     counts = []
     for ahead in (0, 1):
@@ -49,7 +49,7 @@ def test_a_stop_is_seen_one_step_late() -> None:
 
 
 def test_requests_with_one_prefix_share_it_however_far_plans_run_ahead() -> None:
-    """Followers wait for the step that computes the prefix, although the next plan is made before its result is in."""
+    """By hand: followers wait for the step that computes the prefix, although the next plan precedes its result."""
     computed = []
     for ahead in (0, 1, 2):
         simulation = Simulation(limits(num_blocks=64, max_model_len=128, max_num_batched_tokens=64), ahead=ahead)
@@ -72,7 +72,7 @@ def test_siblings_fork_before_the_prompt_has_been_confirmed() -> None:
 
 
 def test_nobody_is_preempted_while_a_result_is_outstanding() -> None:
-    """Blocks run out for the next plan: it is made after the result, which ends one row, and no row is preempted."""
+    """By hand: no blocks for the next plan: it waits for the result, which ends one row, and no row is preempted."""
     simulation = Simulation(limits(num_blocks=4), ahead=1)
     simulation.add([9] * 7, max_tokens=6, ignore_eos=True)
     simulation.add([10] * 7, max_tokens=2, ignore_eos=True)
@@ -81,7 +81,7 @@ def test_nobody_is_preempted_while_a_result_is_outstanding() -> None:
 
 
 def test_results_must_come_in_order() -> None:
-    """A result that is not the oldest one outstanding is refused."""
+    """Oracle: an error for a result that is not the oldest outstanding one."""
     simulation = Simulation(limits())
     simulation.add([1, 2, 3], max_tokens=5, ignore_eos=True)
     first, second = simulation.scheduler.schedule(), simulation.scheduler.schedule()

@@ -1,8 +1,8 @@
 """Sequences with grammars in the scheduler.
 
-The grammar is this file's own: which tokens may come next is a function of all tokens generated so far, so a mask that
-is late, early, another row's or forgotten gives a wrong token.  The worker checks every mask against the tokens that
-*it* knows of the row; the tokens of every sequence are those of the grammar and the fake model applied to it alone.
+The grammar is this file's own: the allowed next tokens are a function of all tokens generated so far, so a mask that is
+late, early, another row's or missing gives a wrong token.  The worker checks every mask against the tokens that *it*
+knows of the row; the tokens of every sequence are those of the grammar and the fake model applied to it alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRAMMAR = StructuredOutputsParams(regex="any: the grammar is this file's own")
 
 
 def allowed_after(generated: Sequence[int]) -> list[int]:
-    """About a third of the tokens, EOS only after an even number of them."""
+    """About a third of the tokens; EOS only after an even number of them."""
     state = zlib.crc32(bytes(generated))
     chosen = {t for t in range(VOCABULARY) if zlib.crc32(bytes((t,)), state) % 3 == 0} - {EOS}
     return sorted(chosen | ({EOS} if len(generated) % 2 == 0 else {(EOS + 1) % VOCABULARY}))
@@ -48,7 +48,7 @@ def is_over_after(generated: Sequence[int]) -> bool:
 
 
 def choose(wanted: int, allowed: Sequence[int]) -> int:
-    """The fake model's choice among the allowed tokens: the first from the one that it wanted on."""
+    """The fake model's choice among the allowed tokens: the first one from the wanted token upwards."""
     return min(allowed, key=lambda token_id: (token_id - wanted) % VOCABULARY)
 
 
@@ -68,7 +68,7 @@ class FakeConstraint:
 
 
 class FakeGrammar:
-    """``started``: the ``ignore_eos`` of every sequence that began."""
+    """``started``: the ``ignore_eos`` of every started sequence."""
 
     def __init__(self) -> None:
         self.started: list[bool] = []
@@ -86,7 +86,7 @@ def fill_masks(constraints: Sequence[Any]) -> IntArray:
 
 
 class MaskedWorker(FakeWorker):
-    """Samples under the plan's masks, which it checks."""
+    """Samples under the plan's masks, and checks the masks."""
 
     def _sample(self, plan: StepPlan) -> np.ndarray[Any, np.dtype[np.int32]]:
         masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
@@ -118,7 +118,7 @@ class MaskedWorker(FakeWorker):
 
 
 class GrammarSimulation(Simulation):
-    """Requests whose seed is large have a grammar; it is there at once, or when ``compiled`` says so."""
+    """Requests with a large seed have a grammar, which is ready at once, or when ``compiled`` says so."""
 
     def __init__(self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True) -> None:
         super().__init__(given, ahead=ahead)
@@ -182,7 +182,8 @@ class MixedLoad(RandomLoad):
     ids=["room", "preemption", "chunks"],
 )
 def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
-    """Chunks, forks, preemption, the prefix cache, stops, aborts, plans ahead: no sequence sees another's grammar."""
+    """Oracle: the grammar and the fake model, over chunks, forks, preemption, the prefix cache, stops, aborts, plans
+    ahead."""
     num_preemptions = 0
     for seed in range(2):
         simulation = GrammarSimulation(limits(**changes), ahead=ahead)
@@ -196,7 +197,8 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
 
 
 def test_plain_rows_go_on_while_a_few_others_wait_for_their_tokens() -> None:
-    """Oracle: with one grammar among five rows, every plan has all plain rows; the grammar's row is in every second."""
+    """Oracle: with one grammar among five rows, every plan has all plain rows; every second plan has the grammar's
+    row."""
     simulation = GrammarSimulation(limits(num_blocks=64), ahead=1)
     for number in range(4):
         simulation.add([number + 1] * 3, ignore_eos=True, max_tokens=20)
@@ -233,7 +235,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody() -> None:
 
 
 def test_a_request_that_waits_for_its_grammar_can_end() -> None:
-    """By an abort, or with an error when there is none; a grammar that comes later is ignored."""
+    """Oracle: an abort or an error ends a request that waits for its grammar; a grammar that comes later is ignored."""
     simulation = GrammarSimulation(limits(), at_once=False)
     for request_id, error in (("aborted", None), ("failed", "no such rule")):
         simulation.add([1, 2, 3], request_id=request_id, seed=CONSTRAINED_SEEDS, n=2)
@@ -247,7 +249,7 @@ def test_a_request_that_waits_for_its_grammar_can_end() -> None:
 
 
 class StubbornConstraint(FakeConstraint):
-    """Refuses the second token, or can not go on."""
+    """Refuses the second token, or can not continue."""
 
     def __init__(self, error: str | None) -> None:
         super().__init__()
@@ -262,7 +264,7 @@ class StubbornConstraint(FakeConstraint):
 
 @pytest.mark.parametrize("error", [None, "the grammar has become too large"])
 def test_a_refused_token_ends_the_sequence_without_it(error: str | None) -> None:
-    """Oracle: the one token before; ``stop``, or the error that the grammar gives."""
+    """Oracle: the one token before; ``stop``, or the grammar's error."""
 
     class StubbornGrammar:
         def start(self, *, ignore_eos: bool) -> FakeConstraint:

@@ -26,7 +26,7 @@ SHAPES = {
     "short model": limits(num_blocks=30, max_model_len=17),
 }
 
-# Models whose layers see so many tokens back; kernels read from the start of a tile on.
+# Windows of the models' layers; kernels read from the start of a tile on.
 LAYOUTS = {
     "window": limits(windows=(8,), num_blocks=9, tile_tokens=4),
     "window, no tiles, block of one": limits(windows=(5,), num_blocks=24, block_size=1, tile_tokens=1),
@@ -45,8 +45,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_load(shape: str, caching: bool, ahead: int) -> None:
-    """Every sequence equals the model applied to it alone, with the prefix cache and without, whether plans are made
-    ahead of results or not; all finish."""
+    """Oracle: the model on each sequence alone, with and without the prefix cache, with and without plans ahead; all
+    finish."""
     simulation = Simulation(replace(SHAPES[shape], enable_prefix_caching=caching), ahead=ahead)
     load = RandomLoad(simulation, seed=len(shape))
     for _ in range(1200 * SCALE):
@@ -61,7 +61,8 @@ def test_random_load(shape: str, caching: bool, ahead: int) -> None:
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_load_of_a_model_with_windows(layout: str, caching: bool, ahead: int) -> None:
-    """As above.  The fake cache is checked as far back as each group may read; what is behind goes to other rows."""
+    """Oracle: as above.  The fake cache is checked as far back as each group may read; other rows get the blocks
+    behind."""
     shape = replace(LAYOUTS[layout], enable_prefix_caching=caching)
     simulation = Simulation(shape, ahead=ahead)
     load = RandomLoad(simulation, seed=len(layout) + ahead)
@@ -72,7 +73,7 @@ def test_random_load_of_a_model_with_windows(layout: str, caching: bool, ahead: 
 
 
 def test_loads_reach_the_hard_cases() -> None:
-    """The loads above are not idle: they hit, preempt and copy."""
+    """Oracle: counts: the loads above hit the cache, preempt and copy."""
     simulation = Simulation(SHAPES["tight"])
     load = RandomLoad(simulation, seed=1)
     for _ in range(1500):
@@ -86,8 +87,8 @@ def test_loads_reach_the_hard_cases() -> None:
 
 @pytest.mark.parametrize("layout", ["window", "full and window", "one in four"])
 def test_loads_reach_the_hard_cases_of_windows(layout: str) -> None:
-    """By count: requests enter without the blocks that a window has left behind; sequences are preempted, tails and
-    forks copied in all groups."""
+    """Oracle: counts: requests enter without the blocks behind a window; sequences are preempted, tails and forks are
+    copied in all groups."""
     simulation = Simulation(LAYOUTS[layout])
     load = RandomLoad(simulation, seed=1)
     for _ in range(1500):
@@ -101,7 +102,7 @@ def test_loads_reach_the_hard_cases_of_windows(layout: str) -> None:
 
 
 def test_same_load_gives_same_plans() -> None:
-    """Two runs in one process make the same plans, field by field."""
+    """Oracle: two runs in one process make the same plans, field by field."""
     runs = []
     for _ in range(2):
         simulation = Simulation(SHAPES["tight"])
@@ -113,7 +114,7 @@ def test_same_load_gives_same_plans() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Acts chosen, and shrunk, by hypothesis over a pool of 2 to 8 blocks for each group of layers."""
+    """Hypothesis chooses and shrinks the acts, over a pool of 2 to 8 blocks for each group of layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def add(scheduler: Scheduler, prompt: list[int], name: str = "r", priority: int 
 
 
 def feed(scheduler: Scheduler, *token_ids: int) -> list[SequenceDelta]:
-    """One step whose sampled rows get these tokens; the record of each."""
+    """One step whose sampled rows get these tokens; returns the record of each."""
     plan = scheduler.schedule()
     assert plan is not None
     output = scheduler.update(plan, StepResult(step_id=plan.step_id, token_ids=np.array(token_ids, dtype=np.int32)))
@@ -71,7 +71,7 @@ def test_how_a_sequence_ends(
 
 
 def test_stop_ids_of_one_request_do_not_end_another() -> None:
-    """By the rules: each row's own ids count, and ids beyond all stop ids are harmless."""
+    """By the rules: only a row's own ids count, and ids beyond all stop ids are harmless."""
     scheduler = Scheduler(limits())
     add(scheduler, [1], "a", stop_token_ids=[30])
     add(scheduler, [2], "b", stop_token_ids=[31])
@@ -81,7 +81,8 @@ def test_stop_ids_of_one_request_do_not_end_another() -> None:
 
 
 def test_stop_ids_travel_only_with_min_tokens() -> None:
-    """By the plan's contract: EOS and stop ids, sorted, where the sampler must suppress them; bias and allowed ids."""
+    """By the plan's contract: EOS and stop ids, sorted, for rows whose sampler must suppress them; bias and allowed
+    ids."""
     scheduler = Scheduler(limits())
     add(scheduler, [1], "a", stop_token_ids=[3])
     add(scheduler, [2], "b", stop_token_ids=[3], min_tokens=1, logit_bias={5: 1.5, 2: -1.0}, allowed_token_ids=[9, 4])
@@ -111,7 +112,7 @@ def test_seeds_stay_in_64_bits(seed: int, index: int, row_seed: int) -> None:
 
 
 def table(values: list[list[int]]) -> TokenLogprobs:
-    """Log-probabilities whose values tell their place."""
+    """Log-probabilities whose values show their place."""
     ids = np.array(values, dtype=np.int32)
     return TokenLogprobs(token_ids=ids, logprobs=-ids.astype(np.float32), ranks=ids[:, 0])
 
@@ -174,7 +175,7 @@ def test_only_the_first_sibling_reports_the_prompt() -> None:
 
 
 def test_preemption_before_the_first_token_starts_the_report_again() -> None:
-    """By hand, 4 blocks of 4: the long prompt loses its first chunk to a request of better priority."""
+    """By hand, 4 blocks of 4: the long prompt loses its first chunk to a request of higher priority."""
     scheduler = Scheduler(limits(num_blocks=4, max_num_batched_tokens=8))
     add(scheduler, [1] * 12, "late", priority=1, prompt_logprobs=0, max_tokens=1)
     plan = scheduler.schedule()

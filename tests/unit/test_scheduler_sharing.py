@@ -15,7 +15,7 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 def test_shared_prefix_is_computed_once() -> None:
-    """By hand: 32 prompts of 256 equal and 8 own tokens cost 256 + 32 * 8, in one step."""
+    """By hand: 32 prompts of 256 equal and 8 own tokens cost 256 + 32 * 8 tokens, in one step."""
     simulation = Simulation(ROOMY)
     stem = [number % 50 for number in range(256)]
     for number in range(32):
@@ -36,7 +36,7 @@ def test_many_more_followers_than_are_passed_over_in_a_step() -> None:
 
 
 def test_prefix_in_chunks_is_computed_once() -> None:
-    """By hand: the leader's chunks take four steps of 64 tokens, and the followers begin behind the last of them."""
+    """By hand: the leader's chunks take four steps of 64 tokens; the followers begin behind the last chunk."""
     simulation = Simulation(limits(num_blocks=600, max_num_batched_tokens=64, max_model_len=512))
     stem = [number % 50 for number in range(252)]
     for number in range(4):
@@ -46,7 +46,8 @@ def test_prefix_in_chunks_is_computed_once() -> None:
 
 
 def test_a_prefix_is_shared_in_the_step_that_computes_it() -> None:
-    """By hand, blocks of 4: the second uses two blocks that the first fills in the same step, the third none."""
+    """By hand, blocks of 4: the second request uses two blocks that the first fills in the same step, the third
+    none."""
     simulation = Simulation(ROOMY)
     for prompt in ([1] * 9, [1] * 10, [2] * 9):
         simulation.add(prompt, max_tokens=5, **ENDLESS)
@@ -70,7 +71,8 @@ def test_followers_outlive_a_leader_that_leaves() -> None:
 
 
 def test_a_tail_behind_blocks_that_are_still_computed_is_not_offered() -> None:
-    """By hand: one that others will continue is aborted before its result: 2 blocks may be used, its tail may not."""
+    """By hand: a request that others will continue is aborted before its result: 2 blocks may be used, its tail may
+    not."""
     simulation = Simulation(ROOMY)
     simulation.add([1] * 10, max_tokens=2, will_continue=True)
     simulation.step(between=lambda: simulation.abort("r0"))
@@ -82,7 +84,7 @@ def test_a_tail_behind_blocks_that_are_still_computed_is_not_offered() -> None:
 
 
 def test_second_turn_hits_what_the_first_generated() -> None:
-    """By hand: a prompt of 10 and 7 generated tokens have 16 computed; the next turn finds 4 blocks."""
+    """By hand: a prompt of 10 and 7 generated tokens have 16 computed tokens; the next turn finds 4 blocks."""
     simulation = Simulation(ROOMY)
     simulation.add(list(range(10)), max_tokens=7, **ENDLESS)
     simulation.run()
@@ -114,7 +116,7 @@ def test_golden_beams_copy_the_tail_of_the_one_that_they_continue() -> None:
 
 
 def test_golden_a_tail_that_is_needed_at_once_is_not_copied() -> None:
-    """By hand, a pool of two blocks: the continuation takes the tail itself, with what it holds."""
+    """By hand, a pool of two blocks: the continuation takes over the tail itself, with its content."""
     simulation = Simulation(limits(num_blocks=2))
     simulation.add(list(range(6)), max_tokens=1, will_continue=True)
     simulation.run()
@@ -143,7 +145,7 @@ def test_who_may_use_a_tail(options: dict[str, object], num_cached: int) -> None
 
 @pytest.mark.parametrize(("salts", "hits"), [(("a", "b"), 0), ((None, "b"), 0), (("a", "a"), 8), ((None, None), 8)])
 def test_salts_separate_tenants(salts: tuple[str | None, str | None], hits: int) -> None:
-    """The promise: equal prompts share under one salt only."""
+    """The promise: equal prompts share only under one salt."""
     simulation = Simulation(ROOMY)
     for salt in salts:
         simulation.add([1] * 10, max_tokens=1, cache_salt=salt)
@@ -152,7 +154,7 @@ def test_salts_separate_tenants(salts: tuple[str | None, str | None], hits: int)
 
 
 def test_reset_forgets_only_when_nothing_runs() -> None:
-    """By definition: refused while a sequence holds blocks; afterwards nothing is hit."""
+    """By definition: an error while a sequence holds blocks; afterwards no prompt hits."""
     simulation = Simulation(ROOMY)
     simulation.add([1] * 10, max_tokens=3, **ENDLESS)
     simulation.step()
@@ -195,7 +197,7 @@ def test_golden_fork_at_a_block_end_copies_nothing() -> None:
 
 
 def test_siblings_without_a_donor_enter_like_others() -> None:
-    """By hand, one row: each sibling comes when the one before has gone, and hits the prompt's full block."""
+    """By hand, one row: each sibling enters when the one before has left, and hits the prompt's full block."""
     simulation = Simulation(limits(max_num_seqs=1))
     simulation.add(list(range(7)), n=3, max_tokens=2, **ENDLESS)
     simulation.run()
@@ -232,7 +234,7 @@ def test_seeds_of_requests_without_one_are_reproducible() -> None:
 
 
 def test_no_request_starves_behind_a_stream_that_shares() -> None:
-    """The promise: a request of the same stem as an endless stream of later ones is still served in bounded time."""
+    """The promise: a request with the same stem as an endless stream of later requests is served in bounded time."""
     simulation = Simulation(limits(num_blocks=10, max_num_seqs=3, max_num_batched_tokens=8))
     load = RandomLoad(simulation, seed=4)
     for _ in range(40):
@@ -248,8 +250,8 @@ def test_no_request_starves_behind_a_stream_that_shares() -> None:
 
 
 def test_a_fork_waits_for_what_its_donor_begins_with_as_a_copy() -> None:
-    """By hand, blocks of 4: the first output begins with a tail, copied from 1 to 2.  All copies of a step are made at
-    once, so the second output copies 2 in the next step."""
+    """By hand, blocks of 4: the first output begins with a tail, copied from 1 to 2.  A step makes all copies at once,
+    so the second output copies 2 in the next step."""
     simulation = Simulation(limits())
     simulation.add([1] * 6, max_tokens=1, will_continue=True)
     simulation.run()
@@ -260,8 +262,8 @@ def test_a_fork_waits_for_what_its_donor_begins_with_as_a_copy() -> None:
 
 
 def test_a_fork_waits_for_what_its_donor_shares_in_the_step_that_computes_it() -> None:
-    """By hand, blocks of 4: after a preemption the first output has nine tokens, of which it shares eight with a prompt
-    of that very step.  The second output needs the first of the last four, which can be copied one step later."""
+    """By hand, blocks of 4: after a preemption the first output has nine tokens and shares eight of them with a prompt
+    of the same step.  The second output needs the first of the last four, which can be copied one step later."""
     simulation = Simulation(limits(max_num_seqs=3, num_blocks=40))
     for token in (8, 9):
         simulation.add([token], request_id=f"filler {token}", max_tokens=50, **ENDLESS)

@@ -1,4 +1,4 @@
-"""What people see of the scheduler: the grid of blocks, the running sequences, and that both are bounded."""
+"""The scheduler's view for people: the grid of blocks and the running sequences, both bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unpack(grid: PoolGrid) -> list[int]:
 
 
 def expected_states(simulation: Simulation) -> list[int]:
-    """From the pool's own reference counts and marks."""
+    """The states by the pool's own reference counts and marks."""
     pool = simulation.scheduler._batch.blocks.pool
     counts = [pool.ref_count(block) for block in range(pool.num_blocks)]
     return [min(count, 2) + 1 if count else int(pool.contents()[block]) for block, count in enumerate(counts)]
@@ -50,8 +50,8 @@ def test_the_grid_shows_every_block() -> None:
 
 
 def test_running_sequences_with_their_tables() -> None:
-    """Oracle: 6 prompt tokens and 3 generated ones in blocks of 4: two blocks hold the 8 that are computed, a third
-    is there when the ninth is scheduled."""
+    """Oracle: 6 prompt tokens and 3 generated ones in blocks of 4: two blocks hold the 8 computed tokens; a third
+    appears when the ninth is scheduled."""
     simulation = Simulation(LIMITS)
     simulation.add([1, 2, 3, 4, 5, 6], request_id="x" * 100, priority=5, max_tokens=9, ignore_eos=True)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_running_sequences_with_their_tables() -> None:
 
 
 def test_a_view_is_bounded() -> None:
-    """Oracle: the limits given: 2 of 4 sequences, 1 block of each table, and a grid of 8 cells of 4 blocks."""
+    """Oracle: the given limits: 2 of 4 sequences, 1 block of each table, and a grid of 8 cells of 4 blocks."""
     simulation = Simulation(LIMITS)
     for number in range(4):
         simulation.add([number] * 10, max_tokens=5, ignore_eos=True)
@@ -79,7 +79,7 @@ def test_a_view_is_bounded() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 4, 5, 16384, 16385, 100_000])
 def test_grids_of_every_size(num_blocks: int) -> None:
-    """Oracle: the cells cover all blocks, there are at most 16384, and four of them take a byte."""
+    """Oracle: the cells cover all blocks, there are at most 16384, and a byte holds four."""
     simulation = Simulation(dataclasses.replace(LIMITS, num_blocks=num_blocks))
     grid = simulation.scheduler.view(ViewLimits()).grid
     assert grid.num_cells <= 16384 and (grid.num_cells - 1) * grid.blocks_per_cell < num_blocks

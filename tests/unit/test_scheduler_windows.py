@@ -1,5 +1,5 @@
-"""Groups of layers with windows, whole lives by hand.  Oracle: tables worked out, and the fake worker, which checks
-what each group may read."""
+"""Groups of layers with windows, whole lives by hand.  Oracle: tables worked out by hand, and the fake worker, which
+checks what each group may read."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def num_used(simulation: Simulation) -> int:
 
 
 def without_model(plan: StepPlan) -> StepResult:
-    """A result at once."""
+    """The result of a step, at once."""
     return StepResult(step_id=plan.step_id, token_ids=np.ones(len(plan.sampled_rows), dtype=np.int32))
 
 
 def test_golden_a_window_gives_blocks_back_when_its_row_grows() -> None:
     """By hand, blocks and tiles of 4, a window of 4: at position 8 the tile of key 5 is read, at 12 that of key 9.
 
-    So the first block is given back at 8: it is of the prompt, and stays cached.  The second follows at 12: nothing
-    knows it, and the full group takes it at once.
+    So the first block is released at 8; it belongs to the prompt and stays cached.  The second is released at 12; it is
+    not cached, and the full group takes it at once.
     """
     simulation = Simulation(limits(windows=(None, 4), tile_tokens=4))
     simulation.add([1] * 7, max_tokens=30, **ENDLESS)
@@ -88,8 +88,8 @@ def test_five_windows_of_six_take_a_quarter_of_the_blocks() -> None:
 
 
 def test_golden_a_hit_needs_the_last_blocks_of_a_window_only() -> None:
-    """By hand, blocks and tiles of 4, a window of 4: behind 16 known tokens key 13 is the first that is seen, so that
-    the full group shares blocks 0 to 3 and the other the fourth alone; the rest of its table is 0 and not held."""
+    """By hand, blocks and tiles of 4, a window of 4: behind 16 known tokens, key 13 is the first visible key.  So the
+    full group shares blocks 0 to 3 and the other group only the fourth; the rest of its table is 0 and not held."""
     simulation = Simulation(limits(windows=(None, 4), tile_tokens=4, num_blocks=40))
     simulation.add([1] * 16, max_tokens=1)
     simulation.run()
@@ -105,8 +105,8 @@ def _expect(simulation: Simulation) -> None:
 
 
 def test_a_window_that_lost_a_block_shortens_the_hit_to_where_it_suffices() -> None:
-    """By hand: of five known blocks of 4 the window's fourth is taken for something else.  A window of 8 needs the last
-    two blocks, so that the fourth is missed behind the fourth and the fifth.  Computing both puts it back."""
+    """By hand: the window's fourth of five known blocks of 4 is reused.  A window of 8 needs the last two blocks, so
+    hits of four and of five blocks both lack the fourth.  Computing both puts it back."""
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=40))
     simulation.add([1] * 20, max_tokens=1)
     simulation.run()
@@ -126,8 +126,8 @@ def test_a_window_that_lost_a_block_shortens_the_hit_to_where_it_suffices() -> N
 
 
 def test_a_fork_needs_a_donor_that_still_holds_its_window() -> None:
-    """By hand: one row is free when the first of two outputs begins; when the second is admitted, the first is eleven
-    tokens further, and its window of 4 has left the prompt behind, so that the second begins by hits, not as a fork."""
+    """By hand: one row is free when the first of two outputs begins.  When the second is admitted, the first is eleven
+    tokens further and its window of 4 has left the prompt behind, so the second begins with hits, not as a fork."""
     simulation = Simulation(limits(windows=(None, 4), tile_tokens=4, num_blocks=60, max_num_seqs=2))
     simulation.add([9] * 3, max_tokens=12, **ENDLESS)
     simulation.step()
@@ -144,8 +144,8 @@ def test_a_fork_needs_a_donor_that_still_holds_its_window() -> None:
 
 
 def test_golden_forks_and_tails_are_copied_in_every_group() -> None:
-    """By hand, blocks of 4, two groups: a fork's last token falls into block 2, 3, which it copies to 4, 5; those that
-    continue what ended copy its last blocks."""
+    """By hand, blocks of 4, two groups: a fork's last token falls into block 2, 3, which it copies to 4, 5; requests
+    that continue an ended one copy its last blocks."""
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=40))
     simulation.add([1] * 6, n=2, max_tokens=2, will_continue=True, **ENDLESS)
     simulation.step()
@@ -174,7 +174,7 @@ def test_what_can_never_fit_is_refused_with_numbers() -> None:
 
 
 def test_two_that_fill_the_pool_finish_one_after_the_other() -> None:
-    """The first in order always fits alone: two of the longest sequences share a pool that holds just one."""
+    """By hand: the first in order always fits alone: two of the longest sequences share a pool that holds just one."""
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=10, max_num_seqs=2))
     for token in (1, 2):
         simulation.add([token] * 20, max_tokens=5, **ENDLESS)
@@ -185,8 +185,8 @@ def test_two_that_fill_the_pool_finish_one_after_the_other() -> None:
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("windows", [(1,), (8,), (None, 1), (None, 8, 24)])
 def test_fragmentation_and_the_view_know_all_groups(windows: tuple[int | None, ...], ahead: int) -> None:
-    """By definition: live tokens are between none and all slots of used blocks, and the view counts the used blocks and
-    shows blocks that are held."""
+    """By definition: live tokens are between zero and all slots of used blocks; the view counts the used blocks and
+    shows held blocks."""
     shape = limits(windows=windows, tile_tokens=2, block_size=3, num_blocks=60)
     simulation, rng = Simulation(shape, ahead=ahead), random.Random(2)
     for number in range(40):

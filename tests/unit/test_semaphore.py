@@ -26,7 +26,8 @@ def semaphore() -> Iterator[Semaphore]:
 def test_ranks_that_outnumber_the_cores_do_not_spin(
     monkeypatch: pytest.MonkeyPatch, num_cores: int, num_ranks: int, spins: bool
 ) -> None:
-    """Oracle: a spinning rank takes a core that another needs, unless each has its own; and never for long."""
+    """Oracle: ranks spin only if each has a core of its own, because a spin takes the core; and only for a short
+    time."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(num_cores)))
     spin_s = default_spin_s(num_ranks)
     assert 0 < spin_s <= 50e-6 if spins else spin_s == 0
@@ -34,7 +35,7 @@ def test_ranks_that_outnumber_the_cores_do_not_spin(
 
 @pytest.mark.parametrize("spin_s", [0.0, 20e-6])
 def test_a_wait_blocks_after_its_spin(semaphore: Semaphore, spin_s: float) -> None:
-    """Oracle: the kernel's CPU time of this thread over half a second of waiting, a fiftieth of that at most."""
+    """Oracle: the kernel's CPU time of this thread over half a second of waiting: at most a fiftieth of it."""
     began_s, cpu_s = time.monotonic(), time.thread_time()
     assert not semaphore.wait(0.5, spin_s)
     assert time.monotonic() - began_s >= 0.5

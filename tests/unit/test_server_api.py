@@ -43,7 +43,7 @@ def error_of(reply: Reply) -> dict[str, Any]:
 
 
 def test_tokens_there_and_back() -> None:
-    """Oracle: the tokenizer itself; a chat's prompt is what a chat request brings to the engine."""
+    """Oracle: the tokenizer itself; a chat's prompt is the one that a chat request brings to the engine."""
 
     async def scenario(app: App) -> None:
         answer = (await app.post("/tokenize", {"prompt": "hello 世界", "return_token_strs": True})).json()
@@ -71,7 +71,7 @@ def test_tokens_there_and_back() -> None:
 
 
 def test_nothing_but_live_is_green_while_the_model_loads() -> None:
-    """Oracle: a client that waits for ``/health``, or for a model to be listed, is served from then on."""
+    """Oracle: a client that waits for ``/health``, or for a listed model, is served from then on."""
 
     async def scenario(key: str | None) -> None:
         app = create_app(ServerState(ServerConfig(api_key=() if key is None else (key,)), ("demo",)))
@@ -122,7 +122,7 @@ def test_status_endpoints() -> None:
 
 
 def test_abort_by_any_id() -> None:
-    """Oracle: the named request ends with ``abort`` and what it has; the others go on until all are meant."""
+    """Oracle: the named request ends with ``abort`` and its tokens so far; the others continue until all are named."""
 
     async def scenario(app: App) -> None:
         body = {"prompt": ids("a"), "max_tokens": 1000, "ignore_eos": True}
@@ -145,7 +145,7 @@ def test_abort_by_any_id() -> None:
 
 
 def test_operators_endpoints() -> None:
-    """Oracle: the orders that reach the engine; secrets are not shown."""
+    """Oracle: the orders that reach the engine; secrets are hidden."""
 
     async def scenario(app: App) -> None:
         key = {"Authorization": "Bearer sesame"}
@@ -178,7 +178,7 @@ def test_operators_endpoints() -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_ids(given: dict[str, str], expected: str | None, stream: bool) -> None:
-    """Oracle: vLLM's rule, header before body; the answer's id and header agree."""
+    """Oracle: vLLM's rule: the header takes precedence over the body; the answer's id and header agree."""
 
     async def scenario(app: App) -> None:
         headers = {"X-Request-Id": given["header"]} if "header" in given else {}
@@ -193,7 +193,7 @@ def test_request_ids(given: dict[str, str], expected: str | None, stream: bool) 
 
 
 def test_same_request_id_twice_at_once() -> None:
-    """Oracle: both are served; clients that retry keep their ids."""
+    """Oracle: both are served, because clients that retry keep their ids."""
 
     async def scenario(app: App) -> None:
         body = {"prompt": "abc", "request_id": "again"}
@@ -204,7 +204,7 @@ def test_same_request_id_twice_at_once() -> None:
 
 
 def test_prompts_are_truncated_and_special_tokens_added_as_asked() -> None:
-    """Oracle: the last tokens of the tokenizer's own; -1 leaves room for max_tokens."""
+    """Oracle: the last tokens of the tokenizer's encoding; -1 leaves room for max_tokens."""
     long = ids("word " * 2000)
     cases: list[tuple[dict[str, Any], list[int]]] = [
         ({"prompt": "hello there", "truncate_prompt_tokens": 3}, ids("hello there")[-3:]),
@@ -230,7 +230,7 @@ def test_prompts_are_truncated_and_special_tokens_added_as_asked() -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_max_tokens_beyond_the_context(name: str) -> None:
-    """Oracle: OpenAI's refusal, for what was asked in so many words only; what fits exactly is served."""
+    """Oracle: OpenAI's error, only for an explicit max_tokens; a request that fits exactly is served."""
 
     async def scenario(app: App) -> None:
         path, prompt = "/v1/chat/completions", {"messages": MESSAGES}
@@ -301,7 +301,7 @@ def test_unknown_and_ignored_fields_change_nothing() -> None:
 
 
 def test_one_finish_reason_per_choice() -> None:
-    """Oracle: three prompts of two sequences, of which a stop string ends some, give six reasons."""
+    """Oracle: three prompts of two sequences, some ended by a stop string, give six reasons."""
 
     async def scenario(app: App) -> None:
         body = {"prompt": ["abc", "xyz", "a stop here"], "n": 2, "stop": ["stop"], "stream": True, "max_tokens": 50}

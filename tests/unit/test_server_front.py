@@ -1,4 +1,4 @@
-"""Which requests may come in, and from where: keys, origins, Unix sockets, certificates, generation defaults."""
+"""Which requests may enter, and from where: keys, origins, Unix sockets, certificates, generation defaults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serve(scenario: Any, **config: Any) -> None:
 
 
 def test_each_key_opens_and_nothing_else() -> None:
-    """Oracle: 401 in the one shape for every route of the schema but the open ones; both keys are good."""
+    """Oracle: 401 in the one shape for every route of the schema but the open ones; both keys are valid."""
 
     async def scenario(app: App) -> None:
         paths = app.app.openapi()["paths"]
@@ -51,7 +51,7 @@ def test_each_key_opens_and_nothing_else() -> None:
 
 
 def test_the_environment_brings_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the variable's value opens, until the option says otherwise."""
+    """Oracle: the variable's value is the key, unless the option sets another."""
     monkeypatch.setenv("TP_ENGINE_API_KEY", "of-the-environment")
     assert ServerConfig().api_keys == ("of-the-environment",)
     assert ServerConfig(api_key="mine").api_keys == ("mine",)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def test_the_environment_brings_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_root_path_is_open_where_the_server_is() -> None:
-    """Oracle: a proxy that strips the prefix, and one that does not."""
+    """Oracle: a proxy that strips the prefix, and one that keeps it."""
 
     async def scenario(app: App) -> None:
         for path in ("/health", "/llm/health"):
@@ -74,7 +74,8 @@ def test_the_root_path_is_open_where_the_server_is() -> None:
 
 
 def test_origins() -> None:
-    """Oracle: without the option a page gets no leave; with it the named origin does, before a key is asked for."""
+    """Oracle: without the option, pages get no permission; with it, the named origin gets it, before the key is
+    checked."""
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
 
     async def closed(app: App) -> None:
@@ -109,7 +110,7 @@ def test_docs_can_be_taken_away() -> None:
 
 
 def test_a_unix_socket_is_bound_replaced_and_removed(tmp_path: Path) -> None:
-    """Oracle: the file; one that a dead server left is replaced, one in use and other files are not."""
+    """Oracle: the file; a dead server's file is replaced; a file in use, or of another kind, is not."""
     config = ServerConfig(uds=str(tmp_path / "s"))
     with open_listener(config) as listener:
         assert listener_url(listener, "/llm") == "http://localhost/llm"
@@ -130,7 +131,7 @@ def test_a_unix_socket_is_bound_replaced_and_removed(tmp_path: Path) -> None:
 
 
 def test_certificates_are_read_before_anything_is_started(tmp_path: Path) -> None:
-    """Oracle: a refusal that names both files."""
+    """Oracle: an error that names both files."""
     for name in ("key", "cert"):
         (tmp_path / name).write_text("no PEM")
     config = ServerConfig(port=0, ssl_keyfile=str(tmp_path / "key"), ssl_certfile=str(tmp_path / "cert"))
@@ -155,13 +156,13 @@ def test_certificates_are_read_before_anything_is_started(tmp_path: Path) -> Non
     ids=str,
 )
 def test_refused_options(options: dict[str, Any], words: str) -> None:
-    """Oracle: the rule in words."""
+    """Oracle: the words of the rule."""
     with pytest.raises(ConfigError, match=words):
         ServerConfig(**options)
 
 
 def test_generation_defaults_by_source(tmp_path: Path) -> None:
-    """Oracle: the file's fields, the overrides before them, nothing for vllm."""
+    """Oracle: the file's fields; overrides take precedence; nothing for vllm."""
     written = {"temperature": 0.6, "top_k": 20, "do_sample": True, "max_new_tokens": 7, "eos_token_id": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     model = str(DEMO_MODEL)
@@ -177,7 +178,7 @@ def test_generation_defaults_by_source(tmp_path: Path) -> None:
 
 
 def test_a_default_of_max_tokens_is_a_limit() -> None:
-    """Oracle: vLLM's rule: the smaller of what is asked and the default."""
+    """Oracle: vLLM's rule: the smaller of the requested value and the default."""
     limit = {"max_tokens": 7}
     chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]})
     assert chat_params(chat, limit).max_tokens == 7

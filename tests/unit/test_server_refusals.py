@@ -1,4 +1,4 @@
-"""What the server refuses, and how: before the first byte, in one shape; and what fails after it."""
+"""What the server refuses, and how: before the first byte, in one shape; and what happens on a later failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tp_engine.server.config import ServerConfig
     ids=str,
 )
 def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
-    """Oracle: the field that is wrong, before the first byte even of a stream."""
+    """Oracle: the wrong field, before the first byte, also for a stream."""
 
     async def scenario(app: App) -> None:
         reply = await app.post("/v1/completions", {"prompt": "a", **body})
@@ -59,7 +59,7 @@ class FailingLater(FakeEngine):
 
 
 def test_a_failure_within_a_stream_is_an_event() -> None:
-    """Oracle: 200 has gone out; an error event in the one shape and the end follow."""
+    """Oracle: 200 has been sent; an error event in the one shape and the end follow."""
 
     async def scenario(app: App) -> None:
         body = {"prompt": [5], "max_tokens": 100, "stream": True, "ignore_eos": True}
@@ -72,7 +72,7 @@ def test_a_failure_within_a_stream_is_an_event() -> None:
 
 
 def test_what_says_to_be_no_json_is_refused() -> None:
-    """Oracle: a page of another origin can send text/plain without asking first; nothing runs because of it."""
+    """Oracle: a page of another origin can send text/plain without a preflight request; such a body has no effect."""
 
     async def scenario(app: App) -> None:
         body = json.dumps({"prompt": "a"}).encode()
@@ -112,7 +112,7 @@ def test_a_body_that_does_not_come_is_408() -> None:
 
 
 def test_a_full_house_is_429_and_says_when_to_come_back() -> None:
-    """Oracle: as many prompts as run or wait are inside; the next is refused, and served later."""
+    """Oracle: as many prompts as may run or wait are inside; the next is refused, and served later."""
 
     async def scenario(app: App) -> None:
         app.state.limit.max_num_prompts = 2

@@ -1,4 +1,4 @@
-"""``/v1/responses`` through the application in this process: what happens when something does not go its way."""
+"""``/v1/responses`` through the application in this process: what happens on failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_engine_that_dies_ends_a_stream_as_failed() -> None:
 
 
 def test_an_engine_that_dies_before_the_first_token_is_an_error() -> None:
-    """Oracle: a status and the OpenAI shape, streamed or not: nothing has been sent."""
+    """Oracle: a status and the OpenAI shape, also for a stream, because nothing has been sent."""
 
     async def scenario(app: App) -> None:
         reply = await app.post(PATH, {"input": "x", "stream": True})
@@ -48,7 +48,7 @@ def test_an_engine_that_dies_before_the_first_token_is_an_error() -> None:
 
 
 def test_an_aborted_response_is_cancelled() -> None:
-    """Oracle: the reference's status; the text until then is kept, streamed or not."""
+    """Oracle: the reference's status; the text so far is kept, streamed or not."""
 
     async def scenario(app: App) -> None:
         for stream in (False, True):
@@ -66,7 +66,7 @@ def test_an_aborted_response_is_cancelled() -> None:
 
 
 def test_nothing_is_stored() -> None:
-    """Oracle: 404 that says so, for reading and deleting; ``store`` is answered with false."""
+    """Oracle: 404 with the reason, for reading and deleting; the answer's ``store`` is false."""
 
     async def scenario(app: App) -> None:
         response = (await app.post(PATH, {"input": "x", "store": True, "max_output_tokens": 2})).json()

@@ -27,7 +27,7 @@ DEADLINE_S = 10.0
 
 
 class Recorder:
-    """Everything that a client reported, and a condition to wait on."""
+    """Everything that a client reported, with a condition to wait on."""
 
     def __init__(self) -> None:
         self.deltas: list[SequenceDelta] = []
@@ -104,7 +104,8 @@ def test_requests_are_answered_and_a_stop_is_clean() -> None:
 
 
 def test_refused_and_malformed_requests_leave_the_loop_alive() -> None:
-    """Oracle: the engine's RequestError arrives with its fields, a wrong type is named, the next request is served."""
+    """Oracle: the engine's RequestError arrives with its fields, the error names a wrong type, the next request is
+    served."""
 
     class Strict(FakeEngine):
         def add_request(self, request: EngineRequest) -> None:
@@ -151,7 +152,7 @@ def test_abort_ends_only_the_named_request() -> None:
 
 
 def test_a_failing_step_is_told_and_raised() -> None:
-    """Oracle: the exception of the fake engine, at the client as a reason and out of ``run`` as itself."""
+    """Oracle: the fake engine's exception: the client gets it as a reason, ``run`` raises it."""
 
     async def scenario() -> None:
         client, recorder = await connected(service.address)
@@ -173,7 +174,8 @@ def test_a_failing_step_is_told_and_raised() -> None:
 
 
 def test_a_request_that_comes_with_the_stop_is_refused() -> None:
-    """Oracle: what runs is aborted; the request that arrives in the same step as the stop gets the code for 503."""
+    """Oracle: running requests are aborted; a request that arrives in the same step as the stop gets the code for
+    503."""
 
     async def scenario() -> None:
         client, recorder = await connected(service.address)
@@ -194,7 +196,7 @@ def test_a_request_that_comes_with_the_stop_is_refused() -> None:
 
 
 def test_serving_out_refuses_nothing_and_ends_with_the_frontend() -> None:
-    """Oracle: a request that follows another one finishes; the loop ends without an error when the frontend leaves."""
+    """Oracle: a request after another one finishes; the loop ends without an error when the frontend leaves."""
 
     async def scenario() -> None:
         client, recorder = await connected(service.address)
@@ -261,14 +263,14 @@ def test_a_frontend_that_leaves_ends_the_loop() -> None:
 
 
 def test_a_frontend_that_never_comes_is_named() -> None:
-    """Oracle: the error's text, after the time that was set."""
+    """Oracle: the error's text, after the set time."""
     with fake_service(connect_timeout_s=0.0) as service:
         service.join()
     assert "waited 0 s for the frontend process to connect" in str(service.error)
 
 
 def test_killed_rank_0_is_noticed() -> None:
-    """Oracle: kill -9; the client reports the end and what was received before it is kept."""
+    """Oracle: kill -9; the client reports the end and keeps what it received before."""
     address = new_address()
     process = subprocess.Popen([sys.executable, "-m", "tests.fake_engine", address], cwd=Path(__file__).parents[2])
 
@@ -305,7 +307,7 @@ def test_connecting_to_nobody_ends_at_the_deadline() -> None:
 
 
 def test_address_is_private_and_removed() -> None:
-    """Oracle: mode bits of the folder; the folder is gone after close, and after a second removal nothing is raised."""
+    """Oracle: mode bits of the folder; the folder is gone after close; a second removal raises nothing."""
     address = new_address()
     folder = Path(address.removeprefix("ipc://")).parent
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700

@@ -1,4 +1,4 @@
-"""docs/serving.md names everything that a user can send or set, and nothing that does not exist."""
+"""docs/serving.md names everything that a user can send or set, and only things that exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tp_engine.server.state import ServerState
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 LAUNCHERS = ({"engine": EngineConfig, "server": ServerConfig}, {"engine": EngineConfig, "batch": BatchConfig})
 FLAG = re.compile(r"`(-{1,2}[a-z][a-z0-9-]*)`")
-# The app adds these by itself; they are no routes of the schema.
+# The app adds these by itself; they are not routes of the schema.
 DESCRIPTION_PATHS = {"/openapi.json", "/docs", "/redoc"}
 
 
@@ -34,7 +34,7 @@ def first_column(title: str) -> str:
 
 
 def flags() -> set[str]:
-    """Every spelling that the launchers take, but for the ``--no-x`` of a ``--x``."""
+    """Every spelling that the launchers accept, except the ``--no-x`` of a ``--x``."""
     names: set[str] = set()
     for action in [one for tables in LAUNCHERS for one in make_parser("serve", "", tables)._actions]:
         negative = isinstance(action, argparse.BooleanOptionalAction)

@@ -1,4 +1,4 @@
-"""Which part of which tensor a rank reads: pure arithmetic, and what a model's parameters say of themselves."""
+"""Which part of which tensor a rank reads: pure arithmetic, and the descriptions of a model's parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Somewhere:
 
 
 def sources(spec: ModelSpec, rank: int, world_size: int) -> dict[str, list[Source]]:
-    """What each parameter of one rank says; built on the meta device, so nothing is allocated."""
+    """The sources of each parameter of one rank; built on the meta device, without memory."""
     model = build_model(
         spec,
         communicator=Somewhere(rank, world_size),  # type: ignore[arg-type]

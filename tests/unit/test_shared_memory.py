@@ -1,4 +1,4 @@
-"""Whether ranks on CPUs share memory: the option, the agreement, and what happens where a rank can not."""
+"""Whether ranks on CPUs share memory: the option, the agreement, and the case of a rank that can not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_two_ranks_never_take_two_shots() -> None:
 def test_ranks_that_share_a_core_do_not_spin(
     cores: tuple[set[int], ...], spins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: as many cores as ranks, over all that any rank may run on."""
+    """Oracle: the spin needs as many cores as ranks, over all cores that any rank may use."""
     mine = threading.local()
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: mine.cores)
 
@@ -77,7 +77,7 @@ def setup(library: Communicator, *, is_required: bool = False) -> Communicator:
 
 
 def test_ranks_that_can_do() -> None:
-    """Oracle: sums and gathered tensors of the library beneath, after the setup's own check."""
+    """Oracle: sums and gathered tensors of the underlying library, after the setup's own check."""
 
     def body(library: Communicator) -> None:
         made = setup(library)
@@ -97,7 +97,7 @@ def test_ranks_that_can_do() -> None:
 def test_where_a_rank_can_not_all_use_the_library(
     fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: the library itself on every rank, and the reason in the log; where it was asked for, an error."""
+    """Oracle: the library itself on every rank, and the reason in the log; an error if the user required sharing."""
 
     def fail(*_arguments: object) -> TensorSlots:
         raise RuntimeError("/dev/shm is too small")
@@ -118,7 +118,7 @@ def test_where_a_rank_can_not_all_use_the_library(
 
 
 def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: an error added on one rank makes all ranks go to the library."""
+    """Oracle: an error added on one rank makes all ranks use the library."""
     right = SharedMemoryCommunicator.all_reduce
 
     def wrong(self: SharedMemoryCommunicator, tensor: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def test_a_process_stuck_outside_the_interpreter_ends_too() -> None:
 
 
 def test_nothing_is_raised_within_an_import(tmp_path: Path) -> None:
-    """Oracle: the last act, then exit code 0: libraries in C++ abort where an import of theirs raises."""
+    """Oracle: the last act, then exit code 0: libraries in C++ abort if one of their imports raises."""
     (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
     with start(IMPORTING, tmp_path) as process:
         process.send_signal(signal.SIGINT)
@@ -144,7 +144,7 @@ def test_nothing_is_raised_within_an_import(tmp_path: Path) -> None:
 
 
 def test_a_stop_that_a_finalizer_swallows_leaves_no_traceback() -> None:
-    """Oracle: the last act alone, on standard output and error; exit code 0."""
+    """Oracle: only the last act, on standard output and error; exit code 0."""
     with start(IN_A_FINALIZER) as process:
         process.send_signal(signal.SIGINT)
         assert lines_of(process) == ["last"]
@@ -152,7 +152,7 @@ def test_a_stop_that_a_finalizer_swallows_leaves_no_traceback() -> None:
 
 
 def test_signals_after_the_stop_change_nothing() -> None:
-    """Oracle: exit code 0 and no word more, whatever comes while the interpreter ends."""
+    """Oracle: exit code 0 and no further output, whichever signals arrive while the interpreter ends."""
     with start(ENDING) as process:
         assert process.stdout is not None
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The list of expected skips: pytest runs of their own, with and without xdist."""
+"""The list of expected skips: separate pytest runs, with and without xdist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(folder: Path, expected: str, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2", "--dist", "worksteal")], ids=["alone", "xdist"])
 def test_only_listed_skips_pass(tmp_path: Path, workers: tuple[str, ...]) -> None:
-    """Oracle: by hand; the run fails on the two that are not listed, and passes once they are."""
+    """Oracle: by hand; the run fails on the two unlisted skips, and passes once they are listed."""
     code, printed = run(tmp_path, EXPECTED, *workers)
     assert code == 1, printed
     assert "    2  needs a GPU  (no GPU in CI)\n" in printed and "    4  in all\n" in printed

@@ -1,4 +1,4 @@
-"""Collectives through the host."""
+"""Collectives through host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tp_engine.ranks.collectives import Communicator, StagedCommunicator
 
 
 def test_every_collective_gives_what_the_host_gives() -> None:
-    """Oracle: the same collectives without the detour, on three simulated ranks."""
+    """Oracle: the same collectives without host memory, on three simulated ranks."""
 
     def body(host: Communicator) -> None:
         staged = StagedCommunicator(host)

@@ -1,4 +1,4 @@
-"""Steady steps, noted and entered later, give the plans, outputs and end state of steps that are entered at once.
+"""Steady steps, noted now and entered later, give the plans, outputs and end state of steps that are entered at once.
 
 Oracle: the same scheduler with ``SteadySteps`` switched off, field by field.
 """
@@ -22,7 +22,7 @@ BLOCK_SIZES = [1, 3, 16, 64]
 
 
 class Counted:
-    """How many steps took each half of the steady way."""
+    """How many steps took each half of the steady path."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.results = 0
@@ -43,13 +43,13 @@ class Counted:
 
 
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is steady."""
+    """Make no step steady."""
     monkeypatch.setattr(SteadySteps, "schedule", lambda self, step_id: None)
     monkeypatch.setattr(SteadySteps, "update", lambda self, plan, result: None)
 
 
 def both_ways(run: Callable[[], Simulation]) -> tuple[Simulation, Simulation, Counted]:
-    """The same run with steady steps and without, and how many there were."""
+    """The same run with steady steps and without, and the number of steady steps."""
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
         steady = run()
@@ -60,7 +60,7 @@ def both_ways(run: Callable[[], Simulation]) -> tuple[Simulation, Simulation, Co
 
 
 def assert_same(steady: Simulation, plain: Simulation) -> None:
-    """Plans, outputs, tables and tokens."""
+    """Compare plans, outputs, tables and tokens."""
     assert len(steady.plans) == len(plain.plans)
     for ours, theirs in zip(steady.plans, plain.plans, strict=True):
         for name, value in fields(ours).items():
@@ -72,14 +72,15 @@ def assert_same(steady: Simulation, plain: Simulation) -> None:
 
 
 def fields(plan: StepPlan) -> dict[str, Any]:
-    """A plan's, with admissions as text: they hold arrays of their own."""
+    """A plan's fields, with admissions as text, because they hold arrays."""
     return {**msgspec.structs.asdict(plan), "admitted": repr(plan.admitted)}
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_rows_of_many_lengths_decode_as_ever(block_size: int, ahead: int) -> None:
-    """Seven rows, each at another place in its block, some ending by length, some by a stop token."""
+    """Oracle: the plain run; seven rows, each at another place in its block; some end by length, some by a stop
+    token."""
     shape = limits(num_blocks=2000 // block_size, block_size=block_size, max_model_len=260, max_num_seqs=8)
 
     def run() -> Simulation:
@@ -98,7 +99,8 @@ def test_rows_of_many_lengths_decode_as_ever(block_size: int, ahead: int) -> Non
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8, 24)], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_loads_are_planned_as_ever(seed: int, windows: tuple[int | None, ...]) -> None:
-    """Arrivals, forks, aborts, preemptions between the runs of steady steps; windows give back the same blocks."""
+    """Oracle: the plain run; arrivals, forks, aborts, preemptions between steady runs; windows release the same
+    blocks."""
 
     def run() -> Simulation:
         shape = limits(num_blocks=40 * len(windows), max_model_len=200, max_num_seqs=6, windows=windows, tile_tokens=8)
@@ -131,7 +133,7 @@ SHAPE = limits(num_blocks=100, block_size=16, max_model_len=120, max_num_seqs=4)
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_look_in_the_middle_sees_everything(ahead: int) -> None:
-    """Counters, the view and the integrity check know of the steps that are only noted."""
+    """Oracle: counters, the view and the integrity check include the steps that are only noted."""
     simulation = started(SHAPE, ahead=ahead)
     known = sum(len(output.token_ids) for output in simulation.outputs.values())
     stats = simulation.scheduler.stats()
@@ -142,7 +144,7 @@ def test_a_look_in_the_middle_sees_everything(ahead: int) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_an_abort_in_the_middle_keeps_what_is_known(ahead: int) -> None:
-    """The row leaves with all its tokens: its blocks are found by a request that goes on from them."""
+    """Oracle: the row leaves with all its tokens: a request that continues them finds its blocks."""
     simulation = started(SHAPE, ahead=ahead)
     tokens = simulation.outputs["r1", 0].token_ids
     simulation.abort("r1")
@@ -153,7 +155,7 @@ def test_an_abort_in_the_middle_keeps_what_is_known(ahead: int) -> None:
 
 
 def test_the_workers_memory_may_be_used_again() -> None:
-    """A result's array is the worker's: it holds the next step's tokens soon."""
+    """Oracle: a result's array belongs to the worker, which soon puts the next step's tokens there."""
     simulation = Simulation(SHAPE, checks=False)
     simulation.add([1, 2, 3], ignore_eos=True, max_tokens=40)
     memory = np.empty(1, dtype=np.int32)

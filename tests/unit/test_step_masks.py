@@ -1,6 +1,6 @@
 """Masks from grammars on the way into the samplers.
 
-Oracle of every token: ``Sampler`` without masks, on whole logits in which this test has written -inf itself; of
+Oracle for tokens: ``Sampler`` without masks, on whole logits with -inf written by this test.  Oracle for
 log-probabilities: ``Sampler`` on the raw logits.
 """
 
@@ -48,7 +48,7 @@ def filled(state: SamplingState, kinds: Sequence[RowSampling]) -> SamplingState:
 
 
 def case(seed: int, share: float) -> tuple[torch.Tensor, IntArray, np.ndarray]:
-    """Logits of all ``KINDS``, the rows that are masked, and what they allow: at least one token each."""
+    """Logits of all ``KINDS``, the masked rows, and the tokens that they allow: at least one each."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(size=(len(KINDS), VOCAB)).astype(np.float32) * 3)
     rows = np.sort(rng.choice(len(KINDS), size=len(KINDS) * 2 // 3, replace=False)).astype(np.int32)
@@ -64,7 +64,7 @@ def case(seed: int, share: float) -> tuple[torch.Tensor, IntArray, np.ndarray]:
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_under_masks(world_size: int, share: float, dtype: torch.dtype) -> None:
-    """Every kind of row, masked or not, in one batch."""
+    """Oracle: see above.  Every kind of row, masked or not, in one batch."""
     logits, rows, allowed = case(int(share * 1000), share)
     logits = logits.to(dtype)
     everyone, positions = np.arange(len(KINDS), dtype=np.int32), np.full(len(KINDS), 4, dtype=np.int32)
@@ -95,7 +95,7 @@ def test_tokens_under_masks(world_size: int, share: float, dtype: torch.dtype) -
 
 
 def test_a_mask_holds_for_one_step() -> None:
-    """Neither the row's next step nor the row's next occupant sees it; nor do rows beside it."""
+    """Oracle: neither the row's next step, nor its next occupant, nor another row sees the mask."""
     state = filled(SamplingState(max_num_seqs=3, vocab_size=70, device=CPU), [RowSampling()] * 3)
     sampler, logits = Sampler(state), torch.arange(70.0).repeat(3, 1)
     rows, positions = ids(0, 1, 2), ids(4, 4, 4)
@@ -125,7 +125,7 @@ def test_masked_steps_are_not_recorded() -> None:
 
 
 def test_logits_stay_raw_where_somebody_wants_log_probabilities() -> None:
-    """Oracle: the tensor itself; without that wish no copy is made."""
+    """Oracle: the tensor itself; without log-probabilities no copy is made."""
     for kind, is_copied in ((RowSampling(logprobs=1), True), (RowSampling(), False)):
         state = filled(SamplingState(max_num_seqs=1, vocab_size=40, device=CPU), [kind])
         state.masks.set(ids(0), packed(np.arange(40)[None] < 5))
@@ -135,7 +135,7 @@ def test_logits_stay_raw_where_somebody_wants_log_probabilities() -> None:
 
 
 def test_rows_of_an_epoch_are_judged_once() -> None:
-    """Oracle: row 0 is greedy, row 1 draws; rows of the known epoch are not looked at again until a row enters."""
+    """Oracle: row 0 is greedy, row 1 draws; rows of the known epoch are not read again until a row enters."""
     state = SamplingState(max_num_seqs=2, vocab_size=40, device=CPU)
     filled(state, [RowSampling(temperature=0.0), RowSampling(temperature=1.0)])
     sampler, position = GreedySampler(Sampler(state), state, None), ids(4)

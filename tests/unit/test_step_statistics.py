@@ -34,7 +34,7 @@ def write(
 
 
 def spread(bounds: tuple[float, ...], distribution: Distribution) -> dict[float, int]:
-    """Counts by upper bound, where there are some."""
+    """Counts by upper bound, without empty buckets."""
     assert len(distribution.counts) == len(bounds) + 1
     return {bound: count for bound, count in zip((*bounds, np.inf), distribution.counts, strict=True) if count}
 
@@ -88,7 +88,7 @@ def test_steps_are_counted_once_and_when_all_ranks_have_ended_them() -> None:
 
 
 def test_what_was_written_over_is_missed() -> None:
-    """Oracle: of 2000 steps the last 512, less a margin of 16 that may be written over meanwhile, are counted."""
+    """Oracle: of 2000 steps the last 512 count, less a margin of 16 that may be overwritten meanwhile."""
     board = JobBoard.create(1)
     for step in range(1, 2001):
         write(board.slots[0], step, received=step * 100, started=step * 100 + 1, done=step * 100 + 90)
@@ -101,7 +101,7 @@ def test_what_was_written_over_is_missed() -> None:
 
 
 def test_nothing_has_run() -> None:
-    """Oracle: zeros, and what the board says of the process itself."""
+    """Oracle: zeros, and the board's figures of the process itself."""
     board = JobBoard.create(1)
     slot = board.slots[0]
     slot.register()
@@ -114,7 +114,7 @@ def test_nothing_has_run() -> None:
 
 
 def test_the_phases_of_the_start_are_on_the_board() -> None:
-    """Oracle: what was noted, in the order of a start; phases that this rank did not have are not there."""
+    """Oracle: the noted times, in the order of a start; phases that this rank did not have are absent."""
     slot = JobBoard.create(1).slots[0]
     assert slot.startup_s == {}
     slot.note_startup({"packing weights": 0.25, "loading weights": 1.5, "opening the device": 0.0})
@@ -124,7 +124,7 @@ def test_the_phases_of_the_start_are_on_the_board() -> None:
 
 
 def test_memory_and_collectives_are_on_the_board() -> None:
-    """Oracle: what was noted; time counts only within steps."""
+    """Oracle: the noted times; only time within steps counts."""
     slot = JobBoard.create(1).slots[0]
     lines = {name: number - 3 for number, name in enumerate(MEMORY_LINES)}
     slot.note_memory(lines)
@@ -142,7 +142,7 @@ def test_memory_and_collectives_are_on_the_board() -> None:
 
 
 def test_how_evenly_tokens_go_to_experts() -> None:
-    """Oracle: loads by hand; a layer that no token has reached yet is left out."""
+    """Oracle: loads by hand; a layer that no token has reached yet is absent."""
     counts = [np.array([4, 0, 8, 4]), np.array([1, 1, 1, 1]), np.array([0, 0, 0, 0])]
     balance = expert_balance(counts)
     assert balance is not None and balance.largest_load == 2.0

@@ -64,14 +64,15 @@ def test_only_what_may_begin_a_stop_is_held(stops: list[str], pieces: list[str])
 
 
 def test_text_that_must_not_end_is_shown() -> None:
-    """min_tokens: a stop that ends too early does not count, one that ends later does, wherever it began."""
+    """By hand: with min_tokens, a stop that ends too early does not count; one that ends later does, wherever it
+    began."""
     search = StopStrings(["stop"], include_in_output=False)
     assert search.push("a stop b st", may_match=False) == "a stop b "
     assert search.push("op c") == "" and search.matched == "stop"
 
 
 def test_long_stop_strings_cost_linear_time() -> None:
-    """A stop string of 200,000 characters that nearly matches again and again: done within the test's time limit."""
+    """Oracle: the test's time limit, for a stop string of 200,000 characters that nearly matches again and again."""
     search = StopStrings(["a" * 200_000 + "b"], include_in_output=False)
     shown = sum(len(search.push("a" * 1000)) for _ in range(400))
     assert shown == 200_000

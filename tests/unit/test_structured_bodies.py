@@ -1,4 +1,4 @@
-"""What bodies ask of their outputs, in every spelling.  Oracle: ``StructuredOutputsParams`` written out."""
+"""The constraints in request bodies, in every spelling.  Oracle: ``StructuredOutputsParams`` written out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def chat(fields: dict[str, Any]) -> ChatBody:
 
 @pytest.mark.parametrize(("fields", "expected"), SPELLINGS)
 def test_every_spelling(fields: dict[str, Any], expected: StructuredOutputsParams | None) -> None:
-    """Completions and chats take the same fields; the parameters survive the way to rank 0."""
+    """Oracle: see above.  Completions and chats take the same fields; the parameters survive the way to rank 0."""
     for params in (completion_params(completion(fields)), chat_params(chat(fields))):
         assert params.structured_outputs == expected
         request = EngineRequest(request_id="r", prompt_token_ids=[1], params=params)
@@ -94,7 +94,7 @@ def test_not_with_beam_search() -> None:
 
 
 def test_a_schema_of_ones_own() -> None:
-    """The entry for tools: a schema becomes the sampling field."""
+    """Oracle: by hand: for tools, a schema becomes the sampling field."""
     params = SamplingParams(structured_outputs=json_schema_constraint(SCHEMA))
     assert params.structured_outputs is not None and params.structured_outputs.kind == "json"
     assert json.loads(str(params.structured_outputs.json)) == SCHEMA
@@ -105,7 +105,7 @@ def test_a_schema_of_ones_own() -> None:
 
 
 def test_a_malformed_message_is_a_validation_error() -> None:
-    """Rank 0 refuses a constraint that the frontend should have refused, as it does every malformed request."""
+    """Oracle: rank 0 refuses a constraint that the frontend should have refused, like every malformed request."""
     data = messages.encode(
         messages.AddRequest(request=EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
     )

@@ -44,7 +44,7 @@ def constraint_of(config: str | None, asked: dict[str, Any]) -> StructuredOutput
     ],
 )
 def test_requests_take_the_engines_defaults(asked: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Oracle: the constraint written out; a request's own white space goes before the engine's."""
+    """Oracle: the constraint written out; a request's own white space takes precedence over the engine's."""
     given = StructuredOutputsParams(json_object=True, disable_additional_properties=True, **expected)
     assert constraint_of(CONFIG, asked) == given
     assert constraint_of(None, asked) == StructuredOutputsParams(json_object=True, **asked)
@@ -52,7 +52,7 @@ def test_requests_take_the_engines_defaults(asked: dict[str, Any], expected: dic
 
 @pytest.mark.parametrize(("text", "words"), REFUSED)
 def test_what_can_not_be_meant_is_refused(text: str, words: str) -> None:
-    """Oracle: the words that a user needs, before anything is loaded."""
+    """Oracle: the words of the error, before any model is loaded."""
     with pytest.raises(ConfigError, match=words):
         EngineConfig(structured_outputs_config=text)
 

@@ -1,4 +1,4 @@
-"""The choice of all-reduces, and the communicator and its setup around a stand-in for the GPUs' shared memory."""
+"""The choice of all-reduces, and the communicator and its setup with a stand-in for the GPUs' shared memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HostOf:
     ],
 )
 def test_the_method_follows_from_size_and_machine(change: dict[str, Any], largest: int, sizes: dict[int, str]) -> None:
-    """Oracle: the table in reduce_plan's text and its limits."""
+    """Oracle: the table in reduce_plan's docstring and its limits."""
     plan = plan_reduces(dataclasses.replace(H200, **change), largest)
     assert {size: plan.choose(size).name for size in sizes} == sizes
     assert all(size <= plan.buffer_bytes for size, name in sizes.items() if name != "LIBRARY")
@@ -103,7 +103,7 @@ def test_the_method_follows_from_size_and_machine(change: dict[str, Any], larges
     ],
 )
 def test_what_keeps_ranks_from_it(change: dict[str, Any], dtype: str, message: str | None) -> None:
-    """Oracle: the reason, or none."""
+    """Oracle: the reason, or None."""
     found = why_not(dataclasses.replace(H200, **change), dtype)
     assert found is None if message is None else found is not None and message in found
 
@@ -150,14 +150,14 @@ def test_fusion_needs_a_newer_gpu() -> None:
 
 
 def test_one_rank_and_cpus_have_nothing_to_share() -> None:
-    """Nothing is probed, and nothing is shared."""
+    """Oracle: no probe and no sharing."""
     for options in ({"device": "cpu"}, {"tensor_parallel_size": 1}):
         config = EngineConfig(**(CUDA | options))
         assert probe_devices(config) is None and not uses_symmetric_memory(config, None)
 
 
 def test_all_reduces_take_their_way() -> None:
-    """Oracle: 1 + 2, for sizes, types and layouts of every way; other collectives are the library's."""
+    """Oracle: 1 + 2, for the sizes, types and layouts of every path; the library does the other collectives."""
     shared = [torch.ones(2, 8), torch.ones(4, 8)]
     not_shared = [torch.ones(9, 4), torch.ones(8, dtype=torch.float64), torch.ones(4, 8).t(), torch.ones(3)]
 
@@ -177,13 +177,13 @@ def test_all_reduces_take_their_way() -> None:
 
 
 def test_recording_is_as_possible_as_the_library_s() -> None:
-    """A graph that holds an all-gather too needs a library that can be recorded."""
+    """Oracle: a graph with an all-gather needs a library that can be recorded."""
     communicator = SymmetricCommunicator(SingleRank(), FakeBuffer(SingleRank()), SMALL, RankProgress())
     assert communicator.can_capture
 
 
 def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -> Communicator:
-    """As ``RankGroups.use_symmetric_memory`` does it, for tensors of up to 4 KiB."""
+    """The setup of ``RankGroups.use_symmetric_memory``, for tensors of up to 4 KiB."""
     return with_symmetric_memory(
         library,
         dataclasses.replace(H200, world_size=library.info.world_size),
@@ -197,7 +197,7 @@ def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -
 
 
 def test_ranks_that_can_share_memory_do() -> None:
-    """Multicast only where every rank has it; the buffer holds the largest tensor."""
+    """Oracle: multicast only if every rank has it; the buffer holds the largest tensor."""
 
     def body(library: Communicator) -> ReducePlan:
         made: list[int] = []
@@ -216,9 +216,9 @@ def test_ranks_that_can_share_memory_do() -> None:
 
 @pytest.mark.parametrize("fault", ["allocates nothing", "maps nothing", "adds wrongly"])
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
-    """All keep the library, or, where symmetric memory is required, all fail and name that rank.
+    """Oracle: all ranks keep the library, or, if symmetric memory is required, all fail and name that rank.
 
-    No rank begins to map the others' memory, which could wait for long, before all have theirs.
+    No rank maps the others' memory, which could take long, before all ranks have theirs.
     """
 
     def body(library: Communicator) -> None:
@@ -246,7 +246,7 @@ def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> None:
-    """Oracle: the sum, then the norm.  9 rows are too large for one shot and go the other way."""
+    """Oracle: the sum, then the norm.  9 rows are too large for one shot and take the other path."""
 
     def body(library: Communicator) -> None:
         symmetric = SymmetricCommunicator(library, FakeBuffer(library), SMALL, RankProgress(), fuses_norm=True)
@@ -274,7 +274,7 @@ def test_a_norm_adds_up_the_ranks_parts_one_way_or_the_other(num_rows: int) -> N
 
 
 def test_what_is_not_told_to_fuse_does_not() -> None:
-    """One rank has nothing to add up; others add up first unless they are told to fuse."""
+    """Oracle: one rank has nothing to add up; several ranks add up first unless they are told to fuse."""
     assert reduce_add_norm(SingleRank(), add_norm) is add_norm
 
     def body(library: Communicator) -> None:

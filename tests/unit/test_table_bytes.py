@@ -1,4 +1,4 @@
-"""What the rows of a batch take on the device, which the ledger sets aside.  Oracle: the shapes, by hand."""
+"""The device memory of a batch's rows, which the ledger sets aside.  Oracle: the shapes, by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 
 
 def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE) -> RunnerParts:
-    """Of a rank that has a configuration, but no model."""
+    """The tables of a rank with a configuration, but no model."""
     effective: Any = SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE),
         max_model_len=MAX_LEN,
@@ -36,8 +36,8 @@ def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
 def test_on_a_cpu(world_size: int, width: int) -> None:
-    """Token ids, block table, computed tokens; counts and flags of penalties for the rank's part of the vocabulary;
-    the inputs of decodes."""
+    """Oracle: by hand: token ids, block table, computed tokens; counts and flags of penalties for the rank's part of
+    the vocabulary; the inputs of decodes."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
     assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + INPUTS
 
@@ -50,7 +50,7 @@ def test_of_three_groups() -> None:
 
 
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parameters for the sampling kernels come on top."""
+    """Oracle: by hand: the parameters for the sampling kernels in addition."""
     monkeypatch.setattr(runner_parts, "has_triton", lambda: True)
     tables = ROWS * (4 * (MAX_LEN + 1) + 4 * 7 + 4 + 5 * VOCAB)
     sampling = ROWS * (4 * sampling_tables.NUM_FLOATS + 4 + 8)
@@ -58,7 +58,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_allocated_for_the_answer() -> None:
-    """Oracle: the tensors of the runner's own tables have as many bytes as were counted."""
+    """Oracle: the tensors of the runner's own tables have as many bytes as counted."""
     made = parts("cpu")
     batch, sampling = made._make_batch(torch.device("cpu")), made._make_sampling(torch.device("cpu"))
     assert batch.num_bytes + sampling.num_bytes == made.table_bytes

@@ -1,4 +1,4 @@
-"""Decode steps on tapes, against the same steps run without; skipped where the native kernels can not be built."""
+"""Decode steps on tapes, against the same steps without tapes; skipped where the native kernels can not be built."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Rows:
             config, communicator=alone, dtype=dtype, device=CPU, backends=backends, max_model_len=MAX_LEN
         )
         load_weights(dict(self.model.named_parameters()), config, folder, info=RankInfo())
-        with patch.object(dense, "_packed", lambda weight: None):  # C, whatever the processor
+        with patch.object(dense, "_packed", lambda weight: None):  # C, on any processor
             self.model.finish_loading()
         columns = MAX_LEN // BLOCK_SIZE
         shape = KvCacheShape(
@@ -114,7 +114,7 @@ class Rows:
         return hidden, tokens, after
 
     def check_step(self, rows: IntArray) -> None:
-        """One step of ``rows``, and where it leaves them."""
+        """Check one step of ``rows``, and the state that it leaves."""
         hidden, tokens, cache = self.expected(rows)
         computed = self.batch.num_computed.copy()
         with torch.inference_mode():
@@ -127,7 +127,7 @@ class Rows:
             assert self.batch.following_tokens(int(row), int(computed[row]), 1).tolist() == [token]
 
     def recordings(self, num_rows: int) -> list[Any]:
-        """Of the forward pass and of what follows."""
+        """The recordings of the forward pass and of the sampling."""
         graphs = (self.captured._forward, *self.captured._finish.values())
         return [one._recordings[num_rows] for one in graphs]
 
@@ -208,7 +208,7 @@ class EveryOperation:
         self.backend.prepare(self.metadata)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
-        """Heads normalised together and one by one, turned in part, attention with a softcap and sinks."""
+        """Heads normalised together and one by one, rotated in part, attention with a softcap and sinks."""
         heads = self.qkv.product(x, None).view(len(x), -1, self.shape.head_dim)
         squares = op("head_squares", "cpu")(heads, *self.counts)
         widths = tuple(count * self.shape.head_dim for count in self.counts)
@@ -234,7 +234,7 @@ class EveryOperation:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_operation_of_the_layers_goes_on_a_tape(dtype: torch.dtype) -> None:
-    """Oracle: the same step without a tape, bit by bit, of other tokens each time; whole numbers are floats to C."""
+    """Oracle: the same step without a tape, bit by bit, with other tokens each time; C gets whole numbers as floats."""
     assert LIBRARY is not None
     step = EveryOperation(dtype)
     recorded = TapeRecorder(LIBRARY, SingleRank()).record(step)
@@ -248,7 +248,7 @@ def test_every_operation_of_the_layers_goes_on_a_tape(dtype: torch.dtype) -> Non
 
 
 def test_a_recording_with_another_result_is_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
-    """A step whose input moves, so that the tape reads the first one's place.  Oracle: the step itself."""
+    """A step whose input moves, so that the tape reads the old address.  Oracle: the step itself."""
     assert LIBRARY is not None
     scores = [torch.eye(7)[i : i + 1] for i in range(5)]
     turns = iter(scores)
@@ -259,8 +259,8 @@ def test_a_recording_with_another_result_is_thrown_away(caplog: pytest.LogCaptur
 
 
 def test_python_between_the_kernels() -> None:
-    """What ``call`` calls is called again in its place, and what it calls itself is not recorded.  Oracle: the sums;
-    while calls are named, the names in their order."""
+    """A tape runs the function given to ``call`` again in its place, and does not record its inner calls.  Oracle: the
+    sums; while calls are named, the names in their order."""
     assert LIBRARY is not None
     ids, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     rows, token_ids, computed = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
@@ -296,7 +296,7 @@ def test_python_between_the_kernels() -> None:
 
 
 def test_memory_is_used_again_and_never_twice() -> None:
-    """Random allocations.  Oracle: a set of bytes that are in use."""
+    """Random allocations.  Oracle: a set of bytes in use."""
     memory, rng = TapeMemory(), np.random.default_rng(0)
     held: list[torch.Tensor] = []
     for _ in range(500):
@@ -318,7 +318,7 @@ def test_memory_is_used_again_and_never_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_best_tokens(dtype: torch.dtype) -> None:
-    """Oracle: ``row_argmax``: the first of equal ones, NaN above all, rows apart, infinities."""
+    """Oracle: ``row_argmax``: the first of equal values, NaN above all, rows by themselves, infinities."""
     assert LIBRARY is not None
     for width in (1, 5, 16, 17, 1000):
         scores = torch.randn(12, width + 3).to(dtype)[:, :width]
@@ -333,7 +333,7 @@ def test_best_tokens(dtype: torch.dtype) -> None:
 
 
 def test_an_engine_with_tapes_says_the_same(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: ``enforce_eager``.  Greedy and sampled rows, more than tapes are made for, of different lengths."""
+    """Oracle: ``enforce_eager``.  Greedy and sampled rows of different lengths, more than any tape holds."""
     folder = str(checkpoint("qwen3"))
     prompts = [[3 + i, 9, 4 + 2 * i] * (1 + i) for i in range(10)]
     params = [

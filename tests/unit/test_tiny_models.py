@@ -1,4 +1,4 @@
-"""The suite's own helpers: checkpoints that others rely on, and the leak check that guards every test."""
+"""The suite's own helpers: checkpoints for other tests, and the leak check around every test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_checkpoint_has_the_asked_shape(checkpoint: Callable[..., Path], archite
 
 
 def test_checkpoint_is_cached_and_sharded(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: the same folder for equal parameters; several files where a shard size is given."""
+    """Oracle: the same folder for equal parameters; several files if a shard size is given."""
     folder = checkpoint("llama", max_shard_size="50KB")
     assert folder == checkpoint("llama", max_shard_size="50KB")
     assert folder != checkpoint("llama")

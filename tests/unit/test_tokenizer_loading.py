@@ -1,4 +1,4 @@
-"""A tokenizer that is loaded without the model's configuration class is the one that transformers chooses with it."""
+"""A tokenizer loaded without the model's configuration class is the one that transformers chooses with it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def save(folder: Path, kind: str, tokenizer_class: str | None, model_type: str, 
 def test_the_tokenizer_is_that_of_transformers(
     kind: str, tokenizer_class: str, model_type: str, tmp_path: Path
 ) -> None:
-    """Oracle: AutoTokenizer, left to itself: the class, the whole of its backend, special tokens, and a template."""
+    """Oracle: AutoTokenizer without our shortcut: the class, the whole of its backend, special tokens, and a
+    template."""
     folder = save(tmp_path, kind, tokenizer_class, model_type)
     assert _plain_config(folder) is not None
     loaded, expected = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(str(folder))
@@ -51,7 +52,7 @@ def test_the_tokenizer_is_that_of_transformers(
 
 
 def test_the_models_configuration_decides_where_the_tokenizer_does_not_say(tmp_path: Path) -> None:
-    """Oracle: the rule; a tokenizer without a class, or with code of a model's own, is transformers' to choose."""
+    """Oracle: the rule: transformers chooses for a tokenizer without a class, or with a model's own code."""
     assert _plain_config(save(tmp_path / "a", "byte level", None, "qwen3")) is None
     auto_map = {"AutoTokenizer": ["code.Slow", "code.Fast"]}
     assert _plain_config(save(tmp_path / "b", "byte level", "Qwen2Tokenizer", "qwen3", auto_map=auto_map)) is None

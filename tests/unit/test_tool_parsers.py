@@ -1,4 +1,4 @@
-"""Tool calls in generated text: what is found, and that no split of the text changes it."""
+"""Tool calls in generated text: which calls are found; no split of the text changes them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ HERMES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     " just text, 1 < 2 and <tool> \n": (" just text, 1 < 2 and <tool> \n", []),
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>': ("", [("add", '{"a": 1}')]),
     f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>': ("", [("get_weather", ARGUMENTS)]),
-    # As Hermes 2 Pro was taught: the arguments first.
+    # As Hermes 2 Pro was trained: the arguments first.
     f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name": "get_weather"}}\n</tool_call>': (
         "",
         [("get_weather", ARGUMENTS)],
@@ -99,7 +99,7 @@ HERMES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [("add", '{"text": "two\\nlines\\t."}')],
     ),
     '{"name": "add", "arguments": {}} is no call': ('{"name": "add", "arguments": {}} is no call', []),
-    # Not what was taught: nothing may be lost.
+    # Not as trained: no text may be lost.
     "<tool_call>add(1, 2)</tool_call>": ("<tool_call>add(1, 2)</tool_call>", []),
     '<tool_call>{"function": "add"}</tool_call>!': ('<tool_call>{"function": "add"}</tool_call>!', []),
     '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> ok': ("ok", [("add", '{"a": 1}')]),
@@ -238,7 +238,7 @@ def test_every_split(parser: Maker, text: str, content: str, calls: list[tuple[s
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), [case for case in CASES if case[3]])
 def test_cut_off_by_a_limit(parser: Maker, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    """Oracle: whatever the end, a beginning of the whole answer; no markup; streamed equals whole."""
+    """Oracle: for any cut of the end, a beginning of the whole answer; no markup; streamed equals whole."""
     for end in range(len(text)):
         found = find(parser(), [text[:end]], cut_off=True)
         assert find(parser(), text[:end], cut_off=True) == found
@@ -251,7 +251,7 @@ def test_cut_off_by_a_limit(parser: Maker, text: str, content: str, calls: list[
 
 @pytest.mark.parametrize("parser", TEXTS)
 def test_random_splits_of_random_conversations(parser: Maker) -> None:
-    """Oracle: the text in one piece; arguments are JSON that was put in."""
+    """Oracle: the text in one piece; the JSON arguments that the test put in."""
     rng = random.Random(5)
     fragments = [*TEXTS[parser], "\n", "{", "<", "</tool_call>", "中", " ;"]
     for _ in range(200):
@@ -306,13 +306,13 @@ def test_required_calls(text: str, content: str, calls: list[tuple[str, str]]) -
 
 
 def test_required_calls_cut_off() -> None:
-    """Oracle: the whole calls' beginning, and no brackets."""
+    """Oracle: the beginning of the whole calls, and no brackets."""
     found = find(CallListParser(), CALLS[:-25], cut_off=True)
     assert (found.content, found.calls[0]) == ("", ("add", '{"a": [1, "]"]}'))
 
 
 def test_a_named_call_is_its_arguments() -> None:
-    """Oracle: the text itself, JSON and all."""
+    """Oracle: the text itself, with its JSON."""
     text = json.dumps({"a": "{[</tool_call>"})
     for first in range(len(text)):
         assert find(NamedCallParser("add"), ["\n", text[:first], text[first:]]).calls == [("add", text)]
@@ -320,6 +320,6 @@ def test_a_named_call_is_its_arguments() -> None:
 
 
 def test_long_strings_of_braces_take_linear_time() -> None:
-    """Oracle: the text itself, in well under the test's limit."""
+    """Oracle: the text itself, well within the test's limit."""
     for text in ("{" * 20_000, '{"name": "' * 2_000, '{"parameters": ' * 2_000, "<|python" * 2_000):
         assert find(llama(), [text[i : i + 4] for i in range(0, len(text), 4)]).content == text

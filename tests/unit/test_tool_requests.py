@@ -61,19 +61,19 @@ TIME = '{"name": "time", "parameters": {}}'
     ],
 )
 def test_required(text: str, several: bool, one: bool) -> None:
-    """Oracle: by hand: at least one call, of a tool, with its parameters; at most one if only one is wanted."""
+    """Oracle: by hand: at least one call of a tool with its parameters; at most one if only one is wanted."""
     assert follows(text, request("required")) is several
     assert follows(text, request("required", parallel_tool_calls=False)) is one
 
 
 def test_a_named_function() -> None:
-    """Oracle: its parameters and nothing else; no schema for a free choice."""
+    """Oracle: the tool's parameters alone; no schema for a free choice."""
     assert follows('{"city": {"n": "x"}}', request(NAMED)) and not follows("{}", request(NAMED))
     assert request("auto").schema() is None and request(None).choice == "auto"
 
 
 def test_definitions_that_contradict_each_other_are_refused() -> None:
-    """Oracle: the error; equal definitions are one."""
+    """Oracle: the error; equal definitions count as one."""
     assert follows(f"[{CALL}]", request("required", other=WEATHER))
     with pytest.raises(RequestError, match=r"define \$defs/City differently"):
         request("required", other=WEATHER | {"$defs": {"City": {"type": "string"}}}).schema()

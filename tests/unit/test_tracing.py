@@ -33,7 +33,7 @@ LATENCIES = (
 
 
 def spans_of(*requests: tuple[dict[str, object], dict[str, str]], leaves: bool = False) -> list[ReadableSpan]:
-    """The spans of these requests, bodies and headers; of ``leaves`` the client leaves after the first event."""
+    """The spans of these requests, bodies and headers; in ``leaves`` the client leaves after the first event."""
     exporter = InMemorySpanExporter()
 
     async def scenario(app: App) -> None:
@@ -71,7 +71,7 @@ def test_a_span_has_the_requests_figures() -> None:
 
 
 def test_the_callers_trace_goes_on() -> None:
-    """Oracle: the ids in the traceparent header; a header that is none begins a new trace."""
+    """Oracle: the ids in the traceparent header; an invalid header begins a new trace."""
     good = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "a=1"}
     with_parent, without = spans_of((BODY, good), (BODY, {"traceparent": "nonsense"}))
     assert with_parent.parent is not None and with_parent.context is not None and without.context is not None
@@ -81,7 +81,8 @@ def test_the_callers_trace_goes_on() -> None:
 
 
 def test_a_span_for_every_prompt_and_for_those_who_leave() -> None:
-    """Oracle: two prompts, two spans of one trace; a client that left: the reason, and no times of a whole answer."""
+    """Oracle: two prompts, two spans of one trace; for a client that left, the reason and no times of a whole
+    answer."""
     headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
     spans = spans_of(({**BODY, "prompt": [[1, 2], [3]]}, headers))
     assert sorted((span.attributes or {})["gen_ai.usage.prompt_tokens"] for span in spans) == [1, 2]  # type: ignore[type-var]
@@ -93,7 +94,7 @@ def test_a_span_for_every_prompt_and_for_those_who_leave() -> None:
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """An OTLP endpoint that takes everything: its URL and what it got."""
+    """An OTLP endpoint that accepts everything: its URL and what it received."""
     got: list[tuple[str, bytes]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -103,7 +104,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -117,7 +118,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 def test_spans_reach_a_collector(
     collector: tuple[str, list[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: a server over HTTP that takes OTLP; closing sends what is left."""
+    """Oracle: an HTTP server that accepts OTLP; closing sends the remaining spans."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
     url, got = collector

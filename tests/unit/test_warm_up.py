@@ -1,4 +1,4 @@
-"""The first steps of a rank: within the limits, of every kind, and without a trace in what comes after."""
+"""The first steps of a rank: within the limits, of every kind, and without effect on later steps."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class PlanReader:
         return self
 
     def result(self) -> None:
-        """Nothing."""
+        """An empty result."""
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 8), (2, 2), (5, 5), (256, 2048)])
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int, num_groups: int) -> None:
-    """Oracle: the limits; each step releases what the one before admitted and lies in block 0."""
+    """Oracle: the limits; each step releases the rows that the one before admitted, and lies in block 0."""
     runner: Any = PlanReader(num_groups)
     warm_up(runner, EngineConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, block_size=block_size))
     for plan in runner.plans:
@@ -58,14 +58,14 @@ def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int,
 
 
 def test_gpus_warm_up() -> None:
-    """A CPU's kernels are compiled by the time they are loaded."""
+    """Oracle: GPUs warm up; CPUs do not, because their kernels are compiled when they are loaded."""
     assert warms_up("cuda") and not warms_up("cpu")
 
 
 def test_nothing_is_left_of_the_first_steps(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: the tokens of an engine that has not warmed up; its phase is reported, and its steps are not counted."""
+    """Oracle: the tokens of an engine without a warm-up; its phase is reported, and its steps do not count."""
     folder, found = checkpoint("qwen3"), []
     for is_warm in (False, True):
         monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)

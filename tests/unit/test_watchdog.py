@@ -78,7 +78,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_death_is_seen_and_the_other_ranks_end() -> None:
-    """Oracle: real processes: one is killed, it is named; the other, which would wait for ever, is killed too."""
+    """Oracle: real processes: one is killed and named; the other, which would wait forever, is killed too."""
     board = JobBoard.create(3)
     with rank_process(board, 1) as first, rank_process(board, 2) as second, watchdog(board) as dog:
         dog.check()
@@ -91,7 +91,7 @@ def test_a_death_is_seen_and_the_other_ranks_end() -> None:
 
 
 def test_a_stopped_process_is_killed_at_the_hard_limit() -> None:
-    """Oracle: SIGSTOP; the soft limit is logged once, the hard one ends the process, which could not end itself."""
+    """Oracle: SIGSTOP; the soft limit is logged once; the hard one ends the process, which could not end itself."""
     board = JobBoard.create(2)
     limits = HangLimits(soft_s=0.6, hard_s=1.5, startup_s=60.0, cpu_proves_life=True)
     with rank_process(board, 1) as process, watchdog(board, limits) as dog:
@@ -103,7 +103,8 @@ def test_a_stopped_process_is_killed_at_the_hard_limit() -> None:
 
 
 def test_a_pid_of_another_process_is_not_touched() -> None:
-    """Oracle: a slot whose process ended, and whose number another process has: that one lives on, the rank is gone."""
+    """Oracle: a slot whose process has ended and whose pid another process has: that process survives, the rank is
+    gone."""
     board = JobBoard.create(2)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         slot = board.slots[1]
@@ -119,7 +120,7 @@ def test_a_pid_of_another_process_is_not_touched() -> None:
 
 
 def test_a_kernel_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a death is seen, and a stopped process killed, by pid and start time alone."""
+    """Oracle: pid and start time suffice to see a death and to kill a stopped process."""
 
     def none(_pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -138,7 +139,7 @@ def test_a_kernel_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_watching_costs_nothing() -> None:
-    """Oracle: CPU time over a second, below 1 % of a core, and no thread left."""
+    """Oracle: CPU time over a second, below 1 % of a core, and no thread remains."""
     board = JobBoard.create(2)
     num_threads = threading.active_count()
     with rank_process(board, 1), watchdog(board):

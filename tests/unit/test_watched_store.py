@@ -1,4 +1,4 @@
-"""A store whose waits end when the job has failed, also those inside torch.distributed."""
+"""A store whose waits end when the job has failed, also the waits inside torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tp_engine.ranks.store import WatchedStore
 
 ROOT = Path(__file__).parents[2]
 
-# Rank 0 of two whose other rank never comes: it must hear of that inside of init_process_group.
+# Rank 0 of two whose other rank never comes: it must hear of the failure inside init_process_group.
 LONELY = """
 import sys, time
 from datetime import timedelta
@@ -50,7 +50,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 def test_values_pass_through(store: dist.TCPStore) -> None:
-    """Oracle: the store beneath."""
+    """Oracle: the underlying store."""
     watched = WatchedStore(store, lambda: None, timeout_s=5)
     watched.set("a", "1")
     assert store.get("a") == watched.get("a") == b"1"
@@ -61,7 +61,7 @@ def test_values_pass_through(store: dist.TCPStore) -> None:
 
 
 def test_a_wait_ends_with_the_value(store: dist.TCPStore) -> None:
-    """Oracle: it is set while the wait is under way."""
+    """Oracle: the key is set during the wait."""
     watched = WatchedStore(store, lambda: None, timeout_s=20)
     setting = threading.Timer(0.05, store.set, ("late", "x"))
     setting.start()
@@ -70,7 +70,7 @@ def test_a_wait_ends_with_the_value(store: dist.TCPStore) -> None:
 
 
 def test_a_wait_ends_with_what_the_check_raises(store: dist.TCPStore) -> None:
-    """Oracle: the error, long before the deadline; and the deadline, where nothing is wrong."""
+    """Oracle: the error, long before the deadline; without a failure, the deadline."""
 
     def check() -> None:
         raise RankError(1, "its process is gone")
@@ -84,7 +84,7 @@ def test_a_wait_ends_with_what_the_check_raises(store: dist.TCPStore) -> None:
 
 
 def test_who_does_not_come_to_the_meeting_is_named(store: dist.TCPStore) -> None:
-    """Oracle: of three ranks, the first that has not joined is to blame, not the one that waits."""
+    """Oracle: of three ranks, the error blames the first that has not joined, not the one that waits."""
     store.set("rank 2 joins", "1")
     watched = WatchedStore(store, lambda: None, timeout_s=0.05)
     with pytest.raises(RankError, match=r"rank 1: has not joined the job in time \(missing: 1;") as caught:
@@ -93,13 +93,13 @@ def test_who_does_not_come_to_the_meeting_is_named(store: dist.TCPStore) -> None
 
 
 def test_a_process_group_that_meets_through_it_hears_of_a_death() -> None:
-    """Oracle: the error comes out of init_process_group, which waits for the other rank in C++."""
+    """Oracle: init_process_group, which waits for the other rank in C++, raises the error."""
     done = subprocess.run([sys.executable, "-c", LONELY], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.stdout == "rank 1: its process is gone True\n", done.stderr[-2000:]
 
 
 def test_the_groups_can_use_their_store_later(store: dist.TCPStore) -> None:
-    """Oracle: a second group meets through it: symmetric memory does that long after the start."""
+    """Oracle: a second group meets through the store: symmetric memory does that long after the start."""
     joined = groups.join(
         RankInfo(), store, RankProgress(), lambda: None, device_type="cpu", start_s=20.0, collective_s=20.0
     )

@@ -105,7 +105,8 @@ def test_sharded_files_equal_a_single_file(checkpoint: Callable[..., Path]) -> N
 
 
 def test_several_threads_load_what_one_loads(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the direct way; here through rooms of the host, as to a GPU, into another type and with padding."""
+    """Oracle: the direct path; here through staging buffers of the host, as to a GPU, into another type and with
+    padding."""
     config, folder = load_model_config(str(checkpoint("qwen3", max_shard_size="50KB")))
     info = RankInfo(rank=1, world_size=2)
     one, other = empty_parameters(config, info, torch.bfloat16), empty_parameters(config, info, torch.bfloat16)
@@ -129,7 +130,7 @@ def test_a_tensor_goes_through_a_smaller_room(dtype: torch.dtype) -> None:
 
 
 def test_threads_raise_what_went_wrong() -> None:
-    """Oracle: the failing item's own error; the sum otherwise.  One thread on CPUs, a share of the cores for a GPU."""
+    """Oracle: the failing item's own error, otherwise the sum.  One thread on CPUs, a share of the cores for a GPU."""
     cpu = torch.device("cpu")
     for num_threads in (1, 3):
         assert for_each(range(10), lambda item, _copy: item, cpu, num_threads) == 45
@@ -157,7 +158,7 @@ def fail_at_5(item: int, _copy: object) -> int:
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(change: str, message: str, tmp_path: Path) -> None:
-    """Oracle: the error names the tensor that was tampered with."""
+    """Oracle: the error names the altered tensor."""
     tensors = full_tensors(CONFIG)
     if change == "missing":
         del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -183,7 +184,7 @@ def test_harmless_extras_are_skipped(tmp_path: Path) -> None:
 
 
 def test_broken_files(tmp_path: Path) -> None:
-    """Oracle: each message says what is wrong with which file."""
+    """Oracle: each message names the file and its fault."""
     parameters = empty_parameters(CONFIG, RankInfo())
 
     def load() -> None:
@@ -211,7 +212,8 @@ def test_broken_files(tmp_path: Path) -> None:
 
 
 def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:
-    """Oracle: the same by hand: a transposed part of a tensor of three dimensions, with zeros beside; a whole one."""
+    """Oracle: the same by hand: a transposed part of a tensor of three dimensions, with zeros beside it; a whole
+    one."""
     stored = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
     codes = torch.randint(0, 255, (3, 5), dtype=torch.uint8)
     names = ("model.embed_tokens.weight", "model.codes")
@@ -238,7 +240,7 @@ def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:
 
 
 def test_the_first_spelling_with_an_embedding_is_taken(tmp_path: Path) -> None:
-    """Oracle: the same tensors in the usual spelling; tensors of other parts are skipped, others still refused."""
+    """Oracle: the same tensors in the usual spelling; tensors of other parts are skipped, all others are refused."""
     names = CheckpointNames(
         spellings=(("model.", "lm_head."), ("model.language_model.", "text.lm_head.")), skipped=("model.visual.",)
     )
@@ -261,7 +263,8 @@ def test_the_first_spelling_with_an_embedding_is_taken(tmp_path: Path) -> None:
 
 
 def test_dummy_parts_are_parts_of_one_tensor() -> None:
-    """Oracle: the whole tensor, sliced; also where the pool is used several times, and where a row is more than it."""
+    """Oracle: the whole tensor, sliced; also if the pool is used several times, and if a row is larger than the
+    pool."""
     shapes = {
         "model.w.weight": (POOL_SIZE // 1000 * 2 + 7, 1000),
         "model.b.bias": (64,),

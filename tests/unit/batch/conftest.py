@@ -13,7 +13,7 @@ from tp_engine.api.batch_job import run as batch_run
 
 @pytest.fixture(autouse=True)
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
-    """The engine of the next job; a job after it gets a fresh one."""
+    """An engine for each job in turn: every job gets a fresh one."""
     first = FakeLLM()
     unused = [first]
     monkeypatch.setattr(batch_run, "LLM", lambda **_: unused.pop() if unused else FakeLLM())
@@ -22,7 +22,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Good lines of different lengths, with bad ones among them."""
+    """Good lines of different lengths, with bad lines among them."""
     lines = [completion(f"id-{number}", "x" + "ab" * (number % 7)) for number in range(NUM_LINES)]
     lines[5] = "not json"
     lines[9] = completion("id-3", "twice")

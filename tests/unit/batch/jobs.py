@@ -1,4 +1,4 @@
-"""A batch job of forty lines, some of them bad, and what must come of it."""
+"""A batch job of forty lines, some of them bad, and the check of its results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ERRORS = {
 
 
 def check_all_there(*paths: Path) -> None:
-    """Every line has exactly one result, and the right one."""
+    """Every line has exactly one result, the right one."""
     written = [result for path in paths for result in results_of(path)]
     results = {int(result["id"].removeprefix("batch_req_")): result for result in written}
     assert len(results) == len(written) == NUM_LINES

@@ -1,4 +1,4 @@
-"""What batch jobs answer, refuse, and leave undone."""
+"""What batch jobs answer, what they refuse, and what they leave undone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tp_engine.request import FinishReason
 def test_every_line_gets_its_result(
     llm: FakeLLM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the fake engine repeats each prompt; bad lines are told apart by their codes; nothing keeps running."""
+    """Oracle: the fake engine repeats each prompt; each bad line has its own error code; nothing keeps running."""
     summary = run(source, tmp_path / "out.jsonl", summary_file=str(tmp_path / "summary.json"))
     check_all_there(tmp_path / "out.jsonl")
     assert not llm.engine.has_unfinished and len(llm.outputs) == 0
@@ -77,7 +77,8 @@ def test_all_endpoints(tmp_path: Path) -> None:
 
 
 def test_chat_and_sampling_options(llm: FakeLLM, tmp_path: Path) -> None:
-    """Oracle: the prompt by the template of the options, which the fake engine repeats; the sampling it was sent."""
+    """Oracle: the prompt as the options' template renders it, which the fake engine repeats; the sampling
+    parameters."""
     body = {"messages": [{"role": "user", "content": "hi"}]}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
@@ -92,7 +93,7 @@ def test_chat_and_sampling_options(llm: FakeLLM, tmp_path: Path) -> None:
 
 
 def test_tool_calls_and_reasoning(tmp_path: Path) -> None:
-    """Oracle: by hand; the engine repeats the prompt, which here is what the user says."""
+    """Oracle: by hand; the engine repeats the prompt, here the user's message."""
     text = '<think>Hm.</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     body = {"messages": [{"role": "user", "content": text}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     source = tmp_path / "in.jsonl"
@@ -106,7 +107,7 @@ def test_tool_calls_and_reasoning(tmp_path: Path) -> None:
 
 
 def test_beam_search(llm: FakeLLM, tmp_path: Path) -> None:
-    """Oracle: the fake engine's candidates by hand: a prompt's first byte, then those after it, less likely each."""
+    """Oracle: the fake engine's candidates by hand: a prompt's first byte, then the next bytes, each less likely."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     beams = {"use_beam_search": True, "max_tokens": 2}
     lines = [
@@ -126,7 +127,7 @@ def test_beam_search(llm: FakeLLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["finished", "input"])
 def test_order_of_results(source: Path, tmp_path: Path, order: str) -> None:
-    """Oracle: the line numbers; without a given order short answers overtake long ones."""
+    """Oracle: the line numbers; without a requested order, short answers overtake long ones."""
     run(source, tmp_path / "out.jsonl", output_order=order, max_in_flight=6)
     check_all_there(tmp_path / "out.jsonl")
     numbers = [int(result["id"].removeprefix("batch_req_")) for result in results_of(tmp_path / "out.jsonl")]
@@ -134,7 +135,7 @@ def test_order_of_results(source: Path, tmp_path: Path, order: str) -> None:
 
 
 def test_errors_in_a_file_of_their_own(source: Path, tmp_path: Path) -> None:
-    """Oracle: the same results, divided; both files count when the job goes on."""
+    """Oracle: the same results, in two files; both files count when the job resumes."""
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     run(source, output, error_file=str(errors))
     check_all_there(output, errors)
@@ -146,7 +147,7 @@ def test_errors_in_a_file_of_their_own(source: Path, tmp_path: Path) -> None:
 
 
 def test_shards_add_up(source: Path, tmp_path: Path) -> None:
-    """Oracle: the whole file's results, whatever the shard; a repeated id counts across shards."""
+    """Oracle: the whole file's results, for any number of shards; a repeated id counts across shards."""
     for count in (1, 2, 3, 7):
         paths = [tmp_path / f"out-{index}-{count}.jsonl" for index in range(1, count + 1)]
         summaries = [run(source, path, shard=f"{index}/{count}") for index, path in enumerate(paths, start=1)]
@@ -155,7 +156,7 @@ def test_shards_add_up(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_finished_job_starts_no_engine(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: nothing is asked of the engine, nothing written; also where only bad lines are left."""
+    """Oracle: the engine gets no request and no file is written, also when only bad lines are left."""
     run(source, tmp_path / "out.jsonl")
     before = (tmp_path / "out.jsonl").read_bytes()
     monkeypatch.setattr(batch_run, "LLM", pytest.fail)
@@ -171,7 +172,7 @@ def test_a_finished_job_starts_no_engine(source: Path, tmp_path: Path, monkeypat
 def test_validation_runs_nothing(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the numbers of the bad lines, the one that is too long for the model among them; no file appears."""
+    """Oracle: the numbers of the bad lines, including the one that is too long for the model; no file appears."""
     monkeypatch.setattr(batch_run, "LLM", pytest.fail)
     before = set(source.parent.iterdir())
     monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
@@ -185,7 +186,7 @@ def test_validation_runs_nothing(
 
 
 def test_strict_jobs_refuse_bad_files(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
-    """Oracle: the number of lines that can be known to be bad without the tokenizer; nothing was asked or written."""
+    """Oracle: the number of lines that are bad even without the tokenizer; no request and no result."""
     with pytest.raises(ConfigError, match=r"4 lines .* are bad"):
         run(source, tmp_path / "out.jsonl", strict=True, summary_file=str(tmp_path / "summary.json"))
     assert not llm.engine.added and (tmp_path / "out.jsonl").read_bytes() == b""
@@ -193,7 +194,7 @@ def test_strict_jobs_refuse_bad_files(llm: FakeLLM, source: Path, tmp_path: Path
 
 
 def test_few_lines_are_in_flight(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
-    """Oracle: the bound on prompts, with one line's prompts above it."""
+    """Oracle: the bound on prompts; the last line may exceed it by its own prompts."""
     most, step = 0, llm.engine.step
 
     def counting_step() -> Any:
@@ -234,7 +235,7 @@ def test_files_without_a_request(tmp_path: Path, text: str, num_lines: int) -> N
 
 
 def test_lines_that_the_engine_fails_or_refuses(llm: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: one line's trouble is that line's error (500, 400, 500); the others are answered."""
+    """Oracle: an error in one line is that line's result (500, 400, 500); the other lines are answered."""
     finish, add, prepare = FakeEngine.step, llm.engine.add_request, endpoints.prepare_request
 
     def step(engine: FakeEngine) -> Any:
@@ -285,7 +286,8 @@ def test_standard_streams(source: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_python_api(source: Path, tmp_path: Path) -> None:
-    """Oracle: options of the engine and of the job are told apart; unknown ones are refused with the nearest name."""
+    """Oracle: options of the engine and of the job each arrive; the error for an unknown one names the nearest
+    option."""
     summary = tp_engine.run_batch(source, tmp_path / "out.jsonl", device="cpu", max_num_seqs=4, output_order="input")
     assert isinstance(summary, tp_engine.BatchSummary) and summary.num_lines == NUM_LINES
     with pytest.raises(ConfigError, match="did you mean output_order"):
@@ -293,5 +295,5 @@ def test_the_python_api(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_fake_engine_has_the_demo_models_names() -> None:
-    """Oracle: what the jobs above take for granted."""
+    """Oracle: the demo model, which the jobs above take for granted."""
     assert os.path.samefile(INFO.model, EngineConfig().model)

@@ -1,4 +1,4 @@
-"""Batch jobs that end before their work is done, and go on where they stopped."""
+"""Batch jobs that end early and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> BaseProce
 
 
 def kill_after(process: BaseProcess, target: Path, num_lines: int, delay_s: float) -> bool:
-    """kill -9 a moment after ``target`` has so many lines; False if the process had ended by then."""
+    """kill -9 ``delay_s`` after ``target`` has ``num_lines`` lines; False if the process had ended by then."""
     try:
         wait_until(lambda: not process.is_alive() or target.read_bytes().count(b"\n") >= num_lines, "results")
         time.sleep(delay_s)
@@ -47,7 +47,7 @@ def kill_after(process: BaseProcess, target: Path, num_lines: int, delay_s: floa
 
 @pytest.mark.parametrize(("order", "seed"), [("finished", 1), ("finished", 2), ("input", 3), ("input", 4)])
 def test_jobs_that_are_killed_again_and_again(source: Path, tmp_path: Path, order: str, seed: int) -> None:
-    """Oracle: after kill -9 at random moments every line has one result in the end, and the right one."""
+    """Oracle: after kill -9 at random moments, every line has one result in the end, the right one."""
     rng, target = random.Random(seed), tmp_path / "out.jsonl"
     options: dict[str, Any] = {"output_order": order, "max_in_flight": 4}
     target.touch()
@@ -64,7 +64,7 @@ def test_jobs_that_are_killed_again_and_again(source: Path, tmp_path: Path, orde
 
 @pytest.mark.parametrize("seed", range(6))
 def test_an_output_that_was_cut_anywhere_is_completed(source: Path, tmp_path: Path, seed: int) -> None:
-    """Oracle: whole lines are kept and count, the rest is run; the next run finds nothing to do."""
+    """Oracle: whole lines are kept and count; the job runs the rest; the next run finds nothing to do."""
     rng, target = random.Random(seed), tmp_path / "out.jsonl"
     run(source, target, output_order=rng.choice(["input", "finished"]))
     kept = target.read_bytes()[: rng.randrange(target.stat().st_size)]
@@ -76,7 +76,7 @@ def test_an_output_that_was_cut_anywhere_is_completed(source: Path, tmp_path: Pa
 
 
 def test_an_interrupted_job_says_so_and_is_resumed(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
-    """Oracle: the results so far are whole lines; the rest comes with the next run of a fresh engine."""
+    """Oracle: the results so far are whole lines; the next run, with a fresh engine, adds the rest."""
     target = tmp_path / "out.jsonl"
     summary = run(source, target, stop=lambda: llm.engine.num_steps >= 30)
     num_results = len(results_of(target))
@@ -90,7 +90,7 @@ def test_an_interrupted_job_says_so_and_is_resumed(llm: FakeLLM, source: Path, t
 def test_an_engine_that_fails_leaves_what_was_done(
     llm: FakeLLM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the engine's error comes out; the summary tells of it; the next run goes on."""
+    """Oracle: the job raises the engine's error; the summary reports it; the next run resumes."""
     finish, num_ended = FakeEngine.step, 0
 
     def step(engine: FakeEngine) -> Any:
@@ -112,7 +112,7 @@ def test_an_engine_that_fails_leaves_what_was_done(
 
 
 def test_changed_inputs(source: Path, tmp_path: Path) -> None:
-    """Oracle: lines are known by their custom_id: in another order nothing is run again, new lines are run."""
+    """Oracle: custom_id identifies a line: in another order no line runs again, and new lines run."""
     target = tmp_path / "out.jsonl"
     lines = [completion(f"id-{number}", "ab") for number in range(6)]
     source.write_text("\n".join(lines))
