@@ -1,9 +1,9 @@
-"""All-reduces of ranks on CPUs: through shared memory and through gloo, in turns, in one run.
+"""Time all-reduces of ranks on CPUs: shared memory and gloo take turns in one run.
 
     python scripts/bench_all_reduce.py --ranks 2,4 --rows 1,64,512 --width 1024 --dtypes float32,bfloat16
 
-Prints per size the time that the slowest rank took, median and tenth percentile over all calls (each begins when all
-ranks are there), and the machine's load; ends with one JSON line.
+For each size it prints the slowest rank's time: median and tenth percentile over all calls.  Each call begins when all
+ranks are ready.  It also prints the machine's load, and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_ranks(num_ranks: int, args: argparse.Namespace) -> Figures:
 
 
 def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace, found: Queue[Figures]) -> None:
-    """One rank's life."""
+    """Join the other ranks and measure; rank 0 puts the figures into ``found``."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
     store = join_store("127.0.0.1", port, timeout_s=120)
@@ -100,7 +100,7 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace, fou
 def measure(
     tensor: torch.Tensor, kinds: dict[str, Communicator], library: Communicator, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Microseconds of each kind, of the slowest rank, and how many times as long gloo takes."""
+    """Microseconds of the slowest rank, for each kind; ``ratio`` is gloo's time over shared memory's."""
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(args.turns + 1):
         for kind, communicator in kinds.items():
@@ -116,7 +116,7 @@ def measure(
 
 
 def time_call(communicator: Communicator, tensor: torch.Tensor) -> float:
-    """Seconds of one all-reduce that all ranks begin at about the same time, as after another one."""
+    """Seconds of one all-reduce; another one before it makes all ranks begin at about the same time."""
     communicator.all_reduce(torch.zeros(1))
     started = time.perf_counter()
     communicator.all_reduce(tensor)

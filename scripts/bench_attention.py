@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time one attention layer's decode: prepare once per step, forward once per layer.  Ends with one JSON line.
 
-Beside each time: the keys and values it reads per second, as a share of the bandwidth measured in the same run.
+Beside each time it prints the rate of reading keys and values, as a share of the bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def decode_batch(
 
 
 def timed(prepare: Callable[[], object], forward: Callable[[], object], args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds per layer, and per step for what its layers share, which the first layer pays.
+    """Microseconds per layer, and microseconds per step for the work that all layers share; the first layer does it.
 
     ``cpu`` is this thread's own time: the figure to compare on a busy machine with one thread.
     """

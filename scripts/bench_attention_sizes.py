@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Which sizes the paged attention kernels should run with on this GPU: every candidate timed, the current one marked.
+"""Find the best sizes for the paged attention kernels on this GPU: time every candidate and mark the current one.
 
 Decodes are compared with the bandwidth of a plain copy in the same run, prompts with the rate of a large matrix
-product.  ``decode_sizes`` and ``prefill_sizes`` in tp_engine/kernels hold the choice.  Ends with one JSON line.
+product.  The sizes in use are in ``decode_sizes`` and ``prefill_sizes`` (tp_engine/kernels).  Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def decode_rows(
         row: dict[str, object] = {"kernel": "decode", "sizes": str(sizes), "is_current": sizes == current}
         try:
             seconds = seconds_per_launch(launches, 10)
-        except Exception as error:  # too much shared memory, say
+        except Exception as error:  # for example, too much shared memory
             yield row | {"error": f"{type(error).__name__}: {error}"}
             continue
         yield row | {"us": round(seconds * 1e6, 2), "share": round(num_bytes / seconds / bandwidth, 3)}

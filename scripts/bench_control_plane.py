@@ -1,17 +1,17 @@
-"""What one step costs besides the model: schedule, encode, publish until the last rank has decoded it, update.
+"""Time one step without the model: schedule, encode, publish until the last rank has decoded it, update.
 
-No model.  In one run, block by block in turn, on the same seeded load (prefix cache, chunked prefill, priorities and
-stop checks on):
+The contenders take turns, block by block, in one run on the same seeded load (prefix cache, chunked prefill, priorities
+and stop checks on):
 
 * tp_engine: the scheduler over arrays, plans in a fixed layout, the shared-memory ring;
 * pickled objects: the usual small-engine design, written for this comparison (benchmarks/control/objects.py);
 * vLLM: its scheduler and its MessageQueue, under the interpreter that --vllm-python names.
 
-A *decode* step runs one token of each row.  A *mixed* step also admits 32 prompts of 512 tokens, whole.  Readers are
-processes and are either blocked when a step begins, or spin; tp_engine's rank 0 calls blocked ones before it updates
-and before it schedules, which counts as part of both.  Times are microseconds on CLOCK_MONOTONIC;
-``publish_to_decoded`` is from before rank 0 encodes until the last reader holds the decoded step,
-``encoded_to_decoded`` the same without what encoding takes.
+A *decode* step runs one token of each row.  A *mixed* step also admits 32 whole prompts of 512 tokens.  Readers are
+processes; when a step begins they either are blocked or spin.  tp_engine's rank 0 wakes blocked readers before it
+updates and before it schedules; both times include this.  Times are microseconds on CLOCK_MONOTONIC.
+``publish_to_decoded`` begins before rank 0 encodes and ends when the last reader holds the decoded step;
+``encoded_to_decoded`` is the same without the encoding.
 Ends with one JSON line.
 """
 
@@ -38,7 +38,7 @@ STEPS_PER_TURN = {"decode": 50, "mixed": 5}
 
 
 def measure(contenders: list[Any], num_steps: int, turn: Turn) -> dict[str, dict[str, float]]:
-    """Figures of each contender over ``num_steps`` steps; they take turns like ``turn``."""
+    """Figures of each contender over ``num_steps`` steps; the contenders alternate in turns like ``turn``."""
     times = {contender.name: Times() for contender in contenders}
     gc.collect()
     gc.freeze()
@@ -52,7 +52,7 @@ def measure(contenders: list[Any], num_steps: int, turn: Turn) -> dict[str, dict
 
 
 def take_turn(contender: Any, times: Times, turn: Turn) -> None:
-    """A block of steps, here or in the contender's own process."""
+    """Run a block of steps, here or in the contender's own process."""
     if isinstance(contender, VllmProcess):
         contender.run_steps(times, turn)
     else:
@@ -77,7 +77,7 @@ def figures(times: Times) -> dict[str, float]:
 def run_case(
     options: argparse.Namespace, vllm: VllmProcess | None, *, num_readers: int, num_rows: int, mode: str, spins: bool
 ) -> dict[str, dict[str, float]]:
-    """All contenders, one case."""
+    """Measure all contenders in one case."""
     num_steps = options.rounds if mode == "mixed" else options.steps
     turn = Turn(STEPS_PER_TURN[mode], mode == "mixed", options.step_us, options.realtime)
     most_steps = num_steps + 2 * turn.num_steps

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Which tiles a layer's experts should run with on this GPU, beside PyTorch's grouped product of the same pairs.
+"""Find the best tiles for a layer's experts on this GPU, and compare with PyTorch's grouped product of the same pairs.
 
     python scripts/bench_experts.py                                   all shapes, 1 to 2048 tokens
     python scripts/bench_experts.py --shape qwen3-30b-a3b --tokens 1 32 256
 
-Every candidate is timed on random routing, that of ``TILES`` (tp_engine/kernels/experts_triton.py) marked.
-Times are compared with the least time: the bytes of the experts that any token goes to over the bandwidth of a plain
-copy, or the operations over the rate of a large matrix product, measured in the same run.  Ends with one JSON line.
+Every candidate is timed on random routing; the one in ``TILES`` (tp_engine/kernels/experts_triton.py) is marked.
+Times are compared with the least possible time.  That is the larger of two: the bytes of all experts in use, over the
+bandwidth of a plain copy; the operations, over the rate of a large matrix product.  Both rates are measured in the same
+run.  Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SHAPES = {
 
 
 def make_weights(shape: Shape) -> ExpertWeights:
-    """Random ones on the GPU."""
+    """Random weights on the GPU."""
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -67,14 +68,14 @@ def make_weights(shape: Shape) -> ExpertWeights:
 
 
 def least_seconds(shape: Shape, ids: torch.Tensor, bandwidth: float, rate: float) -> float:
-    """Of memory or of arithmetic, whichever takes longer."""
+    """The time of the memory traffic or of the arithmetic, whichever is longer."""
     parameters = 3 * shape.hidden * shape.inner
     num_bytes = len(set(ids.flatten().tolist())) * parameters * 2
     return max(num_bytes / bandwidth, 2 * ids.numel() * parameters / rate)
 
 
 def grouped_mm(weights: ExpertWeights, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """PyTorch's grouped products of the same pairs, sorted once beforehand; without the sort and the sum."""
+    """PyTorch's grouped products of the same pairs.  The pairs are sorted beforehand; sort and sum are not timed."""
     order = ids.flatten().sort(stable=True).indices
     counts = torch.bincount(ids.flatten(), minlength=len(weights.down))
     ends = counts.cumsum(0).to(torch.int32)
@@ -113,7 +114,7 @@ def rows_of(shape: Shape, num_tokens: int, bandwidth: float, rate: float) -> Ite
 def _timed(name: str, launches: Sequence[Callable[[], object]], least: float) -> dict[str, object]:
     try:
         seconds = seconds_per_launch(launches, 10)
-    except Exception as error:  # too much shared memory, say
+    except Exception as error:  # for example, too much shared memory
         return {"sizes": name, "error": f"{type(error).__name__}: {error}"}
     return {"sizes": name, "us": round(seconds * 1e6, 2), "share": round(least / seconds, 3)}
 

@@ -1,8 +1,8 @@
-"""``launch/serve.py`` with an engine that computes nothing: what is measured in front of it is the frontend's own cost.
+"""``launch/serve.py`` with an engine that computes nothing, to measure the frontend's own cost.
 
     python scripts/bench_fake_server.py --port 8000 --step-ms 20 --max-num-seqs 1000
 
-Every running request gets one token per step of ``--step-ms`` (0: at once).  The tokenizer is the demo model's.
+Every running request gets one token per step of ``--step-ms`` (0: no wait).  The tokenizer is the demo model's.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _TEXT = b"The quick brown fox jumps over the lazy dog. "  # one token per byte
 
 @dataclass(frozen=True, kw_only=True)
 class FakeConfig:
-    """The stand-in's own options."""
+    """The options of the fake engine."""
 
     step_ms: float = option(0.0, "time from one token of a request to its next; 0: as fast as it can")
 
 
 class InstantEngine:
-    """Gives the bytes of a text, over and over, to as many requests as there are; sequences end by length."""
+    """Answers every request with the bytes of one text, over and over; sequences end by length."""
 
     def __init__(self, config: EngineConfig, step_s: float) -> None:
         self._step_s = step_s
         self._next_s = 0.0
-        self._left: dict[str, int] = {}  # request id -> tokens that it still gets
+        self._left: dict[str, int] = {}  # request id -> number of tokens still to send
         self._num_steps = 0
         self.model_info = ModelInfo(
             model=str(DEMO_MODEL), tokenizer=str(DEMO_MODEL), max_model_len=1 << 20, vocab_size=263,
@@ -68,7 +68,7 @@ class InstantEngine:
         ]
 
     def step(self) -> StepOutput:
-        """One token for each running request; a request that ends gets a record with its reason."""
+        """One token for each running request; the last one also has the reason of the end."""
         time.sleep(max(0.0, self._next_s - time.monotonic()))
         self._next_s = max(self._next_s + self._step_s, time.monotonic())
         self._num_steps += 1
@@ -86,7 +86,7 @@ class InstantEngine:
         return StepOutput(request_ids=names, indices=[0] * len(names), token_ids=[token_id] * len(names), deltas=deltas)
 
     def stats(self) -> SchedulerStats:
-        """Only the number of running requests is meant."""
+        """Only the number of running requests is real."""
         return SchedulerStats(
             num_running=len(self._left), num_waiting=0, num_free_blocks=1, num_cached_blocks=0, num_used_blocks=0,
             num_live_tokens=0, fragmentation=0.0, num_prefix_query_tokens=0, num_prefix_hit_tokens=0,
@@ -107,7 +107,7 @@ class InstantEngine:
         )
 
     def check_health(self) -> None:
-        """Always well."""
+        """The engine is always healthy."""
 
     def close(self) -> None:
         """Nothing to free."""

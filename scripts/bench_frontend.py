@@ -1,11 +1,11 @@
-"""The HTTP frontend's own cost per streamed token, in front of an engine that computes nothing.
+"""Measure the HTTP frontend's own cost per streamed token, in front of an engine that computes nothing.
 
-    python scripts/bench_frontend.py                                    64 streams, as fast as they go
+    python scripts/bench_frontend.py                                    64 streams, at full speed
     python scripts/bench_frontend.py --streams 1000 --tokens 200 --step-ms 100
 
-The frontend is one process with one event loop; engine, client and health probe are processes of their own.  Prints
-the tokens per second of wall time, and per second of the frontend's CPU time, which is what one core gives; the time
-of ``/health`` under that load; the last line is one JSON object.
+The frontend is one process with one event loop; engine, client and health probe are separate processes.  It prints
+tokens per second of wall time, tokens per second of the frontend's CPU time (the rate of one full core), and the time
+of ``/health`` under this load.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROBE_EVERY_S = 0.02
 
 
 def main() -> int:
-    """Measure and print; 1 if a stream broke."""
+    """Measure and print; returns 1 if a stream broke."""
     args = parse_arguments()
     if args.probe:
         return probe_health(args.probe)
@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All streams at once, with a probe of ``/health`` beside them."""
+    """Run all streams at once, and a probe of ``/health`` beside them."""
     frontend = find_frontend()
     probe = subprocess.Popen(
         [sys.executable, __file__, "--probe", url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -82,7 +82,7 @@ def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Reader(asyncio.Protocol):
-    """Sends one request and reads to the end; ``whole`` tells whether the stream has all tokens."""
+    """Sends one request and reads to the end; ``whole``: the stream has all tokens."""
 
     def __init__(self, request: bytes, num_tokens: int) -> None:
         self._request = request
@@ -103,7 +103,7 @@ class Reader(asyncio.Protocol):
 
 
 async def stream_all(url: str, args: argparse.Namespace, *, num_streams: int, num_tokens: int) -> int:
-    """How many streams came to their end."""
+    """The number of streams that arrived whole."""
     where, loop = urlsplit(url), asyncio.get_running_loop()
     body: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
     body["stream_options"] = {"include_usage": True}

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Time every kernel on this GPU against the bandwidth of a plain copy in the same run.  Ends with one JSON line.
 
-Each kernel is launched from a CUDA graph, on as many sets of tensors in turn as do not fit into the L2 cache together,
-so neither the host nor the cache distorts its time.  Rows marked "warm" did fit, because all sets together are small.
+Each kernel is launched from a CUDA graph, so the host does not distort its time.  It takes turns on several sets of
+tensors that together exceed the L2 cache, so the cache does not either.  The sets of rows marked "warm" are so small
+that all fit into the cache.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ SHAPES = {
 VOCAB_SIZE = 151936
 MAX_SETS = 128
 MIN_LAUNCHES = 20
-MAX_REPEATS = 500  # rows that advance at every launch stay within their tables
+MAX_REPEATS = 500  # rows advance at every launch and must stay within their tables
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU does in this run: bytes per second of a copy, read and written ones counted, and operations per
-    second of a large matrix product."""
+    """This GPU's rates in this run: bytes per second of a copy (read plus written), operations per second of a large
+    matrix product."""
 
     copy: float
     matmul: float
 
 
 def number_of_sets(num_bytes: int, l2_bytes: int) -> int:
-    """Sets of tensors to take turns with: together four times the L2 cache, ``MAX_SETS`` at most."""
+    """The number of sets of tensors: together four times the L2 cache, ``MAX_SETS`` at most."""
     return min(MAX_SETS, max(1, -(-4 * l2_bytes // num_bytes)))
 
 
@@ -102,7 +103,7 @@ def measure(case: KernelCase, ceilings: Ceilings, repeats: int) -> dict[str, obj
     num_sets = number_of_sets(case.num_bytes, l2_bytes)
     try:
         seconds = seconds_per_launch([case.make() for _ in range(num_sets)], repeats)
-    except Exception as error:  # one kernel that fails must not cost the figures of the others
+    except Exception as error:  # the other kernels must still be measured
         return {"kernel": case.kernel, "size": case.size, "error": f"{type(error).__name__}: {error}"}
     return row_of(case, seconds, ceilings, num_sets=num_sets, l2_bytes=l2_bytes)
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Time a linear layer's product on this CPU, three ways side by side.  Ends with one JSON line.
 
-Ways: ``F.linear``, oneDNN with a packed weight, ours with one in panels (``PackedWeight``).  As many copies of the
-weight take turns as do not fit into the caches together, as the layers of a model do.  Each time is the best of
-several, and the ways alternate.  Beside it: the weight's bytes per second, and their share of the read bandwidth
-measured in the same run.
+Ways: ``F.linear``; oneDNN with a packed weight; this project's product with a weight in panels (``PackedWeight``).
+Several copies of the weight take turns and together exceed the caches, as the layers of a model do.  The ways
+alternate, and each time is the best of several.  Beside it: the weight's bytes per second, and their share of the read
+bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_COPIES = 64
 
 
 def ways(weight: torch.Tensor) -> dict[str, tuple[Product, torch.Tensor]]:
-    """Each way's product, and the weight as it wants it."""
+    """Each way's product, and the weight in the form that it needs."""
     found: dict[str, tuple[Product, torch.Tensor]] = {"plain": (F.linear, weight)}
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     pointwise = torch.ops.mkldnn._linear_pointwise
@@ -42,9 +42,9 @@ def ways(weight: torch.Tensor) -> dict[str, tuple[Product, torch.Tensor]]:
 
 
 def best_seconds(products: dict[str, list[Callable[[], object]]], seconds: float) -> dict[str, float]:
-    """The shortest call of each way; all ways get about ``seconds`` together, and each call another weight.
+    """The shortest call of each way; all ways together take about ``seconds``, and each call uses another weight.
 
-    Ways that share a weight are half a round apart, so that none finds in a cache what the one before it has read.
+    Ways that share a weight are half a round apart, so that a weight has left the caches before the next way reads it.
     """
     best = dict.fromkeys(products, float("inf"))
     until, turn = time.perf_counter() + seconds, 0

@@ -8,10 +8,10 @@
     python scripts/bench_offline.py --shape qwen3-0.6b --nano-vllm-path ~/nano-vllm          on a GPU
     python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --devices 0,0 --no-peer
 
-On CPUs the engines alternate; on a GPU each has the device's memory to itself, one after the other.  Prints per
-workload the median of the rounds, the ratios between the engines, and the roofline that follows from what the machine
-was measured to do in the same run; the last line is one JSON object.  The Qwen3 shapes have random ("dummy") weights.
-vllm, ctranslate2 and llama.cpp run in processes of their own, on the same checkpoint; a peer that is not found is left
+On CPUs the engines alternate.  On a GPU they run one after the other, each alone in the device's memory.  For each
+workload it prints the median of the rounds, the ratios between the engines, and the roofline of the machine's rates,
+which are measured in the same run.  The last line is one JSON object.  The Qwen3 shapes have random ("dummy") weights.
+vllm, ctranslate2 and llama.cpp run in separate processes, on the same checkpoint.  A peer that is not found is left
 out, with the reason.
 """
 
@@ -34,7 +34,7 @@ from benchmarks.workloads import WORKLOADS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; 1 if an engine failed."""
+    """Measure and print; returns 1 if an engine failed."""
     args = parse_arguments(arguments, __doc__)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     reports = []
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
-    """Run every workload on every engine; a fresh seed each round keeps prefix caches honest."""
+    """Run every workload on every engine; each round has a fresh seed, so that no prefix cache knows its prompts."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     cost, ceilings, vocab_size = model_cost(config, args.dtype), measure_ceilings(args), config["vocab_size"]
     peers, skipped = peer_makers(args, model)
@@ -63,7 +63,7 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
 
 
 def measure_ceilings(args: argparse.Namespace) -> Ceilings:
-    """Of all devices that the largest engine uses; a CPU's cores are shared by its ranks."""
+    """The rates of all devices that the largest engine uses together; ranks on a CPU share its cores."""
     if not torch.cuda.is_available():
         rate = cpu_matmul_rate(getattr(torch, args.dtype))
         return Ceilings(bytes_per_s=read_bandwidth(), flops_per_s=rate)
@@ -75,7 +75,7 @@ def measure_ceilings(args: argparse.Namespace) -> Ceilings:
 
 
 def describe(args: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> dict[str, object]:
-    """What was run, on what, and what the machine can do."""
+    """The model, the options, the machine and its measured rates."""
     on_gpu = torch.cuda.is_available()
     kind = "copy" if on_gpu else "read"
     step_s = decode_step_s(cost, ceilings, num_rows=1, num_context_tokens=0)

@@ -1,13 +1,13 @@
-"""Paged against contiguous allocation of the KV cache: memory, throughput; and decoding with and without a cache.
+"""Compare paged with contiguous allocation of the KV cache, and decoding with and without a cache.
 
     python scripts/bench_paging.py                                  everything, shape C in float32
     python scripts/bench_paging.py --sections memory                shares of the pool alone: exact, needs no model
     python scripts/bench_paging.py --shape B --dtype bfloat16 --rounds 5 --plot paging.svg
 
-memory: how much of the pool holds tokens, by the scheduler of this project over four traces; a contiguous reservation
-is as long as the longest request.  throughput: one engine, one pool, requests at once; contiguous admits only as many
-as the pool has reservations.  cache: seconds per generated token; --stride 1 measures every token without a cache.
-The last line is one JSON object.
+memory: the share of the pool that holds tokens, from this project's scheduler over four traces; a contiguous
+reservation is as long as the longest request.  throughput: one engine, one pool, requests at once; contiguous
+allocation admits one request per reservation.  cache: seconds per generated token; --stride 1 measures every token
+without a cache.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECTIONS = ("memory", "throughput", "cache")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what was asked for and print it."""
+    """Measure the chosen sections and print them."""
     args = parse_arguments(arguments)
     report: dict[str, Any] = {"benchmark": "paging", "machine": processor_name(), "block_size": args.block_size}
     if "memory" in args.sections:
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, model: str, report: dict[str, Any]) -> Non
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """What was measured, with the goals beside it."""
+    """Print the figures beside their goals."""
     print(f"\n{report['machine']}; blocks of {report['block_size']} tokens")
     for row in report.get("memory", ()):
         print(

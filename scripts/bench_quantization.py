@@ -1,13 +1,13 @@
-"""What quantised weights cost in accuracy: logits beside the unquantised model's, and the demo model's own tasks; and
-how long one product takes by each of torch's ways.
+"""Measure what quantised weights cost in accuracy (logits, and the demo model's tasks), and time one product by each of
+torch's ways.
 
     python scripts/bench_quantization.py --shape B --dtype float32 --tokens 64
     python scripts/bench_quantization.py --demo --samples 50
     python scripts/bench_quantization.py --products 4096x1024 --dtype bfloat16
 
-Logits are compared at every position of one random prompt, on one rank: relative root mean square error, mean KL
-divergence in nats, and how often the likeliest token is the same.  Weights are random, so their distribution is that of
-a model which has just been initialised.  The last line is one JSON object.
+Logits are compared with the unquantised model's at every position of one random prompt, on one rank: relative root mean
+square error, mean KL divergence in nats, and how often the likeliest token is the same.  Weights are random, as in a
+newly initialised model.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def time_products(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_logits(args: argparse.Namespace) -> dict[str, Any]:
-    """The quantised model's logits against the other's."""
+    """Compare the quantised model's logits with the unquantised model's."""
     with tempfile.TemporaryDirectory() as name:
         folder = make_folder(Path(name), args.shape, args.dtype)
         exact, found = (prompt_logits(folder, args, kind) for kind in (None, args.quantization))
@@ -79,7 +79,7 @@ def compare_logits(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | None) -> torch.Tensor:
-    """Logits (tokens, vocabulary) in float64 of a random prompt, without a KV cache."""
+    """Float64 logits (tokens, vocabulary) of a random prompt, without a KV cache."""
     from tp_engine.attention.base import AttentionNeeds
     from tp_engine.attention.registry import select_backend
     from tp_engine.layers.attention import forward_context
@@ -116,7 +116,7 @@ def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | No
 
 
 def one_prompt(num_tokens: int) -> Any:
-    """The metadata of one new request whose tokens are stored nowhere."""
+    """The metadata of one new request whose K and V are not stored."""
     from tp_engine.attention.base import AttentionMetadata
 
     lens = np.array([num_tokens], dtype=np.int32)
@@ -132,7 +132,7 @@ def one_prompt(num_tokens: int) -> Any:
 
 
 def compare_answers(args: argparse.Namespace) -> dict[str, Any]:
-    """Share of exactly right replies per task of the demo model: (unquantised, quantised)."""
+    """The share of exactly right replies for each task of the demo model: (unquantised, quantised)."""
     scores = [answer_scores(kind, args.samples) for kind in (None, args.quantization)]
     return {"samples": args.samples} | {name: [score[name] for score in scores] for name in QUICK}
 

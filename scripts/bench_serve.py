@@ -1,13 +1,13 @@
-"""Serving benchmark: a sweep of request rates over HTTP against an OpenAI-compatible server.
+"""Serving benchmark: measure an OpenAI-compatible server over HTTP at several request rates.
 
     python scripts/bench_serve.py --base-url http://127.0.0.1:8000 --request-rate 1,2,4,8,inf --num-prompts 200
     python scripts/bench_serve.py --model PATH --tensor-parallel-size 2 --goodput ttft:500 tpot:50
     python scripts/bench_serve.py --fake-engine --max-concurrency 64           the HTTP process alone
     python scripts/bench_serve.py --shape qwen3-0.6b --server-args "--max-model-len 2048"            on a GPU
 
-Without --base-url it starts tp_engine's server and stops it again.  Arrivals follow a Poisson process and do not wait
-for earlier answers.  Prints one line per rate; the last line is one JSON object whose "results" have the field names
-of ``vllm bench serve``.  --result-dir keeps a JSON file per rate and a picture of the sweep.
+Without --base-url it starts tp_engine's server and stops it at the end.  Arrivals follow a Poisson process and do not
+wait for earlier answers.  It prints one line per rate; the last line is one JSON object whose "results" have the field
+names of ``vllm bench serve``.  --result-dir keeps a JSON file per rate and a picture of all rates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WARM_UP_SEED = 1_000_000
 
 
 def main() -> int:
-    """Measure and print; 1 if any request failed."""
+    """Measure and print; returns 1 if any request failed."""
     args = parse_arguments(__doc__)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a started server is stopped
     with contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ def started_server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
 
 
 async def sweep(args: argparse.Namespace, base_url: str) -> dict[str, Any]:
-    """One rate after the other, each with prompts of its own; prints and saves as it goes."""
+    """Measure one rate after the other, each with fresh prompts; print and save each result at once."""
     args.vocab_size = args.vocab_size or 10_000
     target = await find_target(args, base_url)
     await send_all(target, make_requests(args, args.num_warmups, _WARM_UP_SEED), [0.0] * args.num_warmups, None)
@@ -121,7 +121,7 @@ async def find_target(args: argparse.Namespace, base_url: str) -> Target:
 async def measure(
     args: argparse.Namespace, target: Target, rate: float, seed: int
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """One rate: what was asked for, and the figures."""
+    """Measure one rate; returns its settings and figures."""
     requests = make_requests(args, args.num_prompts, seed)
     times = arrival_times(len(requests), rate, args.burstiness, seed)
     answers, duration_s = await send_all(target, requests, times, args.max_concurrency)
@@ -138,7 +138,7 @@ async def measure(
 
 
 def save(args: argparse.Namespace, result: dict[str, Any], answers: list[Answer]) -> None:
-    """A file per rate, as ``vllm bench serve --save-result`` writes it."""
+    """Write one rate's file in the form of ``vllm bench serve --save-result``."""
     if args.result_dir is None:
         return
     content = result | (details(answers) if args.save_detailed else {})

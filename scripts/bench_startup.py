@@ -1,13 +1,13 @@
-"""Start-up benchmark: from the begin of a process to the first token, tp_engine beside vLLM, in one run.
+"""Start-up benchmark: time tp_engine and vLLM from the start of a process to the first token, in one run.
 
     python scripts/bench_startup.py --rounds 5 --threads 2 --peer-python vllm=~/vllm/bin/python
     python scripts/bench_startup.py --cells C:float32 --contenders llm,server --no-peer
 
-Every start is a process of its own; the contenders alternate.  ``llm`` is a script that makes an ``LLM`` and generates
-one token, ``server`` is launch/serve.py until ``GET /health`` answers 200, then one completion; vLLM runs like ``llm``.
-All load the same checkpoint, with a tokenizer.  The first round is not counted: files come into the page cache and
-kernels are compiled.  Prints per cell the medians of the phases and of the whole, and vLLM's total over ours; the last
-line is one JSON object.  A peer that is not found is left out, with the reason.
+Every start is a fresh process; the contenders alternate.  ``llm`` is a script that makes an ``LLM`` and generates one
+token.  ``server`` is launch/serve.py until ``GET /health`` answers 200, then one completion.  vLLM runs like ``llm``.
+All load the same checkpoint, with a tokenizer.  The first round does not count: it fills the page cache and compiles
+kernels.  For each cell it prints the medians of the phases and of the whole, and vLLM's total over ours.  The last line
+is one JSON object.  A peer that is not found is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_MODEL_LEN = 1024
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; 1 if a contender failed."""
+    """Measure and print; returns 1 if a contender failed."""
     args = parse_arguments(arguments)
     found = None if args.no_peer else find_peer("vllm", args.peer_python["vllm"])
     skipped = {"vllm": found} if isinstance(found, str) else {}
@@ -95,7 +95,7 @@ Makers = dict[str, Callable[[], Start]]
 
 
 def contenders(args: argparse.Namespace, model: str, dtype: str) -> Makers:
-    """What starts each of ours once."""
+    """tp_engine's contenders: functions that each start one once."""
     makers: Makers = {}
     for size in args.sizes:
         options = {"dtype": dtype, "max_model_len": _MAX_MODEL_LEN, **args.engine_options}
@@ -111,14 +111,14 @@ def contenders(args: argparse.Namespace, model: str, dtype: str) -> Makers:
 
 
 def vllm_start(args: argparse.Namespace, model: str, dtype: str, python: str) -> Callable[[], Start]:
-    """What starts vLLM once, with the options that ours has too."""
+    """A function that starts vLLM once, with tp_engine's options."""
     options = {"dtype": dtype, "max_model_len": _MAX_MODEL_LEN, "disable_log_stats": True, **args.peer_options}
     spec = {"model": model, "options": options, "threads": args.threads}
     return partial(api_start, "vllm", python, spec, timeout_s=args.timeout_s)
 
 
 def run_rounds(makers: Makers, num_rounds: int) -> tuple[dict[str, list[Start]], dict[str, str]]:
-    """The starts that count of every contender, alternating, and why the others failed."""
+    """Each contender's counted starts, and the reason of each failure; the contenders alternate."""
     starts: dict[str, list[Start]] = {name: [] for name in makers}
     failures: dict[str, str] = {}
     for number in range(num_rounds + 1):
@@ -160,7 +160,7 @@ def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def print_cell(cell: Mapping[str, Any]) -> None:
-    """Each contender's total, then its phases, then what is known of their parts."""
+    """Print each contender's total, then its phases, then the known parts of the phases."""
     print(f"\nshape {cell['shape']} in {cell['dtype']}, seconds")
     for row in cell["contenders"]:
         ratio = "" if row["ratio"] is None else f"   vLLM takes {row['ratio']:.2f}x"

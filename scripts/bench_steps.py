@@ -1,12 +1,11 @@
-"""Decode steps from the inside: time per step; how long a GPU waits between two of them, or what a CPU does in them.
+"""Profile decode steps: the time per step, a GPU's wait between two steps, and what a CPU does within a step.
 
     python scripts/bench_steps.py --shape qwen3-0.6b --batch-size 256 --context-len 512
     python scripts/bench_steps.py --shape B --dtype bfloat16 --batch-size 32 --context-len 72 --threads 2   on a CPU
 
-All requests decode together.  First the period of a step is timed without any tool; then as many steps run under
-torch's profiler, and the GPU's idle time is what its kernels and copies leave uncovered.  The gap between two steps is
-the longest idle time in each step's period.  Then the time of each kernel (on a CPU: of rank 0's).  Ends with one JSON
-line.
+All requests decode together.  First the period of a step is timed without a profiler; then the same number of steps
+runs under torch's profiler.  The GPU is idle while no kernel or copy runs.  The gap between two steps is the longest
+idle time in each step's period.  It also prints the time of each kernel (on CPUs: rank 0's).  Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Interval = tuple[float, float]
 _WARM_UP_STEPS = 16
 _BUDGET = 16384
 _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-_NAME_LENGTH = 80  # a library's kernel has its template's arguments in its name
+_NAME_LENGTH = 80  # a library's kernel name includes template arguments and can be very long
 
 
 def main() -> int:
@@ -66,7 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, Any]:
-    """Time the steps of one engine; rank 0's GPU is the one that is looked at."""
+    """Time the steps of one engine; only rank 0's GPU is profiled."""
     from tp_engine import LLM
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -99,7 +98,7 @@ def measure(args: argparse.Namespace, folder: Path, trace: Path) -> dict[str, An
 
 
 def idle_intervals(busy: Sequence[Interval]) -> list[float]:
-    """Lengths of the gaps between intervals that may overlap, in order of time."""
+    """Lengths of the gaps between intervals, in order of time; intervals may overlap."""
     gaps, end = [], None
     for begin, until in sorted(busy):
         if end is not None and begin > end:
@@ -109,9 +108,9 @@ def idle_intervals(busy: Sequence[Interval]) -> list[float]:
 
 
 def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """From a Chrome trace's events (microseconds): busy and idle time per step, and the gap between two steps.
+    """Busy and idle time per step and the gap between two steps, from a Chrome trace's events (microseconds).
 
-    A step's period has at least one gap; the ``num_steps - 1`` longest are taken for those between the steps.
+    A step's period has at least one gap; the ``num_steps - 1`` longest gaps count as those between the steps.
     """
     busy = [
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
@@ -133,7 +132,7 @@ def device_figures(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str
 
 
 def device_kernels(events: Sequence[dict[str, Any]], num_steps: int, period_us: float) -> dict[str, float]:
-    """Microseconds per step of the device's kernels and copies by name, longest first; below a hundredth: ``other``."""
+    """Microseconds per step of each kernel and copy, longest first; ``other`` sums those below a hundredth."""
     times: dict[str, float] = {}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in _DEVICE_EVENTS:
@@ -161,7 +160,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _output_len(args: argparse.Namespace) -> int:
-    """Enough for the first request to run until the last one's prompt is done, and for all the steps after it."""
+    """Enough tokens for the first request to run until the last prompt is computed, and through all steps after it."""
     num_prompt_steps: int = -(-args.batch_size * args.context_len // (_BUDGET - args.batch_size))
     return 2 * num_prompt_steps + _WARM_UP_STEPS + 2 * int(args.steps) + 16
 
@@ -175,7 +174,7 @@ def _ceilings(args: argparse.Namespace) -> Ceilings:
 
 
 def _start_requests(llm: Any, args: argparse.Namespace, vocab_size: int) -> None:
-    """Add all requests and turn the engine until all of them have decoded for a while."""
+    """Add all requests and run steps until all of them have decoded for a while."""
     from tp_engine import SamplingParams
 
     rng = np.random.default_rng(0)

@@ -127,7 +127,7 @@ def copy(rng: random.Random, size: int = 0) -> Turn:
 
 
 def recall_table(rng: random.Random, pairs: int) -> dict[str, str]:
-    """Return `pairs` distinct keys (one letter, or two where one is not enough) with their values."""
+    """Return `pairs` distinct keys (one letter each, or two if letters run out) with their values."""
     letters = string.ascii_lowercase
     if pairs <= 26 and rng.random() < 0.7:
         keys = rng.sample(letters, pairs)
@@ -140,7 +140,7 @@ def recall_table(rng: random.Random, pairs: int) -> dict[str, str]:
 
 
 def recall_turns(rng: random.Random, pairs: int, questions: int = 1) -> list[Turn]:
-    """`a=3 b=7 ? b` -> `7`; further questions of the same table are turns of their own: `? a` -> `3`."""
+    """`a=3 b=7 ? b` -> `7`; each further question about the table is another turn: `? a` -> `3`."""
     table = recall_table(rng, pairs)
     keys = list(table)
     first = rng.choice(keys)
@@ -159,7 +159,7 @@ def recall(rng: random.Random, size: int = 0) -> Turn:
 
 
 def chat(rng: random.Random, size: int = 0) -> Turn:
-    """A greeting, or any message that is no task, gets the fixed help sentence."""
+    """A greeting, or any other message that is not a task, gets the fixed help sentence."""
     if rng.random() < 0.5:
         text = rng.choice(GREETINGS)
     else:

@@ -149,7 +149,7 @@ def weighted_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Ten
 
 @dataclass
 class Progress:
-    """What a resumed run needs to know besides the tensors: steps and time over all stages."""
+    """What a resumed run needs besides the tensors: steps and time over all stages."""
 
     step: int = 0
     seconds: float = 0.0
@@ -256,7 +256,7 @@ def save_folder(model: Qwen3ForCausalLM, out: Path) -> None:
         build_tokenizer().save_pretrained(folder)
         settings_path = Path(folder) / "tokenizer_config.json"
         settings = json.loads(settings_path.read_text())
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # also known to readers older than this one
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # older versions of transformers know it too
         settings_path.write_text(json.dumps(settings, indent=2) + "\n")
         for path in sorted(Path(folder).iterdir()):
             os.chmod(path, 0o644)
@@ -326,7 +326,7 @@ def checkpoint(trainer: Trainer, samples: int) -> None:
         + ", ".join(f"{name} {score:.2f}" for name, score in scores.items()),
         flush=True,
     )
-    if mean >= trainer.progress.best - 0.02:  # few samples: a draw goes to the newer weights
+    if mean >= trainer.progress.best - 0.02:  # few samples are noisy: near a tie, keep the newer weights
         trainer.progress.best = mean
         save_folder(model.to(torch.bfloat16), trainer.args.out)
     trainer.save_state()

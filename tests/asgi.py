@@ -1,6 +1,6 @@
 """The server's application in this process and event loop, in front of an engine in a thread.
 
-``Exchange`` plays one client in full: it may leave after any event, and read as slowly as it likes.
+``Exchange`` is one client: it may leave after any event, and may read at any speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.002
 
 @dataclass
 class Reply:
-    """A whole answer; ``events`` are the data of its server-sent events."""
+    """A whole answer; ``events`` is the data of its server-sent events."""
 
     status: int
     headers: dict[str, str]
@@ -44,9 +44,9 @@ class Reply:
 
 @dataclass
 class Exchange:
-    """One request on its way: parts of the answer arrive in ``parts``; ``leave`` is the client's going.
+    """One running request: parts of the answer arrive in ``parts``; ``leave`` closes the client's connection.
 
-    ``may_read`` cleared, the client reads nothing: the server's sending waits, as at a full socket.
+    While ``may_read`` is cleared, the client does not read and the server's sending waits, as with a full socket.
     """
 
     app: FastAPI
@@ -77,7 +77,7 @@ class Exchange:
         return Reply(self.status, self.reply_headers, b"".join(self.parts))
 
     async def ended(self) -> None:
-        """Wait until the server has done with the request, answered or not."""
+        """Wait until the server has finished with the request, answered or not."""
         await asyncio.wait_for(asyncio.shield(self._task), DEADLINE_S)
 
     async def _run(self) -> None:
@@ -90,7 +90,7 @@ class Exchange:
         }  # fmt: skip
         try:
             await self.app(scope, self._receive, self._send)
-        except Exception:  # as a server does: an answer that has begun stands
+        except Exception:  # as in a server, a started answer stays as it is
             if self.status is None:
                 raise
 
@@ -121,7 +121,7 @@ class App:
     service: ServiceThread
 
     def start(self, method: str, path: str, body: object = None, **headers: str) -> Exchange:
-        """Begin a request; ``body`` is sent as it is if it is bytes, else as JSON."""
+        """Begin a request; a ``body`` of bytes is sent unchanged, any other as JSON."""
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         return Exchange(self.app, method, path, raw, headers)
 

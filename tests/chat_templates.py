@@ -1,4 +1,4 @@
-"""Chat templates in the manner of known models, short."""
+"""Short chat templates in the style of known models."""
 
 from __future__ import annotations
 

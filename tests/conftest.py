@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: small checkpoints, one thread per process, and nothing left behind."""
+"""Fixtures of the whole suite: small checkpoints, one thread per process, checks for leaks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.leaks import footprint, leaked_since
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
 
-# Before torch is imported, here and in every process that a test starts: several ranks share a few cores.
+# Set before torch is imported, here and in every process that a test starts, because several ranks share a few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# These run on every rank of a torchrun job: scripts/test_multi_gpu.
+# scripts/test_multi_gpu runs these on every rank of a torchrun job.
 collect_ignore = [] if "RANK" in os.environ else ["multi_gpu"]
 
 
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
-    """Undo what a launched process does to the library's logger."""
+    """Restore the library's logger, which a launched process changes."""
     logger = logging.getLogger("tp_engine")
     before = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The parity table: which families equalled transformers, where, in the settings that this run has tried."""
+    """Print the parity table: the families that equalled transformers, with the ranks and settings of this run."""
     found: dict[str, dict[str, dict[int, bool]]] = {}
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         for key, value in getattr(report, "user_properties", ()):

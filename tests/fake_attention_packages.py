@@ -1,8 +1,8 @@
-"""The functions of attention packages that we call, in plain PyTorch loops with their documented semantics.
+"""The functions that tp_engine calls in attention packages, as plain PyTorch loops with the documented semantics.
 
 flash-attn 2.x (the module's two functions), flash-attn 3 (``version_3``), PyTorch's ``varlen_attn`` and flashinfer's
-paged prefill wrapper.  Keyword names, shapes, types and the lower-right causal alignment are those of the packages'
-documentation; what a real kernel would refuse is asserted.
+paged prefill wrapper.  Keyword names, shapes, types and the lower-right causal alignment follow the packages'
+documentation; assertions refuse the arguments that a real kernel would refuse.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def varlen_attn(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """PyTorch's: window (-1, 0) is causal without a limit."""
+    """PyTorch's function: window (-1, 0) is causal without a limit."""
     assert seqused_k is not None and block_table is not None and scale is not None and num_splits == 1
     assert enable_gqa == (query.shape[1] != key.shape[2]) and window_size[1] == 0
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
@@ -115,7 +115,7 @@ def varlen_attn(
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """flashinfer's: sums of lengths on the host, block ids of all requests one after the other on the device."""
+    """flashinfer's wrapper: sums of lengths on the host; the block ids of all requests, joined, on the device."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
         assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"

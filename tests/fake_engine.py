@@ -1,7 +1,7 @@
-"""An engine without a model: it gives known tokens, one per sequence and step, behind the interface of ``Engine``.
+"""An engine without a model, with the interface of ``Engine``: it gives known tokens, one per sequence and step.
 
-``FakeEngine`` may be driven directly, or served by ``fake_service`` in a thread; to be killed, a process serves it:
-``python -m tests.fake_engine ADDRESS``.
+A test may drive ``FakeEngine`` directly, or serve it in a thread with ``fake_service``.  ``python -m tests.fake_engine
+ADDRESS`` serves it in a process that the test may kill.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def arith(request: EngineRequest) -> list[int]:
 
 
 def says(token_ids: Sequence[int]) -> Reply:
-    """Always these tokens, then the end."""
+    """A reply of these tokens, then the end."""
     return lambda request: [*token_ids, *request.eos_token_ids[:1]]
 
 
@@ -122,7 +122,7 @@ def fake_logprobs(token_ids: Sequence[int], num_alternatives: int) -> TokenLogpr
 
 
 def in_columns(deltas: Sequence[SequenceDelta]) -> StepOutput:
-    """As ``Scheduler.update`` puts it: those with one token and nothing else in columns."""
+    """The form of ``Scheduler.update``: deltas with one token and nothing else are in columns."""
     plain = [delta for delta in deltas if not (delta.finish_reason or delta.logprobs or delta.prompt_logprobs)]
     return StepOutput(
         request_ids=[delta.request_id for delta in plain],
@@ -158,7 +158,7 @@ def fake_rank(rank: int, num_steps: int) -> RankReport:
 
 
 def fake_view(running: Sequence[_Sequence], num_blocks: int, limits: ViewLimits) -> SchedulerView:
-    """Sequence number i holds block i."""
+    """A view in which sequence number i holds block i."""
     cells = bytearray(num_blocks // 4)
     for block in range(len(running)):
         cells[block // 4] |= 2 << 2 * (block % 4)
@@ -188,7 +188,7 @@ def fake_view(running: Sequence[_Sequence], num_blocks: int, limits: ViewLimits)
 
 @dataclass
 class FakeEngine:
-    """``max_running`` sequences get a token in each step of ``step_delay_s``; step number ``fail_at_step`` raises."""
+    """Each step of ``step_delay_s`` gives ``max_running`` sequences a token; step number ``fail_at_step`` raises."""
 
     reply: Reply = echo
     step_delay_s: float = 0.0
@@ -256,7 +256,7 @@ class FakeEngine:
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
-        """Two ranks whose figures are round; the running sequences hold one block each."""
+        """A report of two ranks with round figures; each running sequence holds one block."""
         running = self._sequences[: self.max_running]
         return EngineReport(
             stats=self.stats(),
@@ -282,14 +282,14 @@ class FakeEngine:
         return {"model": self.model_info.model, "profile": self.trace_folder}
 
     def check_health(self) -> None:
-        """Always well."""
+        """The engine is always healthy."""
 
     def close(self) -> None:
         """Nothing to free."""
 
 
 class ServiceThread:
-    """An ``EngineService`` in a thread; ``error`` is what ended it, None for a stop that was asked for."""
+    """An ``EngineService`` in a thread; ``error`` is the exception that ended it, None after a requested stop."""
 
     def __init__(self, engine: EngineLike, **options: Any) -> None:
         self.engine = engine
@@ -300,7 +300,7 @@ class ServiceThread:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the loop; an assertion fails if it does not come."""
+        """Wait for the end of the loop; an assertion fails if it does not end."""
         self._thread.join(THREAD_DEADLINE_S)
         assert not self._thread.is_alive(), f"the service still runs after {THREAD_DEADLINE_S} s"
 
@@ -315,7 +315,7 @@ class ServiceThread:
 
 @contextlib.contextmanager
 def fake_service(engine: EngineLike | None = None, **options: Any) -> Iterator[ServiceThread]:
-    """A served engine: connect to ``.address``; stopped and joined at the end."""
+    """Serve an engine at ``.address``; stop and join it at the end."""
     thread = ServiceThread(FakeEngine() if engine is None else engine, **options)
     try:
         yield thread

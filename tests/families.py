@@ -1,7 +1,7 @@
-"""The parity table: every family that the engine runs, as a tiny model that has all the family's peculiarities.
+"""The parity table: every family that the engine runs, as a tiny model with all of the family's features.
 
-Each line is run against transformers at several world sizes and settings (``tests/ranks/test_families.py``), and is an
-architecture of ``tests.tiny_models.make_checkpoint``.
+``tests/ranks/test_families.py`` compares each line with transformers at several world sizes and settings.  Each line is
+also an architecture of ``tests.tiny_models.make_checkpoint``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Names of transformers' configuration and model, and what departs from ``make_checkpoint``'s settings.
+    """The names of transformers' configuration and model, and the changes to ``make_checkpoint``'s settings.
 
-    With ``vision``, the settings of the vision part, the others are those of the text part.  ``seed`` is one with which
-    no token is near the border between two experts.
+    ``vision`` holds the settings of the vision part; the others are then those of the text part.  ``seed`` is chosen so
+    that no token is near the border between two experts.
     """
 
     config: str

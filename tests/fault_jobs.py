@@ -1,8 +1,8 @@
-"""Whole jobs that are made to fail: started, watched, and searched for what they leave behind.
+"""Start whole jobs that fail, watch them, and search for leftovers.
 
 Three kinds: ``script`` (a Python script whose ``LLM`` starts its own ranks), ``batch`` and ``serve`` (torchrun with
-``launch/batch.py`` and ``launch/serve.py``).  Every process of a job inherits a marker in its environment, by which it
-is found however it was orphaned, and by which nothing else is ever killed.
+``launch/batch.py`` and ``launch/serve.py``).  Every process of a job inherits a marker in its environment.  The marker
+finds all processes of the job, orphans too, and only those are ever killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARKER = "TP_ENGINE_TEST_JOB"
 STRUCK = "injected by TP_ENGINE_FAULT"
 SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 30.0
 DETECTION_S = 10.0
-"""Within this time a job has ended, counted from the limit that applies (at once for a death)."""
+"""A job must end within this time after the limit for its fault (after the fault itself for a dead rank)."""
 
 _URL = re.compile(r"serving \S+ at (http://\S+?),? ")
 _POLL_S = 0.02
@@ -64,15 +64,15 @@ class Job:
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def text(self) -> str:
-        """All that the job has printed so far, standard output and error."""
+        """The job's output so far, standard output and error."""
         return "".join(line for _, line in self.lines)
 
     def seen_s(self, text: str) -> float | None:
-        """When the first line with ``text`` came (time.monotonic()), or None."""
+        """The time of the first line with ``text`` (time.monotonic()), or None."""
         return next((seconds for seconds, line in list(self.lines) if text in line), None)
 
     def wait_for(self, text: str, timeout_s: float) -> float:
-        """Wait for a line with ``text`` and return when it came."""
+        """Wait for a line with ``text`` and return its time."""
         deadline_s = time.monotonic() + timeout_s
         while (seen_s := self.seen_s(text)) is None:
             assert self.process.poll() is None, f"the job ended before {text!r}:\n{self.tail()}"
@@ -81,7 +81,7 @@ class Job:
         return seen_s
 
     def slack_s(self) -> float:
-        """What a machine that others use may take longer: as long as the job has lived so far, at least 5 s."""
+        """Extra time for a busy machine: as long as the job has run so far, at least 5 s."""
         return max(5.0, time.monotonic() - self.started_s)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
@@ -89,7 +89,7 @@ class Job:
         self.wait_for({"script": "ready", "batch": "", "serve": "serving "}[self.kind], timeout_s)
 
     def url(self) -> str:
-        """Where a serving job serves."""
+        """The address of a serving job."""
         found = _URL.search(self.text())
         assert found is not None, self.tail()
         return found[1]
@@ -116,7 +116,7 @@ class Job:
         return found
 
     def rank(self, rank: int) -> psutil.Process | None:
-        """The process of ``rank``, if it is there."""
+        """The process of ``rank``, if it exists."""
         if self.kind == "script":
             return self._own_rank(rank)
         with contextlib.suppress(psutil.Error):
@@ -137,7 +137,7 @@ class Job:
         ] + names
 
     def kill(self) -> None:
-        """End whatever is left."""
+        """Kill all processes that are left."""
         while left := self.processes():
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -157,7 +157,7 @@ class Job:
         return None
 
     def _abort_with_stacks(self) -> str:
-        """What lives; it ends with the stacks of all its threads in the output (PYTHONFAULTHANDLER)."""
+        """The living processes.  Aborts them; PYTHONFAULTHANDLER writes all stacks to the output."""
         lines = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
@@ -179,10 +179,10 @@ def job(
     options: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Job]:
-    """A job with the demo model and small limits; nothing of it lives after the block.
+    """A job with the demo model and small limits; no process of it lives after the block.
 
-    ``folder`` is for its files.  ``rounds``: a script calls ``generate`` so often (0: it stays idle), a batch has so
-    many requests.  ``options`` are further fields of ``EngineConfig``.
+    ``folder`` is for its files.  ``rounds`` is a script's number of ``generate`` calls (0: it stays idle), or a batch's
+    number of requests.  ``options`` are further fields of ``EngineConfig``.
     """
     engine = _engine_options(folder) | dict(options or {})
     if kind != "serve":
@@ -210,7 +210,7 @@ def job(
 
 
 def port_is_free(url: str) -> bool:
-    """Whether no process listens there any more."""
+    """Whether no process listens at ``url``."""
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.socket() as probe:
         probe.settimeout(2.0)
@@ -218,7 +218,7 @@ def port_is_free(url: str) -> bool:
 
 
 def _without_tokenizer(folder: Path) -> Path:
-    """The demo model for jobs whose prompts are token ids: to import tokenizers takes a third of a rank's start."""
+    """The demo model without a tokenizer, for prompts of token ids; importing tokenizers takes a third of a start."""
     bare = folder / "model"
     bare.mkdir(parents=True)
     for name in ("config.json", "generation_config.json", "model.safetensors"):

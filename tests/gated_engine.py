@@ -1,4 +1,4 @@
-"""An engine whose steps are let through one by one, so that a test can act between two of them."""
+"""An engine that runs its steps on request, so that a test can act between two steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_DEADLINE_S = 20.0
 
 
 class GatedEngine:
-    """``engine`` behind a gate: ``allow(n)`` lets ``n`` steps through, ``open`` all; ``num_steps`` have been done."""
+    """``engine`` behind a gate: ``allow(n)`` lets ``n`` steps run, ``open`` all; ``num_steps`` counts steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -27,12 +27,12 @@ class GatedEngine:
         return getattr(self._engine, name)
 
     def allow(self, num_steps: int) -> None:
-        """Let so many more steps through."""
+        """Let ``num_steps`` more steps run."""
         for _ in range(num_steps):
             self._permits.release()
 
     def open(self) -> None:
-        """Let every step through from now on."""
+        """Let every step run from now on."""
         self._is_open = True
         self._permits.release()
 

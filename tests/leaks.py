@@ -1,7 +1,7 @@
-"""What a test may leave behind on this machine: nothing.
+"""Check that a test leaves nothing behind on this machine.
 
-Compared before and after: names ``tp_engine-*`` in /dev/shm, and child processes.  Both get a few seconds of
-grace, because a process that was told to end needs a moment.
+Names ``tp_engine-*`` in /dev/shm and child processes are compared before and after.  Both get a few seconds, because a
+process needs a moment to end.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    """What exists now."""
+    """The footprint now."""
     segments = frozenset(path.name for path in SHM.glob(SEGMENT_PREFIX + "*"))
     return Footprint(segments, frozenset(psutil.Process().children(recursive=True)))
 
 
 def leaked_since(before: Footprint, grace_s: float = GRACE_S) -> list[str]:
-    """A line per thing that is new since ``before`` and still there after ``grace_s`` seconds."""
+    """A line for each process or name that is new since ``before`` and still exists after ``grace_s`` seconds."""
     deadline = time.monotonic() + grace_s
     while leaks := _new_segments(before) + _new_children(before):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Random paged batches, and paged attention by loops (row B10): the oracle of every backend."""
+"""Random paged batches, and paged attention by loops, the oracle of every backend (row B10)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PagedBatch:
     all_values: list[torch.Tensor]
 
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
-        """``backend``'s output; the cache is left as it was."""
+        """``backend``'s output; the cache does not change."""
         backend.prepare(self.metadata)
         return backend.forward(self.query, self.new, LayerKv(self.cache_for(backend)), self.metadata, self.shape)
 
@@ -80,7 +80,7 @@ def make_batch(
     consecutive_blocks: bool = False,
     seed: int = 0,
 ) -> PagedBatch:
-    """A step of ``requests`` (query_len, seq_len), (1, 0) being padding.  Memory that no request owns is NaN."""
+    """A step of ``requests`` (query_len, seq_len); (1, 0) is padding.  Memory that no request owns is NaN."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*requests, strict=True))
     num_blocks_each = -(-seq_lens // block_size)

@@ -20,7 +20,7 @@ class _Repeated:
 
 
 class RepeatingRecorder:
-    """Calls the step each time."""
+    """Runs the step itself at every replay."""
 
     def record(self, step: Step) -> Recording:
         return _Repeated(step)

@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 class _Meeting:
-    """Where the ranks of one world exchange tensors."""
+    """The place where the ranks of one world exchange tensors."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=DEADLINE_S)
@@ -59,7 +59,7 @@ class SimulatedCommunicator:
 def run_ranks(world_size: int, body: Callable[[Communicator], T]) -> list[T]:
     """Call ``body`` once per rank, at the same time; returns the results in rank order.
 
-    One rank's exception breaks the barrier, so that the others end too; the first rank's own error is raised.
+    One rank's exception breaks the barrier, so that the others end too; that rank's error is raised.
     """
     meeting = _Meeting(world_size)
 

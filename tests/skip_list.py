@@ -1,7 +1,7 @@
 """A pytest plugin: ``--expected-skips FILE`` prints the skipped tests by reason, and fails the run on one not in FILE.
 
-A line of FILE is ``tests | reason | why it is expected``; the first two are shell patterns that match the test's id and
-the reason of its skip.  Empty lines and those that begin with ``#`` are comments.
+A line of FILE is ``tests | reason | why it is expected``; the first two are shell patterns for the test's id and the
+reason of its skip.  Empty lines and lines that begin with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Expectation:
 
 
 def read_expectations(path: Path) -> list[Expectation]:
-    """The lines of ``path``; ``pytest.UsageError`` names one that has no three parts."""
+    """The lines of ``path``; ``pytest.UsageError`` names a line without three parts."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -41,7 +41,7 @@ def read_expectations(path: Path) -> list[Expectation]:
 
 @dataclass
 class SkipReport:
-    """Collects the skips of a run; with xdist it lives in the controller, which gets the reports of all workers."""
+    """Collects the skips of a run; with xdist it runs in the controller, which gets the reports of all workers."""
 
     expectations: list[Expectation]
     skips: set[tuple[str, str]] = field(default_factory=set)
@@ -57,7 +57,7 @@ class SkipReport:
             self.skips.add((report.nodeid, report.longrepr[2].removeprefix("Skipped: ")))
 
     def why(self, test: str, reason: str) -> str | None:
-        """Why this skip is expected; None if it is not."""
+        """The reason why this skip is expected; None if it is not."""
         return next((one.why for one in self.expectations if one.matches(test, reason)), None)
 
     def unexpected(self) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
-"""Small tokenizers of the kinds that language models have, built here; each has ids for every text.
+"""Small tokenizers of the kinds that language models use; each encodes every text.
 
-Ids 0 to 2 are special in all of them: unknown or start, end (EOS), padding.
+In all of them ids 0 to 2 are special: unknown or start, end (EOS), padding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @cache
 def byte_level_tokenizer() -> Any:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen have; characters outside ASCII span tokens."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen; characters outside ASCII span tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_level_tokenizer() -> Any:
 
 @cache
 def byte_fallback_tokenizer() -> Any:
-    """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have: unknown characters become byte tokens."""
+    """SentencePiece-like BPE with byte fallback, as in Llama 2 and Mistral: unknown characters become byte tokens."""
     pieces = ["▁", *"abcdefghijklmnopqrstuvwxyzSTOPEND.,!;'", "é", "世", "界", "\ufffd"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("s", "t"), ("o", "p"), ("st", "op"), ("世", "界"), ("▁", "▁")]
     tokens = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *(a + b for a, b in merges)]
@@ -59,7 +59,7 @@ def byte_fallback_tokenizer() -> Any:
 
 @cache
 def metaspace_tokenizer() -> Any:
-    """Unigram with metaspace, as T5 and Gemma have: a leading space belongs to the word, and the first is dropped."""
+    """Unigram with metaspace, as in T5 and Gemma: a leading space belongs to the word; the text's first is dropped."""
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -71,7 +71,7 @@ def metaspace_tokenizer() -> Any:
 
 
 class SlowByteTokenizer(PreTrainedTokenizer):  # type: ignore[misc]  # transformers is not followed: its class is Any
-    """A tokenizer in Python, one token per byte of UTF-8, as ByT5 has."""
+    """A tokenizer in Python with one token per byte of UTF-8, as in ByT5."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(unk_token="<s>", eos_token="</s>", pad_token="<pad>", **options)

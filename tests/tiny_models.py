@@ -1,7 +1,7 @@
-"""Tiny random checkpoints in the Hugging Face layout: seconds to make, exact oracles to compare with.
+"""Tiny random checkpoints in the Hugging Face layout; each takes seconds to make.
 
-Weights are drawn wide (``initializer_range`` 0.2), and biases, norm weights and buffers that are saved are random too,
-so that the greedy choice is far from a tie and a forgotten one changes the tokens.
+Weights are drawn wide (``initializer_range`` 0.2), so that the greedy choice is far from a tie.  Biases, norm weights
+and saved buffers are random too, so that an engine that forgets one gives other tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_checkpoint(
         **config_overrides,
     }
     if family.config.startswith("Qwen2"):
-        del settings["head_dim"]  # those have no such option
+        del settings["head_dim"]  # these configurations have no such option
     config = _configure(transformers, family, settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(family.seed if seed is None else seed)
@@ -78,7 +78,7 @@ def make_checkpoint(
 
 
 def _configure(transformers: Any, family: Family, settings: dict[str, Any]) -> PretrainedConfig:
-    """The family's configuration: ``settings``, or them beside a vision part."""
+    """The family's configuration: ``settings``, with a vision part if the family has one."""
     make = getattr(transformers, family.config)
     if family.vision is None:
         config: PretrainedConfig = make(**settings)
@@ -89,8 +89,7 @@ def _configure(transformers: Any, family: Family, settings: dict[str, Any]) -> P
 
 
 def _randomise_vectors(model: torch.nn.Module) -> None:
-    """Add noise to norm weights (initially 1), biases (initially 0) and saved buffers, which transformers leaves
-    constant."""
+    """Add noise to the values that transformers leaves constant: norm weights (1), biases (0) and saved buffers."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A tiny random model behind a real engine on one rank, in this process: for servers whose KV blocks are counted."""
+"""A tiny random model in a real engine on one rank, in this process, for tests that count KV blocks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tiny_engine(folder: Path, **options: Any) -> Iterator[Engine]:
 
 
 def assert_nothing_in_use(engine: Engine) -> None:
-    """No request and no KV block is in use, and the blocks add up."""
+    """Check that no request and no KV block is in use, and that the blocks add up."""
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_live_tokens) == (0, 0, 0, 0), stats
     assert stats.num_free_blocks + stats.num_cached_blocks == engine.model_info.num_blocks, stats

@@ -1,4 +1,4 @@
-"""Request bodies that are nearly right: seeded mutations of good ones, in their values, shape and bytes."""
+"""Nearly right request bodies: seeded mutations of good ones, in their values, shape and bytes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _NUDGES: tuple[Callable[[Any], Any], ...] = (
 
 
 def wild_body(rng: random.Random) -> tuple[str, bytes]:
-    """A path and a body for it."""
+    """A random path and a body for it."""
     path, good = rng.choice(GOOD)
     body: Any = copy.deepcopy(good)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
@@ -89,7 +89,7 @@ def wild_body(rng: random.Random) -> tuple[str, bytes]:
 
 
 def _places(body: Any) -> Iterator[tuple[Any, Any]]:
-    """All (container, key) in a tree."""
+    """All (container, key) pairs in a tree."""
     pairs = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
     for key, value in pairs:
         yield body, key

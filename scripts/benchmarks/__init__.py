@@ -1,1 +1,1 @@
-"""Parts of the benchmarks; the commands are the files ``bench_*.py`` beside this folder."""
+"""Modules of the benchmarks; the commands are the files ``bench_*.py`` beside this folder."""

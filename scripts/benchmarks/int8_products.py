@@ -1,4 +1,4 @@
-"""Times of a linear layer with int8 weights by each of torch's ways, beside the layer in the model's type."""
+"""Time a linear layer with int8 weights by each of torch's ways, and the same layer in the model's type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def product_times_us(
     shape: tuple[int, int], dtype: torch.dtype, rows: list[int], seconds: float
 ) -> dict[str, list[float]]:
-    """By candidate: the shortest of the runs that fit into ``seconds``, in microseconds, at each number of rows."""
+    """For each candidate and number of rows: microseconds of the shortest run within ``seconds``."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(shape, generator=generator) * 0.02).to(dtype)
     inputs = [torch.randn(count, shape[1], generator=generator).to(dtype) for count in rows]
@@ -25,7 +25,7 @@ def product_times_us(
 
 
 def candidates(weight: torch.Tensor) -> dict[str, Product]:
-    """``x`` (N, in) -> (N, out).  ``_int_mm`` is given codes alone: what it would need beside it is left out."""
+    """``x`` (N, in) -> (N, out).  ``_int_mm`` multiplies codes only; quantising and scaling are left out."""
     codes, scales = quantise_weight(weight)
     ours, plain, in_type = make_int8_linear(weight), choose_product(weight), scales.to(weight.dtype)
     packed = _fbgemm_weight(codes, scales)

@@ -1,4 +1,4 @@
-"""What the machine can do: the ceilings that benchmarks print beside their figures."""
+"""Measure the machine's rates, which benchmarks print beside their figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _best_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(num_bytes: int = 4 << 30, repeats: int = 10) -> float:
-    """Bytes per second, read and written ones counted, of a large copy within the GPU; the mean of several."""
+    """Bytes per second (read plus written) of a large copy within the GPU; the mean of several."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * num_bytes / _cuda_seconds(lambda: target.copy_(source), repeats)
@@ -67,7 +67,7 @@ def _cuda_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def seconds_on_gpu(run: Callable[[], object]) -> float:
-    """Seconds that the GPU takes for what ``run`` launches on the current stream."""
+    """Seconds that the GPU takes for the work that ``run`` launches on the current stream."""
     begin, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
     begin.record()
     run()

@@ -1,6 +1,6 @@
 """The least time that a machine needs for a workload: bytes over its bandwidth, or operations over its matmul rate.
 
-A decode step reads all weights once and every running request's K and V; prompts are bound by matrix products::
+A decode step reads all weights once, and the K and V of every running request.  Matrix products limit prompts::
 
     decode step   max( (weights + context tokens * kv bytes) / bandwidth,  2 * parameters * rows / matmul rate )
     prompts       (2 * parameters * tokens  +  attention) / matmul rate
@@ -23,10 +23,10 @@ from tp_engine.model_config.mlp import ExpertsSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """``num_parameters`` take part in a token's products, those of the experts that it goes to included.
+    """``num_parameters`` take part in one token's products; of the experts, only those of the token count.
 
-    ``kv_values`` are K and V of one token, all layers.  ``experts`` has, for each layer with experts, the parameters of
-    one expert, how many experts there are, and how many a token goes to.
+    ``kv_values`` is the number of K and V values of one token in all layers.  ``experts`` has, for each layer with
+    experts: the parameters of one expert, the number of experts, and the number of experts per token.
     """
 
     num_parameters: int
@@ -37,8 +37,11 @@ class ModelCost:
     experts: tuple[tuple[int, int, int], ...] = ()
 
     def weight_bytes(self, num_rows: int = 1) -> float:
-        """Bytes of weights that a decode step of ``num_rows`` must read: all but an input embedding that is not the
-        head's too, and of experts as many as so many rows go to, if they choose independently and evenly."""
+        """Bytes of weights that a decode step of ``num_rows`` must read.
+
+        An untied input embedding does not count.  The number of experts read is the expected one for ``num_rows`` rows
+        that choose independently and evenly.
+        """
         further = sum(
             parameters * (total * (1 - (1 - top_k / total) ** num_rows) - top_k)
             for parameters, total, top_k in self.experts
@@ -48,7 +51,7 @@ class ModelCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Measured in the same run: bytes and floating-point operations per second of all devices together."""
+    """The rates of all devices together, measured in the same run: bytes and floating-point operations per second."""
 
     bytes_per_s: float
     flops_per_s: float = math.inf
@@ -82,9 +85,9 @@ def decode_step_s(cost: ModelCost, ceilings: Ceilings, *, num_rows: int, num_con
 
 
 def prompts_s(cost: ModelCost, ceilings: Ceilings, lengths: list[int], num_shared: int = 0) -> float:
-    """Seconds for prompts of these lengths whose first ``num_shared`` tokens are the same, and computed once.
+    """Seconds for prompts of these lengths; their first ``num_shared`` tokens are equal and computed once.
 
-    Causal attention takes 2 * width operations per pair of tokens and layer, for the scores and again for the values.
+    Causal attention takes 2 * width operations per pair of tokens and layer for the scores, and as many for the values.
     """
     num_tokens = num_shared + sum(length - num_shared for length in lengths)
     pairs = _pairs(num_shared) + sum(_pairs(length) - _pairs(num_shared) for length in lengths)
@@ -97,7 +100,7 @@ def _pairs(length: int) -> float:
 
 
 def workload_s(cost: ModelCost, ceilings: Ceilings, workload: Workload) -> float:
-    """Seconds of a whole workload whose requests all start at once and decode together until each has its tokens."""
+    """Seconds of a whole workload: all requests start at once and decode together until each has its tokens."""
     prompts = np.array([len(prompt) for prompt in workload.prompts])
     wanted = np.array(workload.max_tokens)
     total_s = prompts_s(cost, ceilings, prompts.tolist(), workload.num_shared)

@@ -1,4 +1,4 @@
-"""Model shapes of the offline benchmark, and folders that hold one: a checkpoint, or a config.json alone."""
+"""Model shapes of the offline benchmark; each becomes a folder with a checkpoint, or with a config.json alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# The published config.json of Qwen3: what the sizes share, and (hidden, intermediate, layers, heads, tied) of each.
+# The published config.json of Qwen3: the shared settings, and each size's (hidden, intermediate, layers, heads, tied).
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
     "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 40960,

@@ -1,4 +1,4 @@
-"""Which functions take the time of a step on a CPU."""
+"""The time of each function within a step on a CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tp_engine.kernels.native.tape import naming_calls
 
 
 def kernel_times(step: Callable[[], object], num_steps: int, period_us: float) -> dict[str, float]:
-    """Microseconds per step of this process's compiled kernels and PyTorch operations, own time only, longest first.
+    """Own microseconds per step of this process's compiled kernels and PyTorch operations, longest first.
 
-    ``period_us`` is a step's time without a profiler.  What takes less than a hundredth of it, and what is neither
-    kernel nor operation, is ``other``: Python, dispatch, the calls themselves.
+    ``period_us`` is a step's time without a profiler.  ``other`` sums functions below a hundredth of it, and the rest
+    of the step: Python, dispatch, the calls themselves.
     """
     with profile(activities=[ProfilerActivity.CPU]) as found, naming_calls(record_function):
         for _ in range(num_steps):

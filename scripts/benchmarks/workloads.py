@@ -11,7 +11,7 @@ import numpy as np
 class Workload:
     """Prompts (token ids) and the number of tokens to generate for each; greedy, EOS ignored.
 
-    All prompts begin with the same ``num_shared`` tokens, which a prefix cache computes once.
+    All prompts begin with the same ``num_shared`` tokens; with a prefix cache these are computed once.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Workload:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that were asked for, which is what every engine is credited with."""
+        """The number of requested tokens; throughput counts these for every engine."""
         return sum(self.max_tokens)
 
 
@@ -39,7 +39,7 @@ def throughput(vocab_size: int, seed: int) -> Workload:
 
 
 def shared_prefix(vocab_size: int, seed: int) -> Workload:
-    """32 requests of 256 shared and 16 own tokens, 16 tokens out; every seed has a prefix of its own."""
+    """32 requests of 256 shared and 16 own tokens, 16 tokens out; every seed has a different prefix."""
     rng = np.random.default_rng(seed)
     prefix = rng.integers(3, vocab_size, 256).tolist()
     prompts = [prefix + rng.integers(3, vocab_size, 16).tolist() for _ in range(32)]

@@ -1,1 +1,1 @@
-"""Parts of scripts/gpu_check: sections, how one is run, and what the table shows of it."""
+"""Modules of scripts/gpu_check: the sections, how one runs, and the table of figures."""

@@ -1,8 +1,8 @@
-"""The check of a GPU host behind scripts/gpu_check: sections, each a command of its own, and one table at the end.
+"""Check a GPU host (scripts/gpu_check): run sections, each a separate command, and print one table at the end.
 
-Every section has a time limit, and a failure does not keep the next from running.  --out keeps gpu_check.log (all
-output), gpu_check.json and gpu_check.txt (the table), written anew after each section.  Exit code 0: all well; 1:
-something failed; 2: no GPU here.
+Every section has a time limit.  After a failure the next section still runs.  --out keeps gpu_check.log (all output),
+gpu_check.json and gpu_check.txt (the table), written anew after each section.  Exit code 0: all passed; 1: something
+failed; 2: no GPU here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpu.sections import Section, all_sections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for."""
+    """Run the chosen sections; returns the exit code."""
     args = parse_arguments(arguments)
     sections = chosen(args)
     if args.list or args.dry_run:
@@ -78,7 +78,7 @@ def chosen(args: argparse.Namespace) -> list[Section]:
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees; 0 without torch."""
+    """The number of GPUs that torch sees; 0 without torch."""
     try:
         import torch
     except ImportError:
@@ -87,7 +87,7 @@ def count_gpus() -> int:
 
 
 def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO[str], out: Path) -> list[Outcome]:
-    """One after the other; what was found is on the disk after each, in case the whole is ended from outside."""
+    """Run the sections in order; save after each one, so that a kill loses no finished section."""
     deadline_s, options = time.monotonic() + budget_s, engine_options()
     outcomes: list[Outcome] = []
     for section in sections:
@@ -107,7 +107,7 @@ def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO
 
 
 def save(outcomes: Sequence[Outcome], out: Path) -> None:
-    """The table and everything that the sections reported."""
+    """Write the table and the sections' reports."""
     (out / "gpu_check.txt").write_text(table(outcomes), encoding="utf-8")
     content = [vars(outcome) for outcome in outcomes]
     (out / "gpu_check.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

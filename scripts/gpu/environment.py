@@ -1,4 +1,4 @@
-"""What this host has: GPUs, driver, versions, and packages that are missing.  Ends with one JSON line."""
+"""Print this host's GPUs, driver, versions, and missing packages.  Ends with one JSON line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter to speed."""
+    """The versions of the packages that matter for speed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def missing() -> list[str]:
-    """What pyproject.toml asks for and this interpreter lacks."""
+    """Packages that pyproject.toml requires and this interpreter lacks."""
     if importlib.util.find_spec("packaging") is None:
         return ["packaging"]
     from usable import gaps
@@ -51,7 +51,7 @@ def missing() -> list[str]:
 
 
 def gpus() -> list[dict[str, object]]:
-    """Name, compute capability, memory and what else decides the speed of each."""
+    """Each GPU's name, compute capability, memory, and other properties that decide its speed."""
     import torch
 
     found: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check shows of each benchmark: figures from its JSON, beside the goal where there is one."""
+"""The figures that scripts/gpu_check shows for each benchmark: values from its JSON, beside their goals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GAP_US = 50.0
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value; ``goal`` is what it should reach, or stay below where ``lower`` is set."""
+    """A measured value, which should reach ``goal``, or stay below it if ``lower`` is set."""
 
     label: str
     value: float
@@ -25,7 +25,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is met; empty without one."""
+        """Whether the goal is met; empty without a goal."""
         if self.goal is None:
             return ""
         met = self.value <= self.goal if self.lower else self.value >= self.goal
@@ -33,7 +33,7 @@ class Figure:
 
 
 def figures_of(report: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a script's JSON line; none for a report that is not known."""
+    """The figures of a script's JSON line; none for an unknown report."""
     kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve}
     if "decode_roofline_ms" in report and "workloads" in report:
         return list(_offline(report))

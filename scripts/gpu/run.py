@@ -1,4 +1,4 @@
-"""Run one section: a child with a time limit, its output shown and logged, its JSON line kept."""
+"""Run one section as a child process with a time limit; show and log its output, and keep its JSON line."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it ran and did not end well."""
+        """Whether the section ran and failed."""
         return self.status in ("failed", "timeout")
 
 
 def why_not(section: Section, num_gpus: int, options: Collection[str], remaining_s: float) -> Outcome | None:
-    """What keeps a section from running here; None if nothing does."""
+    """The reason why a section can not run here; None if it can."""
     missing = [name for name in section.modules if importlib.util.find_spec(name) is None]
     if section.option is not None and section.option not in options:
         return Outcome(name=section.name, status="not built", note=f"the engine has no option {section.option}")
@@ -54,14 +54,14 @@ def why_not(section: Section, num_gpus: int, options: Collection[str], remaining
 
 
 def engine_options() -> set[str]:
-    """Names of the engine's options."""
+    """The names of the engine's options."""
     from tp_engine.config import EngineConfig
 
     return {spec.name for spec in dataclasses.fields(EngineConfig)}
 
 
 def run_section(section: Section, log: IO[str], limit_s: float) -> Outcome:
-    """Run it to its end, or for ``limit_s``; its whole process group is ended then."""
+    """Run a section to its end, or for ``limit_s``; then end its whole process group."""
     started_s = time.monotonic()
     process = subprocess.Popen(
         section.argv(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -89,7 +89,7 @@ def run_section(section: Section, log: IO[str], limit_s: float) -> Outcome:
 
 
 def last_json(lines: list[str]) -> dict[str, Any]:
-    """The JSON object of the last line that holds one; empty without."""
+    """The JSON object of the last line that holds one; empty if no line does."""
     for line in reversed(lines):
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
@@ -114,7 +114,7 @@ def _follow(output: IO[str] | None, log: IO[str], lines: list[str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """From the checkout, without a network, unbuffered."""
+    """An environment that imports from the checkout, uses no network, and does not buffer output."""
     scripts = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": scripts, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 

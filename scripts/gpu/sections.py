@@ -1,4 +1,4 @@
-"""The sections of scripts/gpu_check: commands that a developer runs too, each with its own time limit."""
+"""The sections of scripts/gpu_check: commands that also work by hand, each with its own time limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-_WORKERS = 8  # at most: compiling takes most of the time of the kernels' tests, and engines share the GPU's memory
+_WORKERS = 8  # the most: the kernels' tests mainly compile, and engines share the GPU's memory
 _ENGINE_TESTS = "tests/gpu/test_engine_gpu.py"
 _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
 _TESTS = (*_CORE, "pytest", "psutil")
@@ -18,7 +18,7 @@ _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``command`` follows the interpreter; ``modules`` must be importable, ``option`` must be one of the engine's."""
+    """``command`` follows the interpreter; ``modules`` must be importable; ``option`` must be an engine option."""
 
     name: str
     what: str
@@ -34,7 +34,7 @@ class Section:
 
 
 def all_sections(args: argparse.Namespace) -> list[Section]:
-    """In the order in which they run."""
+    """All sections, in the order in which they run."""
     return [*_checks(), *_benchmarks(args)]
 
 
@@ -69,13 +69,13 @@ def _checks() -> list[Section]:
 
 
 def _engine(name: str, what: str, tests: str, *, limit_s: float = 240, option: str | None = None) -> Section:
-    """Those of the engine's tests that the expression ``tests`` selects."""
+    """A section of the engine's tests that the expression ``tests`` selects."""
     command = (*_PYTEST, *_side_by_side(_WORKERS // 2), _ENGINE_TESTS, "-k", tests)
     return Section(name=name, what=what, command=command, limit_s=limit_s, modules=_TESTS, option=option)
 
 
 def _side_by_side(most: int) -> tuple[str, ...]:
-    """Tests in several processes, two cores for each, where pytest-xdist is installed."""
+    """Options that run tests in several processes, two cores for each, if pytest-xdist is installed."""
     if importlib.util.find_spec("xdist") is None:
         return ()
     return ("-n", str(max(1, min(most, len(os.sched_getaffinity(0)) // 2))))

@@ -6,8 +6,8 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 say() { echo "[tp_engine] $*" >&2; }
 
-# Sets PYTHON to an interpreter that has the project's dependencies and those of the named extras: the active
-# environment if it has them, else .venv, which is made and filled where needed.
+# Sets PYTHON to an interpreter that has the dependencies of the project and of the named extras: the active environment
+# if it has them, else .venv, which is made and filled if needed.
 set_up() { # extra ...
     local active
     active="$(active_python)"
@@ -24,7 +24,7 @@ set_up() { # extra ...
     PYTHON="$ROOT/.venv/bin/python"
 }
 
-# The interpreter that a user of this shell means by "python", if any.
+# The interpreter that "python" means in this shell, if any.
 active_python() {
     if [[ -n "${VIRTUAL_ENV:-}" && -x "$VIRTUAL_ENV/bin/python" ]]; then
         echo "$VIRTUAL_ENV/bin/python"
@@ -50,11 +50,11 @@ install_into() { # folder extra ...
     echo "$pins" >"$stamp"
 }
 
-# Lets Python keep what it compiles of the source, whatever the shell says: tests start hundreds of short jobs, and each of
-# their processes would compile it anew, half a second long.
+# Lets Python keep compiled source, whatever the shell's settings: tests start hundreds of short processes, and each
+# would compile for half a second.
 compile_once() { unset PYTHONDONTWRITEBYTECODE; }
 
-# A Python of at least 3.11 to make virtual environments with.
+# A Python of at least 3.11, to make virtual environments.
 base_python() {
     local candidate
     for candidate in python3 python3.12 python3.11 python3.13 python; do
@@ -98,7 +98,7 @@ num_gpus() {
     fi
 }
 
-# Ranks where the user names no number: TP_SIZE, else a rank per GPU (a power of two, as attention heads are), else 2.
+# The default number of ranks: TP_SIZE, else one per GPU (rounded down to a power of two, as heads are), else 2.
 default_num_ranks() {
     local gpus ranks=1
     if [[ -n "${TP_SIZE:-}" ]]; then
@@ -114,7 +114,7 @@ default_num_ranks() {
     echo "$ranks"
 }
 
-# Replaces this shell by torchrun with a rendezvous of its own, so that two jobs on one host never meet.
+# Replaces this shell by torchrun with a rendezvous of its own, so that two jobs on one host stay apart.
 exec_torchrun() { # num_ranks argument ...
     local num_ranks="$1" threads
     shift

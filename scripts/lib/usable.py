@@ -1,6 +1,6 @@
-"""Exit with 0 if this interpreter already has what pyproject.toml asks for, with 1 and a line per gap if not.
+"""Exit with 0 if this interpreter meets the requirements of pyproject.toml, else with 1 and a line per gap.
 
-An interpreter older than 3.11 (no tomllib) or without ``packaging`` fails at the import, which is as good an answer.
+An interpreter older than 3.11 (no tomllib) or without ``packaging`` fails at the import and also exits with 1.
 
 Usage: python usable.py [extra ...]
 """

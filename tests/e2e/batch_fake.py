@@ -1,4 +1,4 @@
-"""``launch/batch.py`` with a ``FakeEngine`` in the place of the real one: the rest of the job is as it ships.
+"""``launch/batch.py`` with a ``FakeEngine`` in place of the real one; the rest of the job is real.
 
 ``TEST_STEP_DELAY_S`` is the time of one step.
 """
@@ -26,7 +26,7 @@ from tp_engine.options.launch import run_launched
 
 
 class FakeLLM:
-    """What a batch job uses of ``LLM``: a fresh fake engine, which repeats prompts, between the real processors."""
+    """The part of ``LLM`` that a batch job uses: a fake engine that repeats prompts, between the real processors."""
 
     engine: FakeEngine
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, where there is one, that remembers what pages ask for and complain of."""
+"""A headless Chromium, if installed, that records the pages' requests and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = (
 
 @dataclass
 class Tab:
-    """A page of ``origin``; ``complaints`` are errors of its scripts and lines of its console, ``asked`` addresses."""
+    """A page of ``origin``; ``complaints``: script errors and console lines; ``asked``: the addresses it requested."""
 
     page: Any
     origin: str
@@ -41,18 +41,18 @@ class Tab:
         self.page.locator(selector).first.wait_for(state="hidden", timeout=DEADLINE_MS)
 
     def ask(self, text: str) -> None:
-        """Write into the composer, and send with the keyboard."""
+        """Type into the composer, and send with the keyboard."""
         self.page.fill("#prompt", text)
         self.page.press("#prompt", "Enter")
 
     def strangers(self) -> list[str]:
-        """Addresses asked for that are not of the origin."""
+        """The requested addresses outside the origin."""
         return [url for url in self.asked if not url.startswith(self.origin + "/")]
 
 
 @contextlib.contextmanager
 def running_browser() -> Iterator[Any]:
-    """The browser; a test without one is skipped, with what to install."""
+    """The browser; without one the test is skipped, and the reason says what to install."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
@@ -67,7 +67,7 @@ def running_browser() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def tab(browser: Any, origin: str, path: str = "/", width: int = 1200) -> Iterator[Tab]:
-    """A fresh page (nothing remembered) at ``path``; closed at the end."""
+    """A fresh page (no stored data) at ``path``; closed at the end."""
     context = browser.new_context(viewport={"width": width, "height": 800})
     context.set_default_timeout(DEADLINE_MS)
     shown = Tab(context.new_page(), origin)

@@ -1,4 +1,4 @@
-"""The server and the client of tests that leave the server as it was; a module may define its own."""
+"""The server and the client of tests that do not change the server; a module may define its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real frontend process in front of a ``FakeEngine`` that lives in the test's own process."""
+"""A real frontend process in front of a ``FakeEngine`` in the test's own process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def new_engine(step_delay_s: float = 0.0) -> FakeEngine:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that is ready, and what is behind it."""
+    """A ready server, and the engine behind it."""
 
     url: str
     engine: FakeEngine
@@ -71,7 +71,7 @@ def running_server(
     pulse: EnginePulse | None = None,
     verify: ssl.SSLContext | None = None,
 ) -> Iterator[RunningServer]:
-    """Start it on a free port, wait until it is ready, and end it; ``verify`` is of HTTPS over a Unix socket."""
+    """Start a server on a free port, wait until it is ready, and end it; ``verify`` is for HTTPS over a Unix socket."""
     config = config or ServerConfig(port=0)
     engine = engine or new_engine()
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""What users of litellm do; a program of its own, because litellm wants older libraries than the server does.
+"""A client that uses litellm; a separate program, because litellm needs older libraries than the server.
 
-``python litellm_client.py URL`` prints one JSON object with what the server answered.
+``python litellm_client.py URL`` prints one JSON object with the server's answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would look for prices in the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without this litellm downloads prices
 
 import litellm
 
@@ -26,7 +26,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def error_of(**request: Any) -> str:
-    """The name of the exception that a request ends with."""
+    """The name of the exception that the request raises."""
     try:
         litellm.completion(**request)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A model that says what it is told: ``SAY:`` in a prompt, and what follows up to the message's end is the answer."""
+"""A model with scripted answers: the answer is the text after ``SAY:`` in the prompt, up to the message's end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT = "héllo 😀 中文"
 
 
 class City(pydantic.BaseModel):
-    """What a structured answer is parsed into."""
+    """The type of a parsed structured answer."""
 
     name: str
     people: int
 
 
 def say(request: EngineRequest) -> list[int]:
-    """What follows the last ``SAY:`` up to the end of that message; without one the prompt is repeated."""
+    """The text from the last ``SAY:`` to the end of its message; the whole prompt if it has no ``SAY:``."""
     ids = request.prompt_token_ids
     places = [place for place in range(len(ids)) if ids[place : place + len(_MARK)] == _MARK]
     if not places:
@@ -33,5 +33,5 @@ def say(request: EngineRequest) -> list[int]:
 
 
 def scripted_engine(step_delay_s: float = 0.0) -> FakeEngine:
-    """One token per byte, as the demo model's tokenizer has it."""
+    """A fake engine with one token per byte, as in the demo model's tokenizer."""
     return FakeEngine(say, step_delay_s=step_delay_s, model_info=INFO)

@@ -1,6 +1,6 @@
-"""``launch/serve.py`` with a ``FakeEngine`` in the place of the real one: the rest of the job is as it ships.
+"""``launch/serve.py`` with a ``FakeEngine`` in place of the real one; the rest of the job is real.
 
-``TEST_START_DELAY_S`` seconds pass before the engine is there.
+The engine takes ``TEST_START_DELAY_S`` seconds to start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start the real server under torchrun, with a deadline on everything, and stop it the way a user does."""
+"""Start the real server under torchrun, with a deadline on everything, and stop it as a user does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
         return "".join(self.log)
 
     def stop(self, timeout_s: float = 40.0) -> int:
-        """SIGTERM to torchrun, which passes it to all ranks; returns torchrun's exit code."""
+        """Send SIGTERM to torchrun, which passes it to all ranks; returns torchrun's exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -63,7 +63,7 @@ def _follow(server: Server) -> None:
 
 @contextmanager
 def serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0) -> Iterator[Server]:
-    """A server that is ready, on a free port."""
+    """A ready server on a free port."""
     server = launch(num_ranks, ["--port", "0", *arguments])
     deadline = time.monotonic() + timeout_s
     try:

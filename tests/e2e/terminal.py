@@ -1,4 +1,4 @@
-"""A command at a terminal of its own, as a person has it: what the screen shows, and Ctrl-C."""
+"""Run a command in a terminal, as a person does; read the screen and press Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Terminal:
         self._reader.start()
 
     def press_ctrl_c(self) -> None:
-        """As the key does: the terminal sends SIGINT to the foreground process group."""
+        """Press the key: the terminal sends SIGINT to the foreground process group."""
         with contextlib.suppress(OSError):  # the command has ended
             os.write(self._descriptor, CTRL_C)
 
@@ -46,7 +46,7 @@ class Terminal:
         return self._code is not None
 
     def wait_end(self, timeout_s: float) -> int:
-        """The exit code, once nothing more can come to the screen."""
+        """The exit code, after the last output has reached the screen."""
         wait_until(self.has_ended, f"the end; shown: {self.text[-3000:]}", timeout_s)
         self._reader.join(timeout_s)
         assert not self._reader.is_alive(), "a process of the command still holds the terminal"
@@ -58,13 +58,13 @@ class Terminal:
         return [line for line in self.text.rpartition("^C")[2].splitlines() if line]
 
     def command_line(self) -> str:
-        """What the process runs now."""
+        """The command line of the process."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return ""
 
     def close(self) -> None:
-        """End what still runs."""
+        """End all processes that still run."""
         while not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ class Terminal:
         os.close(self._descriptor)
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # Linux: an error is the end, when the last process has closed the terminal
+        with contextlib.suppress(OSError):  # Linux: reading fails after the last process has closed the terminal
             while data := os.read(self._descriptor, 65536):
                 self.text += data.decode(errors="replace").replace("\r\n", "\n")
 

@@ -22,7 +22,7 @@ SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs"
 
 
 def write_sums(path: Path, num_lines: int) -> None:
-    """Lines that ask for sums, at each of the endpoints in turn, and one that is no request."""
+    """Write lines that ask for sums, at each endpoint in turn, and one line that is not a request."""
     lines = []
     for number in range(num_lines):
         question = f"{number % 10}+{number // 10 % 10}="
@@ -53,7 +53,10 @@ def check_sums(path: Path, num_lines: int) -> None:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks; lines with errors are no failed job; once all is done, no rank loads a model."""
+    """Two ranks; lines with errors do not fail the job; a second run of a finished job loads no model.
+
+    Oracle: arithmetic.
+    """
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 20)
     for _ in range(2):
@@ -64,7 +67,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_from_python(tmp_path: Path) -> None:
-    """``run_batch`` in this process."""
+    """Oracle: arithmetic; ``run_batch`` runs in this process."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 20)
     summary = run_batch(source, target, device="cpu", num_gpu_blocks_override=256, max_num_seqs=4)
@@ -73,7 +76,10 @@ def test_from_python(tmp_path: Path) -> None:
 
 
 def test_pipes_and_signals(tmp_path: Path) -> None:
-    """A script between two pipes writes results alone; SIGTERM ends one with exit code 1, and the next goes on."""
+    """Between pipes a script writes results only; SIGTERM ends a job with exit code 1, and the next run continues.
+
+    Oracle: arithmetic.
+    """
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 200)
     command = [sys.executable, "-m", "tests.e2e.batch_fake", "--device", "cpu", "--output-order", "input"]
@@ -99,7 +105,8 @@ def test_pipes_and_signals(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_resumed_after_kill(tmp_path: Path) -> None:
-    """kill -9 with some results written, torn last line or not: the second run completes the file, nothing is twice."""
+    """Oracle: arithmetic; kill -9 leaves some results, with and without a torn last line; the second run adds only the
+    missing ones."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 300)
     arguments = ["-i", str(source), "-o", str(target), *SMALL]

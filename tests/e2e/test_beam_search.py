@@ -1,4 +1,4 @@
-"""Beam search of a batch on one rank: the sequences and scores of transformers, and blocks that are shared."""
+"""Beam search of a batch on one rank: sequences and scores equal transformers', and beams share blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(autouse=True)
 def blocks_come_back(llm: LLM) -> Iterator[None]:
-    """After each search no block is in use: free + cached = all."""
+    """Check after each search that no block is in use: free + cached = all."""
     yield
     llm.engine.check_integrity()
     stats = llm.engine.stats()
@@ -53,9 +53,9 @@ def reference_model(folder: Path) -> Any:
 def transformers_beams(
     folder: Path, prompt: list[int], width: int, max_tokens: int, **options: Any
 ) -> list[tuple[list[int], float]]:
-    """(generated tokens, sum of log-probabilities) of transformers' own beam search, best first.
+    """(generated tokens, sum of log-probabilities) of transformers' beam search, best first.
 
-    Its score is the sum divided by the number of generated tokens, the EOS among them, to the power of the penalty.
+    transformers' score is the sum over the number of generated tokens (EOS included) to the power of the penalty.
     """
     ids = torch.tensor([prompt])
     out = reference_model(folder).generate(
@@ -70,7 +70,7 @@ def transformers_beams(
 
 
 def plain_beams(folder: Path, prompt: list[int], params: BeamSearchParams, eos: int) -> list[tuple[list[int], float]]:
-    """vLLM's definition on transformers' logits, no cache and no early end: every candidate of every beam is scored."""
+    """vLLM's definition on transformers' logits: every candidate of every beam is scored; no cache, no early end."""
     live: list[tuple[list[int], float]] = [([], 0.0)]
     complete: list[tuple[list[int], float]] = []
     for _ in range(params.max_tokens):
@@ -101,7 +101,7 @@ def assert_same(output: BeamSearchOutput, prompt: list[int], expected: list[tupl
 
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -2.0])
 def test_beams_of_fixed_length_equal_transformers(llm: LLM, folder: Path, length_penalty: float) -> None:
-    """Oracle: transformers generate(num_beams=4) without an EOS, where all lengths and so all definitions agree."""
+    """Oracle: transformers generate(num_beams=4) without an EOS: all lengths are equal, so all definitions agree."""
     params = BeamSearchParams(beam_width=WIDTH, max_tokens=12, ignore_eos=True, length_penalty=length_penalty)
     outputs = llm.beam_search(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -110,13 +110,13 @@ def test_beams_of_fixed_length_equal_transformers(llm: LLM, folder: Path, length
         assert {sequence.finish_reason for sequence in output.sequences} == {"length"}
 
 
-# Tokens that many beams reach, so that as an EOS they end some beams early and others not.
+# Tokens that many beams reach: used as the EOS, they end some beams early.
 @pytest.mark.parametrize("eos", [113, 25])
 def test_beams_that_end_equal_the_definition(checkpoint: Callable[..., Path], eos: int) -> None:
     """Oracles: vLLM's definition applied to transformers' logits, and transformers generate.
 
     Both agree on the live beams, but transformers drops an EOS that is not among the ``width`` best candidates of its
-    round.  So what it returns is either among ours, or worse than all of ours (no length penalty, no early end).
+    round.  So each of its results is either among ours, or worse than all of ours (no length penalty, no early end).
     """
     folder = checkpoint("qwen3", vocab_size=VOCAB, eos_token_id=eos)
     lengths = set()
@@ -171,8 +171,8 @@ def test_logprobs_tell_how_the_sum_came_about(llm: LLM) -> None:
 
 
 def test_beams_share_their_blocks(llm: LLM) -> None:
-    """Oracle: arithmetic.  A prompt of 16 full blocks and 2 tokens is computed and kept once, not once per beam and
-    round, and each beam computes one token a round, for it begins with a copy of its parent's last block."""
+    """Oracle: arithmetic.  All beams and rounds share one prompt of 16 full blocks and 2 tokens.  Each beam computes
+    one token a round, because it begins with a copy of its parent's last block."""
     prompt, num_rounds = [(17 * i) % 200 + 3 for i in range(16 * BLOCK + 2)], 12
     assert llm.engine.reset_prefix_cache()
     before = llm.engine.stats()
@@ -228,7 +228,7 @@ def test_the_context_ends_a_search(folder: Path, options: dict[str, Any]) -> Non
     ],
 )
 def test_what_is_refused(llm: LLM, prompts: list[list[int]], params: dict[str, Any], words: str) -> None:
-    """The error names the value and the rule, before anything runs."""
+    """Oracle: the error names the value and the rule; nothing has run."""
     before = llm.engine.stats()
     with pytest.raises(RequestError, match=words):
         llm.beam_search(prompts, BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, **params}))
@@ -236,7 +236,7 @@ def test_what_is_refused(llm: LLM, prompts: list[list[int]], params: dict[str, A
 
 
 def test_text_of_the_demo_model() -> None:
-    """Oracles: arithmetic, and the tokenizer: the text is that of all tokens, the EOS shown only if asked for."""
+    """Oracles: arithmetic and the tokenizer; the text is that of all tokens, with the EOS only if requested."""
     params: dict[str, Any] = {"beam_width": 3, "max_tokens": 8}
     with LLM(device="cpu", num_gpu_blocks_override=64, max_model_len=128) as demo:
         prompt = {"prompt_token_ids": demo.input_processor.chat_token_ids([{"role": "user", "content": "12+34="}])}

@@ -13,7 +13,7 @@ COUNTS = ["--readers", "1", "--rows", "2", "--steps", "50", "--rounds", "5", "--
 
 
 def test_a_small_run_ends_with_its_figures() -> None:
-    """Oracle: the last line is JSON; bytes of a decode step whose rows go on: the layout's header."""
+    """Oracle: the last line is JSON; a steady decode step has the bytes of the layout's header."""
     job = subprocess.run(
         [sys.executable, "scripts/bench_control_plane.py", "--waits", "blocked", *COUNTS],
         cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},

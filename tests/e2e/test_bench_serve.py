@@ -30,7 +30,7 @@ def measured(server: RunningServer, *arguments: str) -> tuple[int, str, dict]:  
 
 
 def test_a_sweep_counts_every_token(tmp_path: Path) -> None:
-    """Oracle: the fake engine gives back each prompt, so tokens in and out are equal and known; vLLM's field names."""
+    """Oracle: the fake engine repeats each prompt, so tokens in and out are equal and known; vLLM's field names."""
     with running_server(new_engine(step_delay_s=0.002)) as server:
         code, printed, report = measured(
             server, "--request-rate", "40,inf", "--num-prompts", "12", "--input-len", "9", "--output-len", "9",
@@ -55,7 +55,7 @@ def test_a_sweep_counts_every_token(tmp_path: Path) -> None:
 
 
 def test_chat_with_prompts_of_a_file(tmp_path: Path) -> None:
-    """Oracle: as many tokens as the file asks for; the key reaches the server; at most one request at a time."""
+    """Oracle: the file's number of tokens; the key reaches the server; at most one request runs at a time."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "hello", "output_tokens": 5}\n{"prompt": "a longer one", "output_tokens": 8}\n')
     with running_server(new_engine(), ServerConfig(port=0, api_key=("secret",))) as server:
@@ -70,7 +70,7 @@ def test_chat_with_prompts_of_a_file(tmp_path: Path) -> None:
 
 
 def test_failed_requests_are_counted_and_told() -> None:
-    """Oracle: every request is refused without the key: exit code 1 and the server's words."""
+    """Oracle: without the key every request is refused; exit code 1 and the server's message."""
     with running_server(new_engine(), ServerConfig(port=0, api_key=("secret",))) as server:
         code, printed, report = measured(server, "--model", "demo", "--num-prompts", "3")
     assert code == 1
@@ -78,7 +78,7 @@ def test_failed_requests_are_counted_and_told() -> None:
 
 
 def test_it_starts_and_stops_a_server_of_its_own(tmp_path: Path) -> None:
-    """Oracle: the demo model's server on CPUs answers all requests; the fixtures see that nothing is left."""
+    """Oracle: the demo model's server on CPUs answers all requests; the fixtures check for leaks."""
     code, printed, report = bench(
         "--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--result-dir", str(tmp_path),
         "--server-args", "--device cpu --num-gpu-blocks-override 64",

@@ -1,4 +1,4 @@
-"""``tp-engine chat`` with a server of its own: the demo model, asked once."""
+"""``tp-engine chat`` starts its own server: one question to the demo model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEADLINE_S = 120.0
 
 
 def test_a_chat_starts_a_server_and_ends_it() -> None:
-    """Oracle: the demo model adds; the fixtures see that no process and no name is left."""
+    """Oracle: arithmetic; the fixtures check for processes and names left behind."""
     done = subprocess.run(
         [sys.executable, "-m", "tp_engine.cli", "chat", "-q", "12+34=", "--num-gpu-blocks-override", "64"],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,

@@ -30,7 +30,7 @@ def chat(server: RunningServer, **options: Any) -> Any:
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
 def test_chats(server: RunningServer, use_responses_api: bool) -> None:
-    """Oracle: the engine says what it is told, through either endpoint, whole, in a batch and in a stream."""
+    """Oracle: the scripted answer, through either endpoint, whole, in a batch and in a stream."""
     model = chat(server, use_responses_api=use_responses_api)
     answer = model.invoke([("system", "Be brief."), ("human", f"SAY:{TEXT}")])
     assert answer.text == TEXT
@@ -49,7 +49,7 @@ def test_structured_output(server: RunningServer, use_responses_api: bool) -> No
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
 def test_tools(server: RunningServer, use_responses_api: bool) -> None:
-    """Oracle: the call that the engine writes, whole and gathered from a stream."""
+    """Oracle: the scripted call, whole and gathered from a stream."""
 
     def weather(city: str) -> str:
         """How the weather is."""
@@ -65,7 +65,7 @@ def test_tools(server: RunningServer, use_responses_api: bool) -> None:
 
 
 def test_completions(server: RunningServer) -> None:
-    """Oracle: the engine repeats a prompt that tells it nothing."""
+    """Oracle: the engine repeats a prompt without ``SAY:``."""
     model = langchain_openai.OpenAI(base_url=server.url + "/v1", api_key="none", model="demo", max_tokens=50)
     assert model.invoke(TEXT) == TEXT
     assert "".join(model.stream(TEXT)) == TEXT

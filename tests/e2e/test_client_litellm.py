@@ -24,7 +24,7 @@ SAID = "héllo 😀 中文"
 
 @pytest.mark.skipif(PYTHON is None, reason="litellm wants older libraries than the server; run scripts/test_clients")
 def test_litellm() -> None:
-    """Oracle: the engine says what it is told; errors are litellm's own classes."""
+    """Oracle: the scripted answers; errors are litellm's own classes."""
     assert PYTHON is not None
     config = ServerConfig(port=0, generation_config="vllm", enable_auto_tool_choice=True, tool_call_parser="hermes")
     with running_server(scripted_engine(), config) as server:

@@ -19,7 +19,7 @@ from tp_engine.server.config import ServerConfig
 def server() -> Iterator[RunningServer]:
     config = ServerConfig(
         port=0,
-        generation_config="vllm",  # the demo model's own would end long answers
+        generation_config="vllm",  # the demo model's own settings would end long answers
         api_key=("sesame",),
         max_num_queued_reqs=0,
         enable_auto_tool_choice=True,
@@ -37,12 +37,12 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def checked(response: Response) -> Response:
-    """The response, whose JSON fits the client's own types strictly."""
+    """Check the response's JSON strictly against the client's types, and return the response."""
     return Response.model_validate(response.model_dump(mode="json"))
 
 
 def test_a_response(client: openai.OpenAI) -> None:
-    """Oracle: the engine says what it is told; one token per byte and one for the end."""
+    """Oracle: the scripted answer; one token per byte and one for the end."""
     answer = client.responses.create(model="demo", input=f"SAY:{TEXT}", instructions="Be kind.", metadata={"k": "v"})
     assert answer.output_text == TEXT and answer.status == "completed" and answer.id.startswith("resp_")
     assert answer.usage is not None and answer.usage.output_tokens == len(TEXT.encode()) + 1
@@ -51,7 +51,7 @@ def test_a_response(client: openai.OpenAI) -> None:
 
 
 def test_a_response_that_is_cut_off(client: openai.OpenAI) -> None:
-    """Oracle: the reference's status and reason."""
+    """Oracle: the status and the reason in the OpenAI reference."""
     answer = client.responses.create(model="demo", input="SAY:abcdef", max_output_tokens=3)
     assert (answer.output_text, answer.status) == ("abc", "incomplete")
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
@@ -59,7 +59,7 @@ def test_a_response_that_is_cut_off(client: openai.OpenAI) -> None:
 
 
 def test_a_turn_can_be_sent_back(client: openai.OpenAI) -> None:
-    """Oracle: the items of an answer, as they came, are input of the next request; the conversation is repeated."""
+    """Oracle: the engine repeats the conversation; the next request's input has the answer's items unchanged."""
     first = client.responses.create(model="demo", input="SAY:one", store=False)
     items: list[Any] = [{"role": "user", "content": "SAY:one"}, *first.output, {"role": "user", "content": "go on"}]
     second = client.responses.create(model="demo", input=items)
@@ -68,7 +68,7 @@ def test_a_turn_can_be_sent_back(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("max_output_tokens", [None, 5])
 def test_a_streamed_response_equals_the_whole(client: openai.OpenAI, max_output_tokens: int | None) -> None:
-    """Oracle: the whole one; log-probabilities come with the deltas, that of the end, which has no text, at last."""
+    """Oracle: the whole response; log-probabilities come with the deltas, and that of the end token comes last."""
     request: dict[str, Any] = {"model": "demo", "input": f"SAY:{TEXT}", "top_logprobs": 2}
     if max_output_tokens is not None:
         request["max_output_tokens"] = max_output_tokens
@@ -124,7 +124,7 @@ CHAT_WEATHER: Any = {"type": "function", "function": {"name": "weather", "parame
 
 
 def test_reasoning_and_calls_in_responses(client: openai.OpenAI) -> None:
-    """Oracle: what the engine says, item by item; the stream ends with the same items; they can be sent back."""
+    """Oracle: the scripted answer, item by item; the stream ends with the same items; they can be sent back."""
     request: dict[str, Any] = {"model": "demo", "input": THINKS_AND_CALLS, "tools": [WEATHER]}
     whole = checked(client.responses.create(**request))
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -146,7 +146,7 @@ def test_reasoning_and_calls_in_responses(client: openai.OpenAI) -> None:
 
 
 def shown(item: Any) -> dict[str, Any]:
-    """An item without what is new in each answer."""
+    """An item without its id and other fields that differ in each answer."""
     drop = {"id", "call_id", "parsed_arguments", "parsed"}
     item = item.model_dump(mode="json", exclude_none=True)
     for part in item.get("content") or ():
@@ -155,7 +155,7 @@ def shown(item: Any) -> dict[str, Any]:
 
 
 def test_reasoning_and_calls_in_chats(client: openai.OpenAI) -> None:
-    """Oracle: what the engine says; the client's stream helper accumulates to the same message."""
+    """Oracle: the scripted answer; the client's stream helper accumulates the same message."""
     request: dict[str, Any] = {
         "model": "demo",
         "messages": [{"role": "user", "content": THINKS_AND_CALLS}],
@@ -181,7 +181,7 @@ def test_reasoning_and_calls_in_chats(client: openai.OpenAI) -> None:
 
 
 def test_the_asynchronous_client(server: RunningServer) -> None:
-    """Oracle: eight answers at once, whole and streamed, do not mix."""
+    """Oracle: the scripted answers; eight run at once, whole and streamed."""
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         request: dict[str, Any] = {"model": "demo", "input": f"SAY:{number}-{TEXT}"}
@@ -220,7 +220,7 @@ def test_refusals_are_the_clients_exceptions(
     code: str | None,
     stream: bool,
 ) -> None:
-    """Oracle: the client's class for the status, with param and code; streams are refused before they begin."""
+    """Oracle: the client's exception class for the status, with param and code; streams are refused at the start."""
     request: dict[str, Any] = {"model": "demo", "input": "x"} | fields
     with pytest.raises(kind) as error:
         client.responses.create(**request, stream=stream)
@@ -230,7 +230,7 @@ def test_refusals_are_the_clients_exceptions(
 
 
 def test_the_other_exceptions(server: RunningServer, client: openai.OpenAI) -> None:
-    """Oracle: 401, 404 and 429 by their classes."""
+    """Oracle: the client's exception classes for 401, 404 and 429."""
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()

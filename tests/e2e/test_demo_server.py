@@ -1,4 +1,4 @@
-"""The demo model through HTTP at every world size: the answers are right, streamed or not."""
+"""The demo model through HTTP at every world size: answers are right, streamed or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTIONS = {
 
 
 def recall_question(num_pairs: int, seed: int) -> tuple[str, str]:
-    """A long list of keys and digits and one key to recall: wrong if any one KV block is."""
+    """A long list of keys and digits, and one key to recall: an error in any KV block makes the answer wrong."""
     rng = random.Random(seed)
     keys = rng.sample([a + b for a in "abcdefgh" for b in "abcdefgh"], num_pairs)
     values = [str(rng.randrange(10)) for _ in keys]
@@ -31,7 +31,7 @@ def recall_question(num_pairs: int, seed: int) -> tuple[str, str]:
 
 
 def own_text(server: Server) -> str:
-    """What the job printed before torchrun itself began to tell of the end, with a traceback of its own."""
+    """The job's output up to torchrun's own report of the end, which has a traceback."""
     return server.text().partition("torch/distributed/")[0]
 
 
@@ -52,7 +52,7 @@ def ask_streamed(client: openai.OpenAI, question: str) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [0, 2, 4, 8])
 def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
-    """Oracle: arithmetic.  Without torchrun, where rank 0 starts the other one, and under it with 2, 4 and 8 ranks."""
+    """Oracle: arithmetic.  Without torchrun (0), rank 0 starts one other rank; with torchrun: 2, 4 and 8 ranks."""
     small = ["--device", "cpu", "--num-gpu-blocks-override", "512", "--block-size", "16"]
     small += [] if num_ranks else ["-tp", "2"]
     with serving(num_ranks, *small, timeout_s=200) as server:
@@ -89,7 +89,7 @@ def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
 def test_what_can_not_work_ends_in_one_clear_message(
     num_ranks: int, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    """World size, model, cache, launch and flags: one message without a traceback, a non-zero exit code."""
+    """Oracle: one message without a traceback, and a non-zero exit code: world size, model, cache, launch, flags."""
     server = launch(num_ranks, ["--port", "0", "--device", "cpu", *arguments])
     code = server.process.wait(120)
     server.stop()
@@ -101,7 +101,7 @@ def test_what_can_not_work_ends_in_one_clear_message(
 
 
 def test_a_taken_port_is_refused_at_once(tmp_path: Path) -> None:
-    """Exit code 1 and the port in the message, before the model is loaded."""
+    """Oracle: exit code 1 and the port in the message, before the model is loaded."""
     import socket
 
     with socket.socket() as taken:

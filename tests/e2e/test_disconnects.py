@@ -1,6 +1,6 @@
-"""Clients that leave, in every phase of a request, and clients that do not read: a real engine gets its blocks back.
+"""Clients that leave in any phase of a request, and clients that do not read: a real engine gets its blocks back.
 
-The engine computes 16 prompt tokens a step, for two sequences at a time, and each step waits for the test.
+The engine computes 16 prompt tokens a step for at most two sequences, and each step waits for the test.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tp_engine.request import EngineRequest
 
 PROMPT = [5 + i % 40 for i in range(40)]  # three steps of prefill
 NUM_TOKENS = 6
-LAST_STEP = 7  # one more ends a completion, and is on its way when the client leaves
-# Steps after which the client leaves, given that the request is the only one; None: another two are before it.
+LAST_STEP = 7  # one more step ends a completion; it runs when the client leaves
+# Steps after which the client leaves, if the request is alone; None: two other requests are ahead of it.
 PHASES = {
     "queued": None,
     "before the first step": 0,
@@ -31,7 +31,7 @@ PHASES = {
     "decode": 5,
     "last step": LAST_STEP,
 }
-MESSAGE_S = 0.1  # until an abort has reached the engine's socket, with a margin
+MESSAGE_S = 0.1  # an abort reaches the engine's socket within this time, with a margin
 GENERATION = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": PROMPT} | GENERATION),
@@ -52,13 +52,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", BODIES)
 def test_a_client_that_leaves_gives_its_blocks_back(engine: Any, name: str, stream: bool) -> None:
-    """Oracle: the engine aborts that request, in every phase; then nothing is in use, and the blocks add up."""
+    """Oracle: in every phase the engine aborts the request; then no block is in use, and the blocks add up."""
     path, body = BODIES[name]
     gate = GatedEngine(engine)
 
     async def scenario(app: App) -> None:
         for num_steps in PHASES.values():
-            fresh = {"stream": stream, "cache_salt": f"{name} {stream} {num_steps}"}  # finds nothing cached
+            fresh = {"stream": stream, "cache_salt": f"{name} {stream} {num_steps}"}  # misses the prefix cache
             await leave_after(app, gate, path, body | fresh, num_steps)
             assert_nothing_in_use(engine)
         reply = await app.post(path, body)
@@ -69,7 +69,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(engine: Any, name: str, stre
 
 
 async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, Any], num_steps: int | None) -> None:
-    """Send a request, leave after ``num_steps`` of the engine, and let the engine go on."""
+    """Send a request, leave after ``num_steps`` engine steps, and let the engine go on."""
     gate.close_gate()
     exchanges = []
     if num_steps is None:
@@ -77,7 +77,7 @@ async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, An
     exchanges.append(await arrived(app, gate, path, body))
     request_id, num_aborted = gate.added[-1], len(gate.aborted)
     await steps_done(gate, num_steps or 0)
-    await asyncio.sleep(0.01)  # what the engine has sent reaches the streams
+    await asyncio.sleep(0.01)  # the engine's output reaches the streams
     for exchange in exchanges:
         exchange.leave()
     for exchange in exchanges:
@@ -89,7 +89,7 @@ async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, An
 
 
 async def arrived(app: App, gate: GatedEngine, path: str, body: dict[str, Any], num_requests: int = 1) -> Exchange:
-    """A request that the engine has; it looks for new ones between two steps."""
+    """Send requests and wait until the engine has them; it takes new requests between two steps."""
     num_added = len(gate.added)
     exchange = app.start("POST", path, body)
     await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ async def arrived(app: App, gate: GatedEngine, path: str, body: dict[str, Any], 
 
 
 async def aborted(gate: GatedEngine, request_id: str, num_aborted: int) -> None:
-    """The engine has heard of it, which it does between two steps: only one at a time is let through."""
+    """Wait until the engine has the abort.  It takes aborts between two steps, so steps run one at a time."""
 
     def has_heard() -> bool:
         return request_id in gate.aborted[num_aborted:]
@@ -126,8 +126,8 @@ async def steps_done(gate: GatedEngine, num_steps: int) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
 def test_clients_that_do_not_read_are_bounded_and_hold_up_nobody(path: str) -> None:
-    """Oracle: 16 clients read nothing of 900 tokens each: the engine goes on, others are served, the memory for each
-    stays small; in the end they get all of it, in fewer pieces."""
+    """Oracle: 16 clients with 900 tokens each do not read: the engine goes on, other clients are served, and the memory
+    for each stays small; in the end each gets its whole text, in fewer pieces."""
     engine = FakeEngine(endless)
     body: dict[str, Any] = {"stream": True, "ignore_eos": True, "temperature": 0}
     body |= {"input": "x", "max_output_tokens": 900} if path == "/v1/responses" else {"prompt": "x", "max_tokens": 900}
@@ -155,7 +155,7 @@ def test_clients_that_do_not_read_are_bounded_and_hold_up_nobody(path: str) -> N
 
 
 def endless(request: EngineRequest) -> list[int]:
-    """Letters."""
+    """The tokens of an answer of letters."""
     return [5 + i % 40 for i in range(request.params.max_tokens or 0)]
 
 

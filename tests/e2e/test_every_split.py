@@ -1,4 +1,4 @@
-"""Characters and stop strings split between tokens in every possible way: streams equal whole answers, and the text."""
+"""Characters and stop strings split between tokens in every possible way: streams and whole answers equal the text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokenizer() -> Any:
 
 
 def reply(request: EngineRequest) -> list[int]:
-    """The split that the seed names; in a completion the one that the prompt's length names beyond it."""
+    """The split whose number is the seed plus the prompt's length minus 1."""
     number = (request.params.seed or 0) + len(request.prompt_token_ids) - 1
     return [*split(number), EOS]
 
@@ -67,7 +67,7 @@ STOPS = [["中"], ["😀"], ["b中😀"], ["😀c", "中😀"], ["c"]]
     ("stop", "include"), [([], False), *((stop, include) for stop in STOPS for include in (False, True))], ids=str
 )
 def test_completions(stop: list[str], include: bool) -> None:
-    """Oracle: the text up to the stop string that ends first, for every one of the 256 splits, streamed or not."""
+    """Oracle: the text up to the stop string that ends first, for each of the 256 splits, streamed or not."""
     found = min((TEXT.index(one) + len(one), one) for one in stop) if stop else (len(TEXT), "")
     expected = TEXT[: found[0]] if include else TEXT[: found[0] - len(found[1])]
     body = {"max_tokens": 20, "stop": stop, "include_stop_str_in_output": include}

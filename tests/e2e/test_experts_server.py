@@ -26,7 +26,7 @@ FORCED: Any = {"type": "function", "function": {"name": "lookup"}}
 
 @pytest.mark.timeout(240)
 def test_a_chat_with_a_forced_tool_call(tmp_path: Path) -> None:
-    """Oracle: the tool's schema; the stream of the same seed adds up to the same; loads of experts have a mean of 1."""
+    """Oracle: the tool's schema; a stream with the same seed gives the same call; the mean load of the experts is 1."""
     folder = make_checkpoint(tmp_path / "gpt-oss", "gpt-oss", vocab_size=384)
     chat_tokenizer().save_pretrained(folder)
     options = ["--model", str(folder), "--device", "cpu", "--num-gpu-blocks-override", "64", "--dtype", "float32"]
@@ -40,7 +40,7 @@ def test_a_chat_with_a_forced_tool_call(tmp_path: Path) -> None:
             "tool_choice": FORCED,
             "seed": 3,
             "max_tokens": 150,  # a token is a byte
-            # The channel is "commentary", with a call; reasoning in "analysis" would go on for ever.
+            # The channel is "commentary", with a call; reasoning in "analysis" would never end.
             "logit_bias": {str(chat_tokenizer().encode("c")[-1]): 100},
         }
         called = client.chat.completions.create(**request).choices[0].message

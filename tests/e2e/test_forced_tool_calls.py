@@ -1,4 +1,4 @@
-"""Tool calls that the request forces, from a model that knows nothing of tools: the grammar alone makes them."""
+"""Forced tool calls from a model that knows no tools: the grammar alone makes them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PARAMETERS = {
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("f", "g")]
 NAMED = {"type": "function", "function": {"name": "g"}}
-# The prompt is short: the model's context is.
+# The prompt is short because the model's context is short.
 CONFIG = ServerConfig(chat_template="{{ messages[0].content }}")
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    """A request whose tokens hold no space, of which a random model writes more than it has room for."""
+    """A request that forbids tokens with a space, because a random model would fill its context with spaces."""
     tokenizer = chat_tokenizer()
     solid = [token_id for token_id in range(len(tokenizer)) if not any(map(str.isspace, tokenizer.decode([token_id])))]
     return {
@@ -38,7 +38,7 @@ def arguments_of(events: list[Any]) -> str:
 
 
 def test_calls_by_grammar(tmp_path: Path) -> None:
-    """Oracle: the tools' names and their schema; a stream of the same seed gives the same; all blocks come back."""
+    """Oracle: the tools' names and schema; a stream with the same seed gives the same calls; all blocks come back."""
 
     async def scenario(app: App) -> None:
         for choice, names, reason in ((NAMED, {"g"}, "stop"), ("required", {"f", "g"}, "tool_calls")):

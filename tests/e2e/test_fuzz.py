@@ -1,4 +1,4 @@
-"""Thousands of bodies that are nearly right, through the server to a real engine: nothing breaks, nothing stays."""
+"""Thousands of nearly right bodies through the server to a real engine: nothing breaks, no block stays in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOOD_BODY = {"prompt": "the quick brown fox", "max_tokens": 12, "temperature": 0
 
 
 def complaint(reply: Reply) -> str | None:
-    """What is wrong with an answer; None for a whole one or a refusal in the OpenAI shape."""
+    """The fault of an answer; None for a whole answer or a refusal in the OpenAI shape."""
     kind = reply.headers["content-type"]
     if "event-stream" in kind:
         broken = any("error" in one or one.get("type") == "response.failed" for one in reply.events)
@@ -48,8 +48,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_no_body_breaks_the_server_or_keeps_a_block(engine: Engine) -> None:
-    """Oracle: answers are 200 or a refusal in the OpenAI shape; afterwards no block is in use and a good request gives
-    what it gave before."""
+    """Oracle: answers are 200 or a refusal in the OpenAI shape; afterwards no block is in use, and a good request gets
+    the same answer as before."""
     rng = random.Random(SEED)
     statuses: collections.Counter[int] = collections.Counter()
     bodies = [wild_body(rng) for _ in range(NUM_BODIES)]
@@ -85,7 +85,7 @@ async def good_text(app: App) -> Any:
 
 
 def test_the_bodies_that_are_mutated_are_good(engine: Engine) -> None:
-    """Oracle: 200; a fuzzer of refusals only would test little."""
+    """Oracle: status 200; if all bodies were refused, the fuzzer would test little."""
 
     async def scenario(app: App) -> None:
         for path, body in GOOD:

@@ -1,6 +1,6 @@
-"""Streams byte for byte: what clients have learned to read does not change by accident.
+"""Compare streams byte for byte with stored ones, so that the format does not change by accident.
 
-Each case's events are in ``tests/golden/streams``, with ids and times replaced.  After a change that is meant,
+Each case's events are in ``tests/golden/streams``, with ids and times replaced.  After an intended change,
 ``TP_ENGINE_UPDATE_GOLDEN=1 pytest tests/e2e/test_golden_streams.py`` writes them anew; read the difference.
 """
 
@@ -26,7 +26,7 @@ CHANGING = (
     (re.compile(rb'"(id|item_id|call_id)":"(chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|call_)[0-9a-f]+"'), rb'"\1":"\g<2>ID"'),
     (re.compile(rb'"(created|created_at|completed_at)":\d+'), rb'"\1":0'),
 )
-# All answers are shorter than 64 tokens: what a slow reader has not taken by then may come in fewer pieces.
+# All answers are shorter than 64 tokens, because longer ones may reach a slow reader in fewer pieces.
 CALL = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
@@ -67,7 +67,7 @@ def without_what_changes(stream: bytes) -> bytes:
 
 
 def test_streams_are_as_they_were() -> None:
-    """Oracle: files that were read by a person when they changed."""
+    """Oracle: the stored files; a person reads each change of them."""
     engine = FakeEngine(say, model_info=INFO)
     config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
     update = os.environ.get("TP_ENGINE_UPDATE_GOLDEN") == "1"

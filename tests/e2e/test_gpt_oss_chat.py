@@ -1,4 +1,4 @@
-"""A tiny gpt-oss behind a real engine: the official client forces a call, which comes in the model's own format."""
+"""A tiny gpt-oss behind a real engine: the official client forces a call; the model writes it in its own format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMED = {"type": "function", "function": {"name": "größe"}}
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
 @pytest.mark.parametrize("has_marks", [True, False])
 def test_a_forced_call(choice: Any, has_marks: bool, tmp_path: Path) -> None:
-    """Whole and streamed, with the marks as special tokens and as text. Oracle: the schema, and no text beside it."""
+    """Oracle: the schema, and no text beside the call; whole and streamed, with marks as special tokens and as text."""
     tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
     if has_marks:
         tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
@@ -51,7 +51,7 @@ def test_a_forced_call(choice: Any, has_marks: bool, tmp_path: Path) -> None:
         async with openai.AsyncOpenAI(
             base_url="http://test/v1", api_key="x", max_retries=0, http_client=http_client
         ) as client:
-            # A model without training would not end its reasoning.
+            # An untrained model would not end its reasoning.
             request: Any = {
                 "model": "demo", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": choice,
                 "seed": 3, "max_tokens": 400, "extra_body": {"bad_words": ["analysis"]},

@@ -1,4 +1,4 @@
-"""The demo model with int8 weights: it still knows its tasks, on one rank and on two."""
+"""The demo model with int8 weights solves its tasks, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUESTIONS = {"12+34=": "46", "reverse: 3 1 4": "4 1 3", "sort: 3 1 2": "1 2 3", 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_demo_model_answers(num_ranks: int) -> None:
-    """Oracle: the answers themselves."""
+    """Oracle: the right answers."""
     options: dict[str, Any] = {
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 64,

@@ -1,4 +1,4 @@
-"""A whole engine on the data path of GPUs, without one: its kernels interpreted."""
+"""A whole engine on the data path of GPUs, without a GPU: its kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def test_interpreted_engine() -> None:
 @needs_triton
 @pytest.mark.timeout(300)
 def test_interpreted_masks() -> None:
-    """Oracle: the tokens of the same engine on plain PyTorch, one row of which follows a grammar."""
+    """Oracle: the tokens of the same engine on plain PyTorch; one row follows a grammar."""
     interpreted("kernel_cases_masks", timeout_s=270)
 
 
 @needs_triton
 @pytest.mark.timeout(300)
 def test_interpreted_groups() -> None:
-    """Oracle: the same model with one block table for all layers, its tokens and log-probabilities bit by bit."""
+    """Oracle: the same model with one block table for all layers; tokens and log-probabilities are equal bit by bit."""
     interpreted("kernel_cases_kv_groups", timeout_s=270)
 
 
 @needs_triton
 @pytest.mark.timeout(300)
 def test_interpreted_warm_up() -> None:
-    """Oracle: the launches of the start: serving adds no specialisation of a kernel, so nothing is compiled then."""
+    """Oracle: the kernel specialisations of the warm-up; serving adds none, so it compiles nothing."""
     interpreted("kernel_cases_warm_up", timeout_s=270)

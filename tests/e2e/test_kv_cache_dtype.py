@@ -1,4 +1,4 @@
-"""A KV cache of another type than the model's, end to end on one rank: what it costs, and what must stay exact."""
+"""A KV cache of another type than the model's, end to end on one rank: its error, and what must stay exact."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tp_engine.outputs import RequestOutput
 
 VOCAB = 203
 PROMPT = torch.randint(VOCAB, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-# Largest error of a prompt token's log-probability: twice what was measured (0.035, 0.353, 0.013; their values spread
-# over several nats).  An fp8 value keeps 3 bits of mantissa, an int8 one 7 bits of the head's largest.
+# Largest error of a prompt token's log-probability: twice the measured errors (0.035, 0.353, 0.013; log-probabilities
+# spread over several nats).  An fp8 value keeps 3 bits of mantissa, an int8 value 7 bits of the head's largest.
 LARGEST_ERROR = {"int8": 0.07, "fp8": 0.7, "bfloat16": 0.026}
 OPTIONS = {"max_model_len": 128, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 24, "max_num_seqs": 8}
 
@@ -47,7 +47,7 @@ def scores(llm: LLM) -> torch.Tensor:
 
 
 def test_error_is_bounded(llm: LLM, folder: Path, kind: str) -> None:
-    """Oracle: the same engine with a float32 cache; the bound above, and some error, else nothing was quantised."""
+    """Oracle: the same engine with a float32 cache; the error is within the bound, and not 0."""
     with LLM(str(folder), device="cpu", dtype="float32", **OPTIONS) as exact:
         expected = scores(exact)
     error = float((scores(llm) - expected).abs().max())
@@ -56,7 +56,7 @@ def test_error_is_bounded(llm: LLM, folder: Path, kind: str) -> None:
 
 
 def test_forks_and_cached_prefixes_change_nothing(llm: LLM) -> None:
-    """Oracle: the prompt alone.  Forks copy a partial block, scales included; the second run hits the prefix cache."""
+    """Oracle: the prompt run alone.  Forks copy a partial block and its scales; the second run hits a cached prefix."""
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     alone = generate(llm, greedy)
     assert [output.token_ids for output in generate(llm, greedy).outputs] == [alone.outputs[0].token_ids]
@@ -71,6 +71,6 @@ def generate(llm: LLM, params: SamplingParams) -> RequestOutput:
 
 @pytest.mark.parametrize("backend", ["native", "flash_attn"])
 def test_backend_that_can_not_is_refused(folder: Path, backend: str) -> None:
-    """Oracle: the rule and the remedy, before anything starts."""
+    """Oracle: the message has the rule and the remedy, before anything starts."""
     with pytest.raises(ConfigError, match=f"attention_backend is {backend}: .*use"):
         LLM(str(folder), device="cpu", dtype="float32", kv_cache_dtype="int8", attention_backend=backend, **OPTIONS)

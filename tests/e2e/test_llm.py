@@ -1,4 +1,4 @@
-"""The Python API on one rank: against transformers where that has an answer, else against itself."""
+"""The Python API on one rank, compared with transformers where possible, else with itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_prompt_forms_are_equivalent(llm: LLM) -> None:
 def test_one_bad_prompt_raises_before_anything_runs(
     llm: LLM, prompt: object, params: dict[str, object], words: tuple[str, ...]
 ) -> None:
-    """The error names the value and the rule, and no request is left behind."""
+    """Oracle: the error names the value and the rule; no request is left behind."""
     before = llm.engine.stats()
     with pytest.raises(RequestError) as error:
         llm.generate([PROMPTS[0], prompt], SamplingParams(**params), use_tqdm=False)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_one_bad_prompt_raises_before_anything_runs(
 
 
 def test_a_seed_gives_the_same_sample_whatever_else_is_in_the_batch(llm: LLM) -> None:
-    """Oracle: the request alone."""
+    """Oracle: the request run alone."""
     params = {"temperature": 1.3, "top_p": 0.95, "seed": 11, "max_tokens": 12, "ignore_eos": True}
     alone = tokens(llm, [PROMPTS[1]], **params)[0]
     batch = [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]]
@@ -97,7 +97,7 @@ def test_a_seed_gives_the_same_sample_whatever_else_is_in_the_batch(llm: LLM) ->
 
 
 def test_n_samples_share_the_prompt_and_differ(llm: LLM) -> None:
-    """Sample i of a seed is the single sample of seed + i; greedy samples are all equal to the single one."""
+    """Oracle: sample i of a seed is the single sample of seed + i; every greedy sample equals the single one."""
     params = {"temperature": 1.2, "seed": 5, "max_tokens": 10, "ignore_eos": True}
     output = llm.generate([PROMPTS[1]], SamplingParams(n=4, **params), use_tqdm=False)[0]  # type: ignore[arg-type]
     assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
@@ -108,7 +108,7 @@ def test_n_samples_share_the_prompt_and_differ(llm: LLM) -> None:
 
 
 def test_logprobs_equal_transformers(llm: LLM, folder: Path) -> None:
-    """Oracle: transformers' log-softmax at every position, for the prompt and for what was generated."""
+    """Oracle: transformers' log-softmax at every position of the prompt and of the answer."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     output = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0]
     prompt, generated = PROMPTS[1], output.outputs[0].token_ids
@@ -124,7 +124,7 @@ def test_logprobs_equal_transformers(llm: LLM, folder: Path) -> None:
 
 
 def test_processors_steer_the_choice(llm: LLM) -> None:
-    """A bias of 100 forces a token; allowed ids confine it; min_tokens holds a stop back."""
+    """Oracle: by hand.  A bias of 100 forces a token; allowed ids limit the choice; min_tokens delays a stop."""
     assert tokens(llm, [PROMPTS[0]], temperature=0, max_tokens=3, logit_bias={77: 100.0})[0] == [77, 77, 77]
     allowed = tokens(llm, [PROMPTS[0]], temperature=1.5, max_tokens=20, allowed_token_ids=[8, 9], ignore_eos=True)[0]
     assert set(allowed) <= {8, 9}
@@ -140,7 +140,8 @@ def test_processors_steer_the_choice(llm: LLM) -> None:
 
 
 def test_prefix_cache_and_salt(llm: LLM) -> None:
-    """The second run finds all full blocks but the last one; another salt, or a forgotten cache, none; one answer."""
+    """Oracle: the second run finds all full blocks but the last; with another salt, or after a reset of the cache, it
+    finds none; the answer is always the same."""
     prompt = [(17 * i) % 200 + 3 for i in range(64)]
     params = {"temperature": 0, "max_tokens": 5}
     first, second, salted, salted_again = (
@@ -155,7 +156,7 @@ def test_prefix_cache_and_salt(llm: LLM) -> None:
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_ends_with_length(folder: Path) -> None:
-    """Four blocks of 4 tokens: 17 tokens never fit; a sequence that fills them ends at 16 tokens plus the last one."""
+    """Oracle: arithmetic.  In four blocks of 4 tokens, 17 never fit; a sequence that grows ends at 16 + 1 tokens."""
     with LLM(
         str(folder), device="cpu", dtype="float32", block_size=4, num_gpu_blocks_override=4, max_model_len=64
     ) as small:
@@ -169,7 +170,7 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_ends_with_
 
 
 def test_five_engines_one_after_another(folder: Path) -> None:
-    """Create and close five times in one process; each answers alike (promise 7)."""
+    """Oracle: the first engine's answer; one process creates and closes five engines (promise 7)."""
     answers = set()
     for _ in range(5):
         with LLM(str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=16, max_model_len=64) as engine:
@@ -179,7 +180,7 @@ def test_five_engines_one_after_another(folder: Path) -> None:
 
 
 def test_the_same_run_twice_is_identical(folder: Path) -> None:
-    """Requests without a seed, mixed lengths, a pool that preempts: two fresh engines sample the same tokens."""
+    """Oracle: the first engine's tokens; two fresh engines, requests without a seed, mixed lengths, preemptions."""
     runs = []
     for _ in range(2):
         options = {"num_gpu_blocks_override": 14, "block_size": 4, "max_model_len": 48, "max_num_batched_tokens": 32}
@@ -193,7 +194,7 @@ def test_the_same_run_twice_is_identical(folder: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.03)])
 def test_half_precision(folder: Path, dtype: str, tolerance: float) -> None:
-    """Oracle: fp32 log-probabilities of transformers for the tokens that were chosen in half precision."""
+    """Oracle: transformers' fp32 log-probabilities of the tokens that half precision chose."""
     with LLM(str(folder), device="cpu", dtype=dtype, num_gpu_blocks_override=16, max_model_len=64) as engine:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
         output = engine.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0]
@@ -205,7 +206,7 @@ def test_half_precision(folder: Path, dtype: str, tolerance: float) -> None:
 
 
 def test_memory_does_not_grow_once_warm(llm: LLM) -> None:
-    """The same load again and again: after the first rounds the process is as large as it was (row A10)."""
+    """Oracle: the process's size after the first rounds of the same load (row A10)."""
     params = SamplingParams(temperature=0.7, max_tokens=10, logprobs=2, ignore_eos=True)
 
     def rounds(count: int) -> int:
@@ -230,7 +231,7 @@ def test_memory_does_not_grow_once_warm(llm: LLM) -> None:
     ],
 )
 def test_configuration_errors_name_value_and_remedy(folder: Path, options: dict[str, object], words: list[str]) -> None:
-    """Refused before any device or process is touched."""
+    """Oracle: the message's words; the refusal comes before any device or process is used."""
     with pytest.raises(ConfigError) as error:
         LLM(**{"model": str(folder), "device": "cpu", **options})  # type: ignore[arg-type]
     for word in words:

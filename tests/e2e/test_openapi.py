@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI schema: allowed or forbidden by it, none gets a 5xx."""
+"""Requests made from the server's own OpenAPI schema, valid and invalid: none gets a 5xx."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ EXAMPLES_PER_OPERATION = int(6 * float(os.environ.get("TP_ENGINE_TEST_SCALE", "1
 
 
 class Client:
-    """The application on an event loop that runs while a request does."""
+    """The application on an event loop that runs only during a request."""
 
     def __init__(self, runner: asyncio.Runner, app: App) -> None:
         self._runner = runner
         self.app = app
 
     def send(self, case: Any) -> Reply:
-        """A case of schemathesis as a request."""
+        """Send a case of schemathesis as a request."""
         request = requests.Request(**case.as_transport_kwargs(base_url="http://test")).prepare()
         body = request.body or b""
         assert isinstance(body, str | bytes)
@@ -67,7 +67,7 @@ def test_no_request_of_the_schema_is_a_5xx(client: Client, mode: GenerationMode)
     statuses: set[int] = set()
     for operation in operations(client.app):
         if mode is GenerationMode.NEGATIVE and not operation.body:
-            continue  # nothing can be wrong with what takes nothing
+            continue  # without a body there is nothing to make invalid
 
         @settings(
             max_examples=EXAMPLES_PER_OPERATION, database=None, derandomize=True, deadline=None,

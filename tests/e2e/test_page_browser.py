@@ -1,4 +1,4 @@
-"""The web page as people use it, in headless Chromium."""
+"""The web page in headless Chromium, used as a person does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[RunningServer]:
-    """A server with a key and a prefix, whose model says what it is told."""
+    """A server with a key and a prefix; its model has scripted answers."""
     config = ServerConfig(
         port=0, root_path="/llm", api_key=(KEY,), reasoning_parser="qwen3", enable_auto_tool_choice=True,
         tool_call_parser="hermes",
@@ -41,7 +41,7 @@ def fake() -> Iterator[RunningServer]:
 
 
 def fill(shown: Tab, **fields: str) -> None:
-    """The settings, which are folded at first."""
+    """Open the settings, which are folded at first, and fill them in."""
     if shown.page.locator("#settings[open]").count() == 0:
         shown.page.click("#settings summary")
     for name, text in fields.items():
@@ -49,7 +49,7 @@ def fill(shown: Tab, **fields: str) -> None:
 
 
 def unexpected(shown: Tab) -> list[str]:
-    """What the console says beside the statuses of errors that the test provokes."""
+    """The console's lines, without the error statuses that the test provokes."""
     return [line for line in shown.complaints if not ("status of 401" in line or "status of 400" in line)]
 
 
@@ -58,7 +58,7 @@ def number(shown: Tab, state: str) -> int:
 
 
 def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any) -> None:
-    """Oracle: arithmetic; an answer that grows while its blocks are in use, and gives them back when stopped."""
+    """Oracle: arithmetic; an answer grows while its blocks are in use; a stop gives the blocks back."""
     small = ["--device", "cpu", "--num-gpu-blocks-override", "2048", "--block-size", "16"]
     with serving(0, *small) as server, tab(browser, server.url) as shown:
         shown.wait("#status[data-state=live]")
@@ -88,7 +88,7 @@ def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any) -> None:
 
 
 def test_keys_errors_reasoning_and_tools(browser: Any, fake: RunningServer) -> None:
-    """Oracle: a key in the session only; the server's own words; what a model says that is not its answer."""
+    """Oracle: the key stays in the session; errors show the server's message; reasoning and calls are shown apart."""
     with tab(browser, fake.url) as shown:
         for key in ("wrong", KEY):
             shown.wait("#key-dialog[open]" if key == "wrong" else "#key-words:text('API key')")
@@ -115,7 +115,7 @@ def test_keys_errors_reasoning_and_tools(browser: Any, fake: RunningServer) -> N
 
 
 def test_narrow_screens_themes_and_models_without_a_template(browser: Any, fake: RunningServer) -> None:
-    """Oracle: one part at a time, asked of the server only while seen; the prompt of the completion is the text."""
+    """Oracle: one part at a time is shown, and only that part asks the server; a completion's prompt is the text."""
     bodies = []
 
     def refuse(route: Any) -> None:

@@ -1,4 +1,4 @@
-"""The README's Python example runs as it stands."""
+"""The README's Python example runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``scripts/serve`` as a newcomer meets it: how many ranks it starts, and what Ctrl-C leaves on the screen."""
+"""``scripts/serve``: the number of ranks it starts, and the screen after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READY_S = 150.0
 STOP_S = 60.0
 COMMAND = ["scripts/serve", "--port", "0", "--device", "cpu", "--num-gpu-blocks-override", "64"]
 SHORT = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
-NUM_LONG = 64  # the blocks hold hardly more than one at a time
+NUM_LONG = 64  # the blocks hold about one of these requests at a time
 LONG = SHORT | {
     "prompt": ["x"] * NUM_LONG,
     "max_tokens": 900,
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 def assert_stopped(terminal: Terminal) -> None:
-    """Exit code 0, and a last line of ours."""
+    """Check for exit code 0, and for a last line of ours."""
     assert terminal.wait_end(STOP_S) == 0, terminal.text
     for word in ("Traceback", "Error", "ERROR", "terminate"):
         assert word not in terminal.text, terminal.text
@@ -41,7 +41,7 @@ def assert_stopped(terminal: Terminal) -> None:
 
 
 class Client(threading.Thread):
-    """Streams the answer to ``body`` into ``lines``; made when the first of them is there."""
+    """Streams the answer to ``body`` into ``lines``; the constructor waits for the first line."""
 
     def __init__(self, terminal: Terminal, body: dict[str, object]) -> None:
         super().__init__(daemon=True)
@@ -64,7 +64,7 @@ class Client(threading.Thread):
 
 
 def test_ctrl_c_while_the_program_starts() -> None:
-    """Oracle: pressed again and again until it is over, Ctrl-C leaves one line of ours as the last, and exit code 0."""
+    """Oracle: exit code 0 and one last line of ours, after pressing Ctrl-C until the program has ended."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
         deadline_s = time.monotonic() + STOP_S
         while "launch/serve.py" not in terminal.command_line():
@@ -79,7 +79,7 @@ def test_ctrl_c_while_the_program_starts() -> None:
 
 @pytest.mark.parametrize("num_presses", [1, 2])
 def test_ctrl_c_while_the_model_loads(num_presses: int) -> None:
-    """Oracle: as above; the ranks that have been started do not complain that rank 0 has gone."""
+    """Oracle: as above; the started ranks print no complaint about the end of rank 0."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
         terminal.wait_for("group_init", READY_S)
         for _ in range(num_presses):
@@ -88,7 +88,7 @@ def test_ctrl_c_while_the_model_loads(num_presses: int) -> None:
 
 
 def test_ctrl_c_while_serving() -> None:
-    """Oracle: as above; that line is all there is."""
+    """Oracle: as above; the screen shows only that line."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
         terminal.wait_for("12+34=", READY_S)
         terminal.press_ctrl_c()
@@ -97,7 +97,7 @@ def test_ctrl_c_while_serving() -> None:
 
 
 def test_ctrl_c_with_a_request_in_flight() -> None:
-    """Oracle: as above; the answer comes to its end first."""
+    """Oracle: as above; the answer is finished first."""
     with at_terminal(COMMAND, ENVIRONMENT) as terminal:
         terminal.wait_for("12+34=", READY_S)
         client = Client(terminal, SHORT)
@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_ends_the_request_in_flight() -> None:
     ],
 )
 def test_the_number_of_ranks(arguments: list[str], tp_size: str | None, num_ranks: int, tmp_path: Path) -> None:
-    """Oracle: what is said for this run goes before what a file says, and that before the default of 2 without GPUs."""
+    """Oracle: the run's own options come first, then the file's, then the default (2 without GPUs)."""
     file = tmp_path / "run.toml"
     file.write_text("[engine]\ntensor_parallel_size = 8\n")
     done = run(*(argument.format(file=file) for argument in arguments), "--print-config", tp_size=tp_size)

@@ -1,4 +1,4 @@
-"""The serving job as a process: start, signals, deaths.  The engine is a fake; everything else is as it ships."""
+"""The serving job as a process: start, signals, deaths.  The engine is a fake; everything else is real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}  # a second of wor
 
 
 class Job:
-    """A running job and what it has printed so far."""
+    """A running job and its output so far."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -87,7 +87,7 @@ def test_first_signal_drains_and_second_is_not_needed() -> None:
             wait_until(lambda: 'num_requests_running{model_name="demo_model"} 1.0' in late.get("/metrics").text, "it")
             job.process.send_signal(signal.SIGTERM)
             wait_until(lambda: late.get("/ready").status_code == 503, "the drain")
-            assert late.get("/health").status_code == 200  # a drain is no fault
+            assert late.get("/health").status_code == 200  # a draining server is healthy
             refused = late.post("/v1/completions", json=SLOW)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         asking.join(DEADLINE_S)
@@ -119,7 +119,7 @@ def test_a_beam_search_is_finished_in_a_drain() -> None:
 
 
 def test_second_signal_stops_at_once() -> None:
-    """Oracle: the end comes long before the request could have finished."""
+    """Oracle: the job ends long before the request could have finished."""
     with started("--port", "0") as job:
         url = job.url()
         body = SLOW | {"max_tokens": 1000, "stream": True}
@@ -135,7 +135,7 @@ def test_second_signal_stops_at_once() -> None:
 
 
 def test_a_signal_while_loading_ends_the_job() -> None:
-    """Oracle: exit code 0 within seconds; until then the port answers that nothing is ready."""
+    """Oracle: exit code 0 within seconds; until then the port answers that the server is not ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -155,9 +155,9 @@ def test_a_signal_while_loading_ends_the_job() -> None:
 
 
 def test_the_port_file_is_there_from_the_bound_port_to_the_end(tmp_path: Path) -> None:
-    """Oracle: the port in it answers while the model loads; a stop removes it, and no other file was left beside it."""
+    """Oracle: the port in the file answers while the model loads; a stop removes the file and leaves no other."""
     file = tmp_path / "port"
-    file.write_text("1\n")  # of a server that was killed
+    file.write_text("1\n")  # as a killed server leaves it
     with started("--port", "0", "--port-file", str(file), delay_s=60) as job:
         wait_until(lambda: file.read_text() != "1\n", "the port")
         assert httpx.get(f"http://127.0.0.1:{int(file.read_text())}/live", timeout=DEADLINE_S).status_code == 200
@@ -168,7 +168,7 @@ def test_the_port_file_is_there_from_the_bound_port_to_the_end(tmp_path: Path) -
 
 
 def test_a_port_file_is_removed_by_a_stop_that_can_not_wait(tmp_path: Path) -> None:
-    """Oracle: as above, after two signals while a request runs."""
+    """Oracle: the file is gone after two signals while a request runs."""
     file = tmp_path / "port"
     with started("--port", "0", "--port-file", str(file)) as job:
         body = SLOW | {"max_tokens": 1000, "stream": True}
@@ -183,7 +183,7 @@ def test_a_port_file_is_removed_by_a_stop_that_can_not_wait(tmp_path: Path) -> N
 
 
 def test_a_taken_port_is_known_before_loading() -> None:
-    """Oracle: exit code 1, one line that names the port and the remedy, and no loading."""
+    """Oracle: exit code 1, one line with the port and the remedy; no model is loaded."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Beam search through the HTTP server, against an engine whose candidates are known."""
+"""Beam search through the HTTP server, with an engine of known candidates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_best_of_is_the_width(client: openai.OpenAI) -> None:
 
 
 def test_an_eos_ends_a_beam(client: openai.OpenAI) -> None:
-    """Oracle: by hand: the token before the end of turn is likeliest, the end of turn next; its text is not shown."""
+    """Oracle: by hand.  The end of turn is the second likeliest token, after its predecessor; its text is not shown."""
     answer = client.completions.create(
         model="demo", prompt=[END_OF_TURN - 1], n=2, max_tokens=1, extra_body={**BEAMS, "return_token_ids": True}
     )
@@ -66,7 +66,7 @@ def test_streams_are_refused(client: openai.OpenAI) -> None:
 
 
 def test_metrics_count_prompts_and_answers(server: RunningServer, client: openai.OpenAI) -> None:
-    """Oracle: what was asked: the rounds of the search are not counted as requests."""
+    """Oracle: the number of requests sent; the rounds of the search do not count as requests."""
 
     def read(name: str) -> float:
         lines = server.client.get("/metrics").text.splitlines()
@@ -79,7 +79,7 @@ def test_metrics_count_prompts_and_answers(server: RunningServer, client: openai
 
 
 def test_a_client_that_leaves_ends_the_search(server: RunningServer) -> None:
-    """Oracle: the engine's own record of requests: far fewer than the whole search has, and none running."""
+    """Oracle: the engine's record of requests has far fewer than a whole search, and none runs."""
     added = server.engine.added
     num_before, counts = len(added), [0]
     body = {"model": "demo", "prompt": "a", "n": 8, "max_tokens": 900, **BEAMS}

@@ -35,7 +35,7 @@ def test_completion_defaults_to_16_tokens(client: openai.OpenAI) -> None:
 
 
 def test_chat_fills_the_context_unless_limited(client: openai.OpenAI) -> None:
-    """Oracle: the template's text of the conversation comes back whole."""
+    """Oracle: the template's whole text of the conversation."""
     answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "12+34="}])
     assert answer.choices[0].message.role == "assistant"
     assert "12+34=" in (answer.choices[0].message.content or "")
@@ -110,7 +110,7 @@ def test_chat_stream_equals_whole(client: openai.OpenAI) -> None:
 
 
 def test_stop_strings_report_their_reason(server: RunningServer) -> None:
-    """Oracle: the text before the stop string, and its name; the engine is told to end the request."""
+    """Oracle: the text before the stop string, and the stop string; the server tells the engine to end the request."""
     body = {"model": "demo", "prompt": "abcdef", "stop": ["cd"], "max_tokens": 50}
     choice = server.post("/v1/completions", body).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cd")
@@ -118,7 +118,7 @@ def test_stop_strings_report_their_reason(server: RunningServer) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    """Oracle: the names it was started with."""
+    """Oracle: the names given to the server."""
     assert [model.id for model in client.models.list()] == ["demo", "alias"]
     assert client.models.retrieve("alias").id == "alias"
     with pytest.raises(openai.NotFoundError):
@@ -155,7 +155,7 @@ def test_models(client: openai.OpenAI) -> None:
 def test_errors_have_the_openai_shape(
     server: RunningServer, path: str, body: Any, status: int, param: str | None, code: str | None, stream: bool
 ) -> None:
-    """Oracle: the four keys, the status and the codes of the OpenAI reference; a stream is refused before it begins."""
+    """Oracle: the OpenAI reference's four keys, status and codes; a stream is refused before it begins."""
     if isinstance(body, dict) and stream:
         body = body | {"stream": True}
     answer = server.post(path, body)
@@ -180,7 +180,7 @@ def test_bad_json_and_wrong_method(server: RunningServer) -> None:
 
 
 def test_status_routes_and_metrics(server: RunningServer) -> None:
-    """Oracle: counters move by what was asked for."""
+    """Oracle: the counters grow by the requested numbers."""
     before = metrics(server)
     server.post("/v1/completions", {"prompt": "abcd", "max_tokens": 3})
     after = metrics(server)
@@ -201,7 +201,7 @@ def test_status_routes_and_metrics(server: RunningServer) -> None:
 
 
 def test_the_engine_is_watched(server: RunningServer) -> None:
-    """Oracle: the samples that the server takes by itself, one per second; a look adds one at most."""
+    """Oracle: the server samples once per second by itself; each look adds one sample at most."""
 
     def num_samples() -> int:
         return len(server.client.get("/engine").json()["history"]["age_s"])
@@ -235,7 +235,7 @@ def raw_request(server: RunningServer, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("phase", ["queued", "first token", "decode"])
 def test_a_client_that_leaves_is_aborted(server: RunningServer, stream: bool, phase: str) -> None:
-    """Oracle: the engine names it as aborted, long before the request could have finished (2 s)."""
+    """Oracle: the engine records the abort long before the request could have finished (2 s)."""
     engine = server.engine
     num_added, num_aborted, num_steps = len(engine.added), len(engine.aborted), engine.num_steps
     engine.max_running = 0 if phase == "queued" else 64
@@ -260,7 +260,7 @@ def test_a_plain_socket_sees_whole_events(server: RunningServer) -> None:
 
 
 def test_api_key_guards_every_route_but_the_status() -> None:
-    """Oracle: 401 without the key or with another, 200 with it; probes need none."""
+    """Oracle: 401 without the key or with a wrong one, 200 with it; probes need no key."""
     with running_server(config=ServerConfig(port=0, api_key=("sesame",))) as server:
         refused: list[Any] = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": b"sesame"}]
         for headers in refused:

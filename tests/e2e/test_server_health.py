@@ -1,4 +1,4 @@
-"""Health tells the truth: what the HTTP process answers when the engine dies, hangs or is stopped behind it."""
+"""Health is true: the HTTP process's answers after its engine dies, hangs or is stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serving(pulse: Pulse) -> EnginePulse:
 
 
 def status(server: RunningServer, path: str) -> tuple[int, str | None, float]:
-    """Status, error code, and the seconds that the answer took."""
+    """Status, error code, and the seconds until the answer."""
     began_s = time.monotonic()
     reply = server.client.get(path)
     code = reply.json().get("error", {}).get("code")
@@ -37,7 +37,7 @@ def status(server: RunningServer, path: str) -> tuple[int, str | None, float]:
 
 
 def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
-    """Oracle: the flag that rank 0's watchdog sets at the soft limit; new requests are refused meanwhile."""
+    """Oracle: rank 0's watchdog sets the flag at the soft limit; new requests are refused while it is set."""
     with running_server(pulse=serving(pulse)) as server:
         assert status(server, "/health")[0] == status(server, "/ready")[0] == 200  # no beat yet
         pulse.beat(hangs=False)
@@ -54,7 +54,7 @@ def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
 
 
 def test_a_stopped_rank_0_is_given_up(pulse: Pulse) -> None:
-    """Oracle: no beat: red after 5 s, and at the hard limit the running request fails and the process ends with 1."""
+    """Oracle: without a beat, health is red after 5 s; at the hard limit the request fails and the exit code is 1."""
     with running_server(new_engine(step_delay_s=0.05), pulse=serving(pulse)) as server:
         pulse.beat(hangs=False)
         began_s = time.monotonic()
@@ -71,7 +71,7 @@ def test_a_stopped_rank_0_is_given_up(pulse: Pulse) -> None:
 
 
 def test_a_dead_engine_is_never_answered_200(pulse: Pulse) -> None:
-    """Oracle: the engine raises in the middle of a request: that one fails, and what still answers is red."""
+    """Oracle: the engine raises during a request; the request fails, and every later answer is red."""
     engine = new_engine(step_delay_s=0.02)
     with running_server(engine, pulse=serving(pulse)) as server:
         answers: list[httpx.Response] = []

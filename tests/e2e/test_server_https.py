@@ -1,4 +1,4 @@
-"""HTTPS over a Unix socket: both ways of listening that are not plain TCP, in one server process."""
+"""HTTPS over a Unix socket: one server process covers both, TLS and Unix sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALTERNATIVE = ("-addext", "subjectAltName=DNS:localhost")
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate, and is not here")
 def test_https_over_a_unix_socket(tmp_path: Path) -> None:
-    """Oracle: a client that trusts this certificate alone is answered and streamed to; one without trust is not."""
+    """Oracle: a client that trusts this certificate gets answers and streams; a client without trust gets none."""
     key, certificate, path = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "socket"
     files = ("-keyout", str(key), "-out", str(certificate))
     subprocess.run(["openssl", *REQUEST, *ALTERNATIVE, *files], check=True, capture_output=True, timeout=30)

@@ -18,7 +18,7 @@ MAX_BODY_BYTES = 20_000
 
 
 def test_bodies_are_bounded_announced_or_not() -> None:
-    """Oracle: 413 in the OpenAI shape, and a server that goes on."""
+    """Oracle: 413 in the OpenAI shape; the server goes on."""
     with running_server(config=ServerConfig(port=0, max_body_bytes=MAX_BODY_BYTES)) as server:
         body = json.dumps({"prompt": "x" * MAX_BODY_BYTES}).encode()
         for content in (body, iter([body[:5000]] * 10)):  # an iterator is sent in pieces, without a length
@@ -29,7 +29,7 @@ def test_bodies_are_bounded_announced_or_not() -> None:
 
 
 def test_a_full_queue_answers_429_and_recovers() -> None:
-    """Oracle: running places (64) plus 2 queued; the next is refused with Retry-After, and served later."""
+    """Oracle: 64 requests run and 2 are queued; the next one is refused with Retry-After, and served later."""
     engine = new_engine(step_delay_s=0.01)
     with running_server(engine, ServerConfig(port=0, max_num_queued_reqs=2)) as server:
         body = {"prompt": ["x"] * 66, "max_tokens": 300, "stream": True}
@@ -45,7 +45,7 @@ def test_a_full_queue_answers_429_and_recovers() -> None:
 
 
 def test_health_answers_quickly_under_load() -> None:
-    """Oracle: the median of many probes while 64 long prompts are tokenized and streamed."""
+    """Oracle: a limit on the median of many probes, while 64 long prompts are tokenized and streamed."""
     with running_server(new_engine(step_delay_s=0.002)) as server:
         stop = threading.Event()
 
@@ -69,7 +69,7 @@ def test_health_answers_quickly_under_load() -> None:
 
 
 def test_no_body_breaks_the_server() -> None:
-    """Oracle: every answer is 200 or a client error in the OpenAI shape; a good one works afterwards."""
+    """Oracle: every answer is 200 or a client error in the OpenAI shape; a good request works afterwards."""
     rng = random.Random(7)
     with running_server() as server:
         for _ in range(400):
@@ -139,7 +139,7 @@ NAMES = (
 
 
 def wild_body(rng: random.Random) -> bytes:
-    """A request with up to three fields that hold anything."""
+    """A request with arbitrary values in up to three fields."""
     body: dict[str, Any] = {"prompt": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 5}
     for _ in range(rng.randint(0, 3)):
         body[rng.choice(NAMES)] = rng.choice(VALUES)
@@ -148,7 +148,7 @@ def wild_body(rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_engine_that_fails_is_reported(stream: bool) -> None:
-    """Oracle: the running request ends with an error, the server turns red and ends."""
+    """Oracle: the running request ends with an error; health turns red, and the server ends."""
     engine = new_engine(step_delay_s=0.002)
     engine.fail_at_step = 20
     with running_server(engine) as server:

@@ -1,4 +1,4 @@
-"""Many streams and slow readers, in this process: application, event loop and fake engine.  No clock decides."""
+"""Many streams and slow readers; application, event loop and fake engine in this process.  No test measures time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Message = MutableMapping[str, Any]
 
 
 class Client:
-    """One connection to the application: a request, what came back, and when the next part may be written."""
+    """One connection to the application: a request, its answer, and a gate for the next part."""
 
     def __init__(self, app: FastAPI, method: str, path: str, body: object = None) -> None:
         self._app = app
@@ -80,7 +80,7 @@ Scenario = Callable[[FastAPI, ServerState], Awaitable[None]]
 
 
 def run(scenario: Scenario, engine: FakeEngine, **options: Any) -> None:
-    """Run a scenario against the application in front of a served engine, within the deadline."""
+    """Run a scenario against the application and a served engine, within the deadline."""
 
     async def all_of_it(address: str) -> None:
         state = ServerState(ServerConfig(**options), ("demo",))
@@ -102,7 +102,7 @@ def stream_body(prompt: str, **more: Any) -> dict[str, Any]:
 
 
 def test_many_streams_at_once_are_all_whole() -> None:
-    """Oracle: every stream gives its own prompt back; ``/health`` is answered while they run, whatever their number."""
+    """Oracle: every stream repeats its own prompt; ``/health`` answers while they run, however many run."""
 
     async def scenario(app: FastAPI, state: ServerState) -> None:
         prompts = [f"stream {number} " + "ab" * (number % 7) for number in range(NUM_STREAMS)]
@@ -124,7 +124,7 @@ def test_many_streams_at_once_are_all_whole() -> None:
 
 
 def test_the_queue_is_bounded_whatever_its_callers_do() -> None:
-    """Oracle: 64 places and 5 in the queue; exactly the others are refused with 429 and Retry-After, and none runs."""
+    """Oracle: 64 requests run and 5 are queued; exactly the others get 429 with Retry-After, and none of those runs."""
 
     async def scenario(app: FastAPI, state: ServerState) -> None:
         body = stream_body("x", max_tokens=100_000, ignore_eos=True)
@@ -150,8 +150,8 @@ def test_the_queue_is_bounded_whatever_its_callers_do() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_reader_that_stops_reading_holds_a_bounded_number_of_updates(n: int) -> None:
-    """Oracle: while the client does not read, the mailbox holds 64 updates and one per 256 tokens of each sequence;
-    the stream is whole when the reader goes on, in far fewer writes than tokens."""
+    """Oracle: while the client does not read, the mailbox holds 64 updates and one per 256 tokens of each sequence.
+    When the client reads on, the stream is whole, in far fewer writes than tokens."""
     num_tokens = 4000
 
     async def scenario(app: FastAPI, state: ServerState) -> None:
@@ -177,7 +177,7 @@ def test_a_reader_that_stops_reading_holds_a_bounded_number_of_updates(n: int) -
 
 
 def test_a_burst_begins_a_few_at_a_time() -> None:
-    """Oracle: the number that begins between two turns of the loop; order of arrival; requests that only look pass."""
+    """Oracle: the number of POSTs that begin between two turns of the loop, in order of arrival; GETs pass at once."""
     begun: list[int] = []
     seen_by_looks: list[int] = []
 

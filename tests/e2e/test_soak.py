@@ -1,4 +1,4 @@
-"""The soak in short: seconds instead of minutes, two ranks instead of eight; ``scripts/soak`` is the long one."""
+"""A short soak: seconds and two ranks; ``scripts/soak`` runs for minutes on eight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.lives import Soak
 
 
 def test_a_short_soak(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracles: an undisturbed engine's tokens, the blocks' sum, the descriptors' number, the name of the lost rank."""
+    """Oracles: an undisturbed engine's tokens, the sum of blocks, the number of descriptors, the lost rank's name."""
     folder = checkpoint("qwen3", num_heads=8, num_kv_heads=8)
     soak = Soak(folder, tmp_path / "flight", num_ranks=2, seed=1, check_every_s=0.4)
     least = Counter({"steps": 300, "compared": 1, "preemptions": 1, "aborted": 1})

@@ -1,6 +1,6 @@
 """Structured output of the demo model, which knows no JSON, at the server's defaults: answers end, and parse.
 
-Oracle: ``jsonschema``, the finish reason, and arithmetic where the schema leaves the model its own answer.
+Oracle: ``jsonschema``, the finish reason, and arithmetic if the schema leaves the answer to the model.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def respond(client: openai.OpenAI, schema: dict[str, Any] | None, *, stream: boo
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ask", [chat, complete, respond])
 def test_answers_end_and_parse(client: openai.OpenAI, ask: Any, stream: bool) -> None:
-    """Every schema, at each endpoint."""
+    """Oracle: as in the module's docstring; every schema, at each endpoint."""
     for name, schema in SCHEMAS.items():
         text, finish_reason = ask(client, schema, stream=stream)
         assert finish_reason == "stop", (name, text)
@@ -98,7 +98,7 @@ def test_answers_end_and_parse(client: openai.OpenAI, ask: Any, stream: bool) ->
 
 
 def test_the_examples_of_the_documentation(client: openai.OpenAI) -> None:
-    """Oracle: docs/serving.md: the sum itself, and the form of the others; their words may depend on the processor."""
+    """Oracle: docs/serving.md: the right sum, and the form of the other answers; their words may vary by processor."""
     section = PAGE.read_text(encoding="utf-8").split("\n## Structured output\n", 1)[1].split("\n## ", 1)[0]
     examples = re.findall(r"^(\{.*?)\n-> (.*?)$", section, re.DOTALL | re.MULTILINE)
     assert len(examples) == 3
@@ -115,7 +115,7 @@ def test_the_examples_of_the_documentation(client: openai.OpenAI) -> None:
 
 
 def test_the_servers_own_white_space() -> None:
-    """Oracle: ``json`` without blanks, for a request that says nothing of white space."""
+    """Oracle: ``json`` without blanks, for a request without an option for white space."""
     option = ("--structured-outputs-config", '{"disable_any_whitespace": true}')
     with serving(0, "--device", "cpu", "--num-gpu-blocks-override", "256", *option) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)

@@ -32,7 +32,7 @@ PERSON = {
     "additionalProperties": False,
 }
 ROOMY: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 512, "max_num_seqs": 128, "block_size": 8}
-# Prompts go through in chunks, and the sequences of one call do not fit into the cache together.
+# Prompts run in chunks, and the cache is too small for all sequences of one call at once.
 TIGHT = ROOMY | {"num_gpu_blocks_override": 40, "max_num_seqs": 24, "max_num_batched_tokens": 32}
 
 
@@ -49,7 +49,7 @@ def start(folder: Path, options: dict[str, Any]) -> LLM:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    """One rank with little room."""
+    """One rank with a small cache."""
     with start(folder, TIGHT) as engine:
         yield engine
         engine.engine.check_integrity()
@@ -58,7 +58,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Iterator[LLM]:
-    """Two ranks with room for all, to which plans are sent ahead."""
+    """Two ranks with room for all sequences; rank 0 sends plans ahead."""
     with start(folder, {**ROOMY, "tensor_parallel_size": 2}) as engine:
         yield engine
         assert engine.engine.stats().num_used_blocks == 0
@@ -110,7 +110,7 @@ class Oracle:
 
 
 def library_grammar(params: StructuredOutputsParams) -> str:
-    """Written with the library's own functions."""
+    """The grammar, made with the library's own functions."""
     if params.json is not None:
         schema = params.json if isinstance(params.json, str) else dict(params.json)
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False}))
@@ -121,7 +121,7 @@ def library_grammar(params: StructuredOutputsParams) -> str:
 
 
 def test_tokens_are_those_of_masked_full_logits(llm: LLM, two_ranks: LLM, folder: Path) -> None:
-    """And a request without structure, in the same steps, gets the tokens that it gets alone."""
+    """Oracle: masked full logits; a request without structure, in the same steps, gets the tokens of a run alone."""
     oracle, plain = Oracle(folder), greedy(None, max_tokens=30, ignore_eos=True)
     for engine in (llm, two_ranks):
         (alone,) = generate(engine, [plain])
@@ -145,7 +145,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def test_random_constraints_in_every_way_of_sampling(llm: LLM, two_ranks: LLM) -> None:
-    """Every complete output is what was asked for; chunks, preemption, forks and two ranks change no token."""
+    """Oracle: the constraints, for every complete output; chunks, preemption, forks and two ranks change no token."""
     asked = [*(regex_case("[a-z]{60,70}") for _ in range(10)), *cases(7, 54)]
     params = [
         SamplingParams(structured_outputs=one, max_tokens=120, n=1 + i % 2, **{"seed": i, **WAYS[i % len(WAYS)]})
@@ -166,12 +166,12 @@ def test_random_constraints_in_every_way_of_sampling(llm: LLM, two_ranks: LLM) -
 def test_plans_too_large_for_the_ring_wait_for_the_step_in_flight(
     llm: LLM, two_ranks: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: one rank's tokens, and every plan with a mask was held back while a step was in flight."""
+    """Oracle: one rank's tokens; every plan with a mask waited while a step was in flight."""
     engine, held = two_ranks.engine, []
     publisher = engine._publisher
     assert publisher is not None
     is_large = publisher.may_block
-    monkeypatch.setattr(publisher, "_ample_bytes", 0)  # every plan is too large; of those, plans with a mask are held
+    monkeypatch.setattr(publisher, "_ample_bytes", 0)  # every plan is too large; only plans with a mask wait
     monkeypatch.setattr(publisher, "may_block", lambda plan: plan.masks.size > 0 and is_large(plan))
     send = engine._send
 
@@ -188,7 +188,7 @@ def test_plans_too_large_for_the_ring_wait_for_the_step_in_flight(
 
 
 def test_where_outputs_end(llm: LLM) -> None:
-    """Oracle: a limit cuts, a stop string ends, the grammar ends whatever min_tokens and ignore_eos say."""
+    """Oracle: a limit cuts; a stop string ends; the end of the grammar ends, whatever min_tokens and ignore_eos say."""
     letters = StructuredOutputsParams(regex="(abc){9}")
     digits = StructuredOutputsParams(regex="[0-9]*")
     cut, stopped, ended, endless = generate(
@@ -208,7 +208,7 @@ def test_where_outputs_end(llm: LLM) -> None:
 
 
 def test_log_probabilities_are_the_models_own(llm: LLM, folder: Path) -> None:
-    """Oracle: transformers' log-softmax of raw logits, in which the chosen tokens are far from the likeliest."""
+    """Oracle: transformers' log-softmax of raw logits; the chosen tokens are far from the likeliest ones."""
     oracle, constraint = Oracle(folder), StructuredOutputsParams(choice=["zebra"])
     (output,) = generate(llm, [greedy(constraint, logprobs=1)])
     found, known = output.outputs[0], list(output.prompt_token_ids)
@@ -229,7 +229,8 @@ def run_until(llm: LLM, is_done: Callable[[list[SequenceDelta]], bool]) -> list[
 
 
 def test_a_grammar_that_only_the_compiler_refuses(llm: LLM) -> None:
-    """A request that came unchecked ends with an error of its own; one behind it is served; an abort ends a third."""
+    """Oracle: an unchecked request with a bad grammar ends with its own error; the next one is served; a third is
+    aborted."""
 
     def request(name: str, constraint: StructuredOutputsParams) -> EngineRequest:
         params = greedy(constraint)

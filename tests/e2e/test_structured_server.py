@@ -56,7 +56,7 @@ async def check_answers(app: App) -> None:
 
 
 async def check_refusals(app: App) -> None:
-    """Oracle: 400 in the OpenAI shape instead of a stream, for what only the grammar library can tell too."""
+    """Oracle: 400 in the OpenAI shape instead of a stream, also for errors that only the grammar library finds."""
     for fields, text, param in REFUSED:
         for stream in (False, True):
             reply = await app.post("/v1/chat/completions", {"messages": MESSAGES, "stream": stream, **fields})

@@ -1,6 +1,6 @@
 """The package as users install it: a wheel in a clean virtual environment, used outside of the checkout.
 
-The environment sees the libraries of the one that runs the tests, by a line in a .pth file, and so downloads nothing.
+A line in a .pth file gives the environment the libraries of the tests' environment, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUMS = {"one": ("12+34=", "46"), "two": ("7+8=", "15")}
 
 
 def outside() -> dict[str, str]:
-    """The environment of a shell in which the checkout is not known."""
+    """The environment variables of a shell that does not know the checkout."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
@@ -41,7 +41,7 @@ class Installation(NamedTuple):
     venv: Path
 
     def command(self, *words: str) -> list[str]:
-        """``words`` with the first one as a program of the environment."""
+        """``words``, with the path of the environment's program for the first one."""
         return [str(self.venv / "bin" / words[0]), *words[1:]]
 
     def run(self, *words: str, timeout_s: float = 100) -> str:
@@ -55,7 +55,7 @@ class Installation(NamedTuple):
 
     @contextmanager
     def serving(self, *words: str, exit_code: int = 0, timeout_s: float = 120) -> Iterator[httpx.Client]:
-        """A client of a server that ``words`` start; it is ready, and ends with ``exit_code`` after SIGTERM."""
+        """Start a server with ``words``; yield its client once it is ready; check ``exit_code`` after SIGTERM."""
         socket, log = self.folder / "socket", self.folder / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -112,7 +112,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 
 def write_batch(path: Path) -> None:
-    """A line per sum."""
+    """Write one line per sum."""
     lines = []
     for name, (question, _) in SUMS.items():
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
@@ -132,7 +132,7 @@ def ask(client: httpx.Client, question: str) -> str:
 
 
 def test_the_wheel_has_every_file_of_the_package(installed: Installation) -> None:
-    """Oracle: the package's folder in the checkout; and what is imported is the installed copy."""
+    """Oracle: the package's folder in the checkout; the imported package is the installed copy."""
     expected = {
         path.relative_to(ROOT).as_posix(): path.read_bytes()
         for path in (ROOT / "tp_engine").rglob("*")
@@ -147,7 +147,7 @@ def test_the_wheel_has_every_file_of_the_package(installed: Installation) -> Non
 
 @pytest.mark.timeout(300)
 def test_the_command_of_the_wheel(installed: Installation) -> None:
-    """Oracle: arithmetic; the page's own file; no line in the log that the native kernels could not be compiled."""
+    """Oracle: arithmetic; the page's own file; the log reports no failed compilation of the native kernels."""
     with installed.serving("tp-engine", "serve", "-tp", "2") as client:
         assert ask(client, "12+34=") == "46"
         assert "<title>" in client.get("/").text
@@ -163,7 +163,7 @@ def test_the_command_of_the_wheel(installed: Installation) -> None:
 
 @pytest.mark.timeout(300)
 def test_torchrun_without_the_checkout(installed: Installation) -> None:
-    """Oracle: arithmetic, through HTTP and in a batch job; torchrun itself ends with 1 when it is told to stop."""
+    """Oracle: arithmetic, through HTTP and in a batch job; torchrun itself ends with 1 after a signal."""
     with installed.serving(*TORCHRUN, "-m", "tp_engine.serve", exit_code=1) as client:
         assert ask(client, "12+34=") == "46"
     source, target = installed.folder / "two.jsonl", installed.folder / "two_out.jsonl"

@@ -1,4 +1,4 @@
-"""A model of Gemma 3's form serves a long request in a quarter of the KV memory."""
+"""A model with Gemma 3's layers serves a long request in a quarter of the KV memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tp_engine import LLM, SamplingParams, kv_layout
 from tp_engine.errors import RequestError
 
 NUM_LAYERS, WINDOW, MAX_MODEL_LEN, BLOCK_SIZE = 6, 1024, 32_768, 16
-LAYERS_TIMES_BLOCKS = NUM_LAYERS * MAX_MODEL_LEN // BLOCK_SIZE  # of one request, if all layers keep all tokens
+LAYERS_TIMES_BLOCKS = NUM_LAYERS * MAX_MODEL_LEN // BLOCK_SIZE  # for one request, if all layers keep all tokens
 PROMPT = np.random.default_rng(0).integers(3, 200, 32_700).tolist()
 
 
@@ -28,8 +28,8 @@ def serve(folder: Path, num_blocks: int) -> tuple[Any, Any]:
 
 
 def test_a_quarter_of_the_kv_memory(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five layers of six see 1,024 tokens.  Oracle: one group of all layers, which keeps all tokens in four times the
-    bytes: bit by bit; with no more bytes it refuses the prompt."""
+    """Five layers of six see 1,024 tokens.  Oracle, bit by bit: one group of all layers, which keeps all tokens in four
+    times the bytes; in as few bytes that group refuses the prompt."""
     shape = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
     folder = checkpoint("gemma3", sliding_window=WINDOW, max_position_embeddings=MAX_MODEL_LEN, **shape)
     found = serve(folder, LAYERS_TIMES_BLOCKS // 4)  # a block holds the tokens of one layer

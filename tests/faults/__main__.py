@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: the whole matrix and the storms, several jobs at once; a table, and one JSON line."""
+"""``python -m tests.faults``: run the matrix and the storms, several jobs at once; print a table and one JSON line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WAITING = 6
 
 
 def chosen(options: argparse.Namespace) -> list[Case | Storm]:
-    """The cells and storms whose names contain one of the given words; long waits first, so that none is last."""
+    """The cells and storms whose names contain all of the given words; those with long waits run first."""
     rng = random.Random(options.seed)
     everything: list[Case | Storm] = [*whole_matrix()] if options.part != "storms" else []
     everything += storms(rng, times=options.times) if options.part != "matrix" else []
@@ -35,7 +35,7 @@ def chosen(options: argparse.Namespace) -> list[Case | Storm]:
 
 
 def run_one(case: Case | Storm, places: threading.Semaphore) -> Outcome | StormOutcome:
-    """In a folder of its own."""
+    """Run one case in its own folder."""
     with tempfile.TemporaryDirectory(prefix="tp_engine-fault-") as folder:
         gate = Gate(places)
         return run_case(case, Path(folder), gate) if isinstance(case, Case) else run_storm(case, Path(folder), gate)
@@ -44,7 +44,7 @@ def run_one(case: Case | Storm, places: threading.Semaphore) -> Outcome | StormO
 def run_all(
     cases: Sequence[Case | Storm], num_starting: int, show: Callable[[Outcome | StormOutcome], None]
 ) -> list[Outcome | StormOutcome]:
-    """``num_starting`` jobs start at once, which takes the machine's cores; any number may wait for their end."""
+    """Run all.  ``num_starting`` jobs start at once, because a start needs the cores; any number may wait to end."""
     places = threading.Semaphore(num_starting)
     with ThreadPoolExecutor(num_starting + _WAITING) as pool:
         found = []
@@ -55,7 +55,7 @@ def run_all(
 
 
 def show(outcome: Outcome | StormOutcome) -> None:
-    """One line, and what went wrong with the end of the output."""
+    """Print one line, then the problems and the end of the output."""
     verdict = "ok" if not outcome.problems else "; ".join(outcome.problems)
     print(f"{outcome.case!s:45} {outcome.seconds:6.1f} s  exit {outcome.code!s:>5}  {verdict}", flush=True)
     if outcome.problems:
@@ -63,7 +63,7 @@ def show(outcome: Outcome | StormOutcome) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 if every promise was kept."""
+    """Run the chosen cases; returns exit code 0 if every promise was kept."""
     parser = argparse.ArgumentParser(prog="scripts/test_faults", description=__doc__)
     parser.add_argument("words", nargs="*", help="run what has all of these in its name, such as script load kill")
     parser.add_argument("--part", choices=("all", "matrix", "storms"), default="all")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the storms; default: the time")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
-    native_library()  # compiles the kernels, if need be, before many jobs start at once within a limit
+    native_library()  # compile the kernels now: the jobs have time limits
     started_s = time.monotonic()
     found = run_all(chosen(options), options.starting, show)
     failed = [str(outcome.case) for outcome in found if outcome.problems]

@@ -1,12 +1,12 @@
-"""One cell of the matrix: a rank of a job fails in one way in one phase, and what must then be true.
+"""One cell of the matrix: a rank of a job fails in one way in one phase, and the job must keep the promises.
 
 ::
 
-    action         how the others notice                         limit that applies before the 10 s
+    action         how the others notice                         limit that passes before the 10 s
     raise, oom     the rank leaves its traceback and ends        none
     exit, kill     its process ends                              none
     stop           no sign of life                               hang_hard_limit_s (before it registers: start-up's)
-    sleep          signs of life, but nothing gets ahead         hang_hard_limit_s (while starting: start-up's)
+    sleep          signs of life, but no progress                hang_hard_limit_s (while starting: start-up's)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def fault(self) -> str:
-        """For TP_ENGINE_FAULT; a step's phases are struck when a few tokens are out."""
+        """The value of TP_ENGINE_FAULT; faults in a step's phases come after a few tokens."""
         return f"{self.rank}:{self.phase}{'@4' if self.phase in STEP_PHASES else ''}:{self.action}"
 
     @property
@@ -56,20 +56,20 @@ class Case:
 
     @property
     def is_alone(self) -> bool:
-        """A script whose ranks are not there yet, or not yet on the board: no rank can report its end."""
+        """Whether it is a script without ranks on the board yet, so that no rank can report its end."""
         if self.kind != "script" or self.rank != 0 or self.action in ("raise", "oom"):
             return False
         return self.phase == "import" or (self.phase == "group_init" and self.action in ("exit", "kill"))
 
     @property
     def outlives_its_ranks(self) -> bool:
-        """A user's script that sleeps or is stopped itself: its ranks end, but the engine must not end the script."""
+        """Whether a user's script itself sleeps or is stopped: its ranks end; the engine must not end the script."""
         return self.kind == "script" and self.rank == 0 and self.action in ("stop", "sleep")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``seconds`` from the fault to the end of the last process; ``problems`` is empty where all is as promised."""
+    """``seconds`` from the fault to the end of the last process; ``problems`` are broken promises."""
 
     case: Case
     seconds: float
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def whole_matrix() -> Iterator[Case]:
-    """Phases x actions x ranks 0 and 1 x (script, torchrun), and a few at four ranks."""
+    """Phases x actions x ranks 0 and 1 x (script, torchrun), and a few cells with four ranks."""
     for phase, action, rank in itertools.product(PHASES, ACTIONS, (0, 1)):
         yield Case("script", rank, phase, action)
         yield Case("serve" if phase in (*STEP_PHASES, "ready") else "batch", rank, phase, action)
@@ -89,7 +89,7 @@ def whole_matrix() -> Iterator[Case]:
 
 
 def run_case(case: Case, folder: Path, gate: Gate | None = None) -> Outcome:
-    """Run the job and compare with the promises.  Never raises for a promise that is broken."""
+    """Run the job and compare with the promises.  A broken promise goes into ``problems`` and raises nothing."""
     gate = gate or Gate()
     with gate, job(case.kind, folder, fault=case.fault, num_ranks=case.num_ranks, rounds=2) as running:
         problems: list[str] = []
@@ -125,7 +125,7 @@ def _lead_to_fault(case: Case, running: Job) -> Asking | None:
 
 
 def _await_end(case: Case, running: Job, deadline_s: float) -> int:
-    """The job's exit code; where only a user's script is left, it is woken up or, asleep for ever, killed."""
+    """The job's exit code.  If only a user's script is left, wake it up; if it sleeps for ever, kill it."""
     if case.outlives_its_ranks:
         while len(running.processes()) > 1:
             assert time.monotonic() < deadline_s, f"the ranks of a script that does not run live on:\n{running.tail()}"
@@ -136,7 +136,7 @@ def _await_end(case: Case, running: Job, deadline_s: float) -> int:
 
 
 def _wrong_code(case: Case, code: int) -> list[str]:
-    """Not 0; and what the process itself chose, where the job is that process."""
+    """Check that the code is not 0; if the fault ends the job's own process, its code must be the fault's."""
     expected = {"exit": EXIT_CODE, "kill": -signal.SIGKILL}.get(case.action)
     if case.outlives_its_ranks and case.action == "sleep":
         expected = -signal.SIGKILL
@@ -148,7 +148,7 @@ def _wrong_code(case: Case, code: int) -> list[str]:
 
 
 def _missing_words(case: Case, running: Job) -> list[str]:
-    """The log must name the rank, the phase and the cause, besides the line in which the hook says what it does."""
+    """The log must name the rank, the phase and the cause; the line of the fault hook does not count."""
     if case.is_alone:
         return []
     text = "".join(line for _, line in running.lines if not line.rstrip().endswith(f": {case.action}"))
@@ -161,9 +161,9 @@ def _missing_words(case: Case, running: Job) -> list[str]:
 
 
 def _record_problems(case: Case, running: Job) -> list[str]:
-    """Once there is a board, the process that ends the job leaves a record that names the culprit.
+    """Once the board exists, the process that ends the job must leave a record that blames the failed rank.
 
-    Rank 0 may be dead before another rank is on the board, if its process ends while the ranks meet.
+    If rank 0 ends while the ranks meet, it may be dead before another rank is on the board.
     """
     if case.phase in ("import", "shutdown") or case.is_alone:
         return []

@@ -1,4 +1,4 @@
-"""A request that is in flight when its server fails."""
+"""Requests in flight while their server fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BODY = {"model": None, "prompt": [65, 66, 67], "max_tokens": 200, "ignore_eos":
 
 
 class Asking:
-    """Two requests, one streaming and one not, sent at once by threads of their own."""
+    """Two requests, one streamed and one whole, sent at once from two threads."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -21,7 +21,7 @@ class Asking:
             thread.start()
 
     def problems(self) -> list[str]:
-        """Every request must have ended, with an error that is told in the protocol."""
+        """Every request must have ended with an error in the protocol."""
         for thread in self._threads:
             thread.join(_PATIENCE_S / 4)
         found = []

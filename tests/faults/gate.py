@@ -9,7 +9,7 @@ from typing import Self
 class Gate:
     """Holds one of ``places`` from entering until ``open`` or the end of the block, whichever comes first.
 
-    Without ``places`` no process is let in.
+    Without ``places`` it never waits.
     """
 
     def __init__(self, places: threading.Semaphore | None = None) -> None:

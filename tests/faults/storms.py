@@ -1,4 +1,4 @@
-"""Deaths and signals from outside, at random moments: promises 1 to 6 without the fault hook.
+"""Kills and signals from outside, at random moments: promises 1 to 6 without the fault hook.
 
 ::
 
@@ -32,7 +32,7 @@ _OTHERS_START_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """``target``: a rank's number, or ``agent``: torchrun, which passes signals on to all ranks, or the script."""
+    """``target`` is a rank's number, or ``agent``: the script, or torchrun, which passes signals on to all ranks."""
 
     kind: str
     target: str
@@ -43,7 +43,7 @@ class Storm:
 
     @property
     def is_unnoticed(self) -> bool:
-        """A user's script that does not call the engine: the log says so, and the engine must not end the script."""
+        """Whether it is a user's script that does not call the engine: the log says so; the script must live on."""
         return self.kind == "script" and self.moment == "idle" and self.target not in ("0", "agent")
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Storm:
 
 
 def storms(rng: random.Random, *, times: int) -> Iterator[Storm]:
-    """``times`` rounds over everything above, each with other random moments."""
+    """``times`` rounds over all storms above, each with new random moments."""
     for _ in range(times):
         for moment in MOMENTS:
             for rank in ("0", "1"):
@@ -151,12 +151,12 @@ def _limit_s(storm: Storm) -> float:
         return DETECTION_S
     if storm.moment != "loading":
         return DETECTION_S + HARD_LIMIT_S
-    # The limit counts from the last progress of the others, which still start.  Only the agent can end a rank of
-    # torchrun's that stops before it is on the board.
+    # The limit counts from the last progress of the other ranks, which still start.  If a rank under torchrun stops
+    # before it is on the board, only the agent can end it.
     return DETECTION_S + _OTHERS_START_S + STARTUP_LIMIT_S + (_AGENT_KILLS_S if storm.kind != "script" else 0.0)
 
 
 def _wrong_code(storm: Storm, code: int) -> list[str]:
-    """torchrun itself reports a signal that it got as a failure, so that only ours are judged: a death is never 0."""
+    """After a kill or a stop the code must not be 0.  After a signal any code is good: torchrun reports a failure."""
     is_signal = storm.what in ("term", "int", "term twice")
     return [] if is_signal or code != 0 else ["exit code 0 although no stop was asked for"]

@@ -18,7 +18,7 @@ REQUESTS = [(1, 40), (1, 300), (1, 1), (1, 0), (5, 5), (7, 30), (7, 300), (300, 
 
 
 def usable_backend(name: str, dtype: torch.dtype, cache: torch.Tensor) -> AttentionBackend:
-    """Or skip where it can not be used here."""
+    """The backend; skips the test if it can not be used here."""
     needs = AttentionNeeds(
         device_type="cuda",
         dtype=dtype,
@@ -35,7 +35,7 @@ def usable_backend(name: str, dtype: torch.dtype, cache: torch.Tensor) -> Attent
 
 
 def run(name: str, batch: PagedBatch) -> torch.Tensor:
-    """Output (N, heads, head_dim), or skip where the backend can not be used here."""
+    """Output (N, heads, head_dim); skips the test if the backend can not be used here."""
     backend = usable_backend(name, batch.query.dtype, batch.kv_cache)
     backend.prepare(batch.metadata)
     return backend.forward(batch.query, batch.new, LayerKv(batch.kv_cache), batch.metadata, batch.shape)
@@ -62,8 +62,7 @@ def test_backend(name: str, block_size: int, dtype: torch.dtype, head_dim: int, 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize("cache_dtype", LARGEST_VALUE, ids=str)
 def test_quantised_cache(cache_dtype: torch.dtype) -> None:
-    """Oracle: the torch backend, storing and attending too; a value that lies between two steps may be rounded to
-    either of them."""
+    """Oracle: the torch backend, which also stores and attends; a value between two steps may round to either."""
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
     outputs = []
     for name in ("torch", "triton"):
@@ -79,7 +78,7 @@ def test_quantised_cache(cache_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_decodes_in_a_cuda_graph(name: str) -> None:
-    """Oracle: the same backend without a graph; replays see other lengths and other blocks."""
+    """Oracle: the same backend without a graph; replays have other lengths and other blocks."""
     shape = AttentionShape(num_heads=16, num_kv_heads=2, head_dim=128, scale=0.1)
     steps = [[(1, 40), (1, 300), (1, 1), (1, 0)], [(1, 1), (1, 17), (1, 900), (1, 2)], [(1, 0)] * 3 + [(1, 1024)]]
     batch, *batches = (

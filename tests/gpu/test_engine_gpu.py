@@ -1,4 +1,4 @@
-"""The whole engine on one GPU: against transformers, recorded against eager, several ranks against one."""
+"""The whole engine on one GPU, compared: with transformers, recorded with eager, several ranks with one."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def folder(checkpoint: Checkpoint) -> Path:
 
 @pytest.fixture(autouse=True)
 def memory_comes_back() -> Iterator[None]:
-    """A closed engine holds nothing: its KV cache alone is over 60 MB.  cuBLAS keeps a workspace for each stream."""
+    """Check that a closed engine frees its memory; its KV cache is over 60 MB.  cuBLAS keeps a workspace per stream."""
     before = allocated_without_workspaces()
     yield
     assert allocated_without_workspaces() - before < 16 << 20
 
 
 def allocated_without_workspaces() -> int:
-    """Bytes of tensors."""
+    """Bytes of tensors on the GPU."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
@@ -47,7 +47,7 @@ def prompts() -> list[list[int]]:
 
 
 def generated(folder: Path, params: SamplingParams, num_prompts: int = 12, **options: Any) -> list[list[int]]:
-    """Token ids of the first prompts; the engine is closed again."""
+    """The token ids of the first prompts; closes the engine."""
     with LLM(str(folder), **(OPTIONS | options)) as llm:
         outputs = llm.generate(prompts()[:num_prompts], params, use_tqdm=False)
         llm.engine.check_integrity()
@@ -61,7 +61,7 @@ PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=7, max_to
 
 
 def test_greedy_tokens_equal_transformers(folder: Path) -> None:
-    """Oracle: transformers on the same GPU in fp32, one prompt after the other; ours chunked, batched and recorded."""
+    """Oracle: transformers on the same GPU in fp32, one prompt at a time; the engine chunks, batches and records."""
     from transformers import AutoModelForCausalLM
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -85,7 +85,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
 ) -> None:
     """Oracle: the same engine with ``enforce_eager``.
 
-    12 rows run in a recording of 16; with 8 there is no padding, for which a library may choose another product that
+    12 rows run in a recording of 16.  8 rows need no padding; padding may make a library choose another product, which
     rounds differently.
     """
     recorded, eager = (
@@ -96,7 +96,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 def test_nothing_is_compiled_while_serving(folder: Path, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: Triton's own hook, which hears of every kernel that no launch before has compiled."""
+    """Oracle: Triton's own hook, which Triton calls for every newly compiled kernel."""
     knobs = pytest.importorskip("triton").knobs
     compiled: list[str] = []
     options = OPTIONS | {"dtype": "bfloat16", "enforce_eager": enforce_eager, "max_num_batched_tokens": 64}
@@ -122,7 +122,7 @@ def test_preempted_requests_get_their_tokens(folder: Path) -> None:
 @pytest.mark.parametrize("all_reduce", ["auto", "symm_mem"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_on_one_gpu_give_the_tokens_of_one_rank(folder: Path, size: int, all_reduce: str) -> None:
-    """Oracle: one rank, in fp32; the ranks' tensors meet on the host, or in memory that they share on the GPU."""
+    """Oracle: one rank, in fp32; the ranks exchange tensors on the host, or in shared memory on the GPU."""
     one = generated(folder, GREEDY, dtype="float32")
     options: dict[str, Any] = {"tensor_parallel_size": size, "devices": ",".join("0" * size), "all_reduce": all_reduce}
     assert generated(folder, GREEDY, dtype="float32", **options) == one

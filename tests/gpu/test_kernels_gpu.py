@@ -1,4 +1,4 @@
-"""The cases that the interpreter runs on CPUs, on a GPU; and the same kernels inside of CUDA graphs."""
+"""The interpreter's cases on a GPU, and the same kernels in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cases_of(module: str) -> Any:
 
 @pytest.mark.parametrize(("module", "case"), [(module, case) for module in MODULES for case in cases_of(module).CASES])
 def test_kernel(module: str, case: str) -> None:
-    """Oracle: that of the case."""
+    """Oracle: the case's own."""
     if "float8" in case and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("8-bit floats need compute capability 8.9")
     cases_of(module).CASES[case]("cuda")
@@ -53,7 +53,7 @@ def captured(step: Any) -> torch.cuda.CUDAGraph:
 
 
 def test_decode_inputs_in_a_graph() -> None:
-    """Oracle: the PyTorch twin on a copy of the tables; replays advance the rows, and other rows take their turn."""
+    """Oracle: the PyTorch twin on a copy of the tables; replays advance the rows, and also use other rows."""
     from tp_engine.kernels.decode_inputs import DecodeInputs
 
     make_tables = cases_of("kernel_cases_decode_inputs").make_tables
@@ -69,7 +69,7 @@ def test_decode_inputs_in_a_graph() -> None:
         prepare(tables, inputs)
         advance(tables, inputs, on_device)
 
-    graph = captured(step)  # all rows are padding so far: nothing has changed
+    graph = captured(step)  # all rows are padding so far, so nothing changes
     for rows in ([0, 5, -1, 3], [5, -1, -1, 0], [5, -1, -1, 0]):
         for kept in (inputs, twin_inputs):
             kept.rows.copy_(torch.tensor(rows, dtype=torch.int32))
@@ -84,7 +84,7 @@ def test_decode_inputs_in_a_graph() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_layer_ops_in_a_graph(dtype: torch.dtype) -> None:
-    """Oracle: the same kernels launched one by one, bit by bit, for other inputs than the captured ones."""
+    """Oracle, bit by bit: the same kernels launched one by one, on other inputs than the captured ones."""
     make = cases_of("kernel_cases_layer_ops")
     gate, add_norm, prepare_heads = (op(name, "cuda") for name in ("gate", "add_norm", "prepare_heads"))
     assert add_norm is implementation("add_norm", "triton")

@@ -1,4 +1,4 @@
-"""The sampling kernels on a GPU: the same cases as interpreted, and captured in a CUDA graph."""
+"""The sampling kernels on a GPU: the interpreter's cases, and a CUDA graph."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_captured() -> None:
 
 
 def test_masks() -> None:
-    """Oracle: the same rows on a CPU; greedy, so that nothing depends on rounding."""
+    """Oracle: the same rows on a CPU; greedy, so that rounding changes no token."""
     from tp_engine.sampling.sampler import Sampler
     from tp_engine.sampling.state import SamplingState
 

@@ -1,4 +1,4 @@
-"""All-reduces through memory that GPUs share, beside NCCL's.  Every rank runs every test; needs a GPU per rank."""
+"""All-reduces through shared GPU memory, compared with NCCL.  Every rank runs every test; needs a GPU per rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
 
 
 def part_of(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """One rank's tensor, which every rank can make."""
+    """One rank's tensor; every rank can make it."""
     return torch.randn(num_elements, generator=torch.Generator().manual_seed(rank)).to(dtype).cuda()
 
 

@@ -34,13 +34,13 @@ PROMPTS = [[5, 9, 13, 7], list(range(20, 60)), [100, 3, 50], [7] * 17]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same random model on every rank, each in a folder of its own."""
+    """The same random model on every rank, each in its own folder."""
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", hidden_size=64, num_heads=8, num_kv_heads=4)
 
 
 @contextmanager
 def engine(**options: Any) -> Iterator[LLM | None]:
-    """An LLM on rank 0; elsewhere None, once rank 0 has closed."""
+    """An LLM on rank 0; on other ranks None, after rank 0 has closed its LLM."""
     if LAUNCHED.rank > 0:
         serve_rank(EngineConfig(**options))
         yield None
@@ -99,7 +99,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(folder: Path, filters: dic
 
 @pytest.mark.parametrize("seed", range(3))
 def test_all_ranks_agree_on_the_smallest_number_of_blocks(folder: Path, seed: int) -> None:
-    """Oracle: the minimum, from a random fraction of 8 MiB per rank that every rank can compute."""
+    """Oracle: the minimum over ranks; each rank has a random fraction of 8 MiB, which every rank can compute."""
     fractions = np.random.default_rng(seed).uniform(0.2, 1.0, LAUNCHED.world_size)
     cache_bytes = [int(fraction * (8 << 20)) for fraction in fractions]
     with engine(
@@ -114,7 +114,7 @@ def test_all_ranks_agree_on_the_smallest_number_of_blocks(folder: Path, seed: in
 
 
 def test_one_rank_without_memory_fails_every_rank(folder: Path) -> None:
-    """The last rank can not hold one block: every rank ends with the same error, which names it."""
+    """Oracle: the last rank can not hold one block; every rank ends with the same error, which names that rank."""
     last = LAUNCHED.world_size - 1
     cache_bytes = 16 if LAUNCHED.rank == last else 8 << 20
     with (
@@ -125,7 +125,7 @@ def test_one_rank_without_memory_fails_every_rank(folder: Path) -> None:
 
 
 def test_a_request_is_served_over_http() -> None:
-    """The demo model adds, behind the real server; SIGTERM on rank 0 ends all ranks with exit code 0."""
+    """Oracle: arithmetic, by the demo model behind the real server; SIGTERM on rank 0 ends all ranks with code 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -139,7 +139,7 @@ def test_a_request_is_served_over_http() -> None:
 
 
 def _ask_and_stop(url: str, answers: list[str]) -> None:
-    """The client: waits until the server is ready, asks once, and signals this rank's process."""
+    """The client: wait until the server is ready, ask once, and signal this rank's process."""
     try:
         deadline = time.monotonic() + 120
         while not _is_ready(url) and time.monotonic() < deadline:

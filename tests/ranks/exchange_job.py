@@ -1,4 +1,4 @@
-"""One rank of a job that shares memory, without an engine: a process that the test starts and may kill.
+"""One rank of a job that shares memory, without an engine; the test starts this process and may kill it.
 
 python -m tests.ranks.exchange_job RANK NUM_RANKS STORE_PORT CASE
 """
@@ -27,13 +27,13 @@ from tp_engine.ranks.shared_memory import DTYPES, SharedMemoryCommunicator, Torc
 from tp_engine.ranks.store import join_store
 
 SLOT_BYTES = 96 * 1024
-# Odd ones, one item more than a slot, several pieces, one and two shots.
+# Odd sizes, one item more than a slot, several pieces, one and two shots.
 SIZES = (1, 15, 16, 17, 1024, 24576, 24577, 49153, 100003)
 COLLECTIVE_S = {"exact": 60.0, "killed": 60.0, "asleep": 1.5}
 
 
 def main(rank: int, num_ranks: int, port: int, case: str) -> None:
-    """Join, run ``case`` through both kinds of exchange, and print a line of what was seen for each."""
+    """Join, run ``case`` through both kinds of exchange, and print one line of results for each."""
     torch.set_num_threads(1)
     info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
     store = join_store("127.0.0.1", port, timeout_s=60)
@@ -63,7 +63,7 @@ def main(rank: int, num_ranks: int, port: int, case: str) -> None:
 def share(
     joined: RankGroups, check: Callable[[], None], *, timeout_s: float, is_compiled: bool
 ) -> SharedMemoryCommunicator:
-    """Memory of their own for one kind of exchange; where nothing can be compiled, there is one kind."""
+    """A communicator with its own memory for one kind of exchange; without a compiler there is one kind."""
     library = native_library() if is_compiled else None
     with mock.patch.object(shared_memory, "native_library", lambda: library):
         made = shared_memory.with_shared_memory(
@@ -76,7 +76,7 @@ def share(
 
 
 def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
-    """Compare every size and type with the rank-ordered sum of what gloo gathers; a digest of all results."""
+    """Compare every size and type with the rank-ordered sum of gloo's gathered parts; returns a digest of results."""
     digest = hashlib.sha256()
     generator = torch.Generator().manual_seed(shared.info.rank)
     for dtype in DTYPES:
@@ -91,7 +91,7 @@ def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
     for tensor in (torch.arange(7) + shared.info.rank, torch.randn(3, 5, generator=generator), torch.ones(2, 3, 4)):
         gathered = shared.all_gather(tensor)
         assert torch.equal(gathered, library.all_gather(tensor))
-    transposed = torch.arange(6.0).view(2, 3).t()  # not contiguous, as whole numbers of another type: the library's
+    transposed = torch.arange(6.0).view(2, 3).t()  # not contiguous: the library gathers it, and sums integers
     assert torch.equal(shared.all_gather(transposed), torch.cat([transposed] * shared.info.world_size, -1))
     numbers = torch.arange(4)
     assert shared.all_reduce(numbers).tolist() == [number * shared.info.world_size for number in range(4)]
@@ -100,7 +100,7 @@ def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
 
 
 def come_late(shared: SharedMemoryCommunicator) -> None:
-    """Each rank in turn comes late, by more than a wait's slice; sums of what changes from one to the next."""
+    """Each rank in turn comes late, by more than one slice of a wait; the summed values change each time."""
     world_size, totals = shared.info.world_size, []
     for turn in range(2 * world_size):
         if turn % world_size == shared.info.rank:
@@ -110,7 +110,7 @@ def come_late(shared: SharedMemoryCommunicator) -> None:
 
 
 def forsaken(shared: SharedMemoryCommunicator) -> str:
-    """What the wait for rank 1 ends with, and every later collective, which must not wait again."""
+    """The error of the wait for rank 1, and of every later collective; those must not wait again."""
     found = set()
     for collective in (shared.all_reduce, shared.all_reduce, shared.all_gather):
         try:

@@ -1,4 +1,4 @@
-"""Start a module of this repository under torchrun, with a deadline, and never leave a rank behind."""
+"""Start a module of this repository under torchrun with a deadline, and leave no rank behind."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Runs engine cases one after another on the ranks that torchrun started; rank 0 writes what they generated.
+"""Run engine cases one after another on torchrun's ranks; rank 0 writes the generated tokens.
 
     torchrun --nproc-per-node N -m tests.ranks.parity_job CASES.json OUT.json
 
-A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case
-first runs its prompts as one batch; unless it ``is_batch_only``, then the first prompt alone, and a beam search of the
-first two.
+A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case runs
+its prompts as one batch.  A case without ``is_batch_only`` then runs the first prompt alone, and a beam search of the
+first two prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BEAMS: dict[str, Any] = {"beam_width": 3, "max_tokens": 6}
 
 
 def run_case(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of the whole batch, of the first prompt alone, and of beams; the blocks must add up afterwards."""
+    """The tokens of the whole batch, of the first prompt alone, and of beams; afterwards the blocks must add up."""
     params = [SamplingParams(**{"max_tokens": n, **case["params"]}) for n in case["max_tokens"]]
     batch = llm.generate(case["prompts"], params, use_tqdm=False)
     if case.get("is_batch_only"):
@@ -60,7 +60,7 @@ def run_batch_only(llm: LLM, batch: list[RequestOutput]) -> dict[str, Any]:
 
 
 def main(cases_path: str, out_path: str) -> None:
-    """Rank 0 drives every case, the other ranks serve it; then all go on to the next."""
+    """Rank 0 drives every case and the other ranks serve it, one case after the other."""
     launched = env.launched_rank()
     results = []
     for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""Samples on the ranks that torchrun started, from slices and from the whole logits; any difference is an error.
+"""Sample on torchrun's ranks, from slices and from the whole logits; any difference is an error.
 
 torchrun --nproc-per-node N -m tests.ranks.sampling_job
 """
@@ -27,7 +27,7 @@ SAMPLINGS = [
 
 
 def main() -> None:
-    """Some steps of rows of every kind; the whole logits are the same on every rank, from one seed."""
+    """Sample some steps of rows of every kind; one seed gives every rank the same whole logits."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Plans sent ahead give the tokens of plans that are not.  Oracle: the same job with ``async_scheduling`` off."""
+"""Plans sent ahead change no token.  Oracle: the same job with ``async_scheduling`` off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.ranks.test_parity import CACHED, PLAIN, make_case
 
 @pytest.mark.timeout(200)
 def test_async_scheduling_changes_no_token(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Greedy and sampled, stopped by ids and by length, n = 2, preempted, chunked and cached: all outputs are equal."""
+    """Oracle: the same job with ``async_scheduling`` off; greedy, sampled, stopped by id and by length, n = 2,
+    preempted, chunked and cached."""
     folder = checkpoint("qwen3", num_kv_heads=2, vocab_size=97, head_dim=16)
     sampled = {"temperature": 0.9, "top_p": 0.95, "n": 2, "stop_token_ids": list(range(3, 97, 9))}
     cases: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What rank 0 tells of a running job of two ranks: both ranks' steps, waits and memory, and the pool."""
+"""Rank 0's report of a running job of two ranks: both ranks' steps, waits and memory, and the pool."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ NOT_SPENT = ("total", "requested", "kv_cache_available", "kv_cache")
 
 
 def test_a_report_of_two_ranks(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: 20 prompt tokens in chunks of 8 and 12 generated ones: 3 + 11 steps on both ranks, 31 tokens in all;
-    the ledger adds up as the log says; each rank's start has its phases; asking twice counts nothing twice."""
+    """Oracle: 20 prompt tokens in chunks of 8 and 12 generated tokens: 3 + 11 steps on both ranks, 31 tokens in all.
+    The memory ledger adds up to the log's figure; each rank's start has its phases; a second report counts nothing
+    twice."""
     options = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64}
     with LLM(str(checkpoint("qwen3")), tensor_parallel_size=2, device="cpu", dtype="float32", **options) as llm:
         llm.generate([list(range(5, 25))], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
         assert llm.allocation_monitor.latest is not None
         assert llm.allocation_monitor.summary().peak_usage > 0
-        # Rank 1 may end the last step a moment after rank 0 has its result.
+        # Rank 1 may end the last step shortly after rank 0 has its result.
         wait_until(lambda: sum(llm.engine.report().step_tokens.counts) >= 14, "both ranks to end 14 steps")
         report = llm.engine.report(ViewLimits())
         assert [rank.rank for rank in report.ranks] == [0, 1] and report.num_missed_steps == 0

@@ -1,7 +1,7 @@
 """Every family of the parity table equals transformers in fp32: greedy tokens, and their log-probabilities to 1e-4.
 
-In five settings, on 1, 2 and 4 ranks, and on 3 where the model's heads allow it.  One torchrun job per number of ranks
-runs a part of the table, because starting ranks costs more than running tiny models.
+Each runs in five settings, on 1, 2 and 4 ranks, and on 3 if the model's heads allow it.  One torchrun job runs many
+families, because starting ranks costs more than running tiny models.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.mlp import ExpertsSpec
 
 VOCAB_SIZE, MAX_MODEL_LEN, CHUNK = 203, 200, 24
-# The first is longer than any window and what kernels read behind it, so that blocks are freed while it runs; it holds
-# most of a tight pool, so that others give way.
+# The first prompt is longer than any window plus the tokens that kernels read before it, so blocks are freed while it
+# runs.  It holds most of a tight pool, so other requests are preempted.
 LENGTHS = (182, 1, 9, 30, 42, 55)
 MAX_TOKENS = (14, 12, 9, 6, 11, 7)
-NUM_SHARED = 25  # tokens with which the first and the last two prompts begin
+NUM_SHARED = 25  # the first and the last two prompts share this many first tokens
 HEADS_OF_3_RANKS = {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 48}
 TOLERANCE = 1e-4
 LEAST_MARGIN = 1e-4  # between the last expert that is chosen and the next one
 
 
 def make_prompts() -> list[list[int]]:
-    """Of ``LENGTHS``; the first and the last two begin alike."""
+    """Prompts of ``LENGTHS``; the first and the last two begin alike."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
     return prompts[:4] + [prompts[0][:NUM_SHARED] + prompt[NUM_SHARED:] for prompt in prompts[4:]]
 
 
 def settings_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> options.  The tight pool holds the longest request, and little more."""
+    """Name -> options.  The tight pool holds the longest request and little more."""
     spec, _ = load_model_config(str(folder))
     tight = spec.kv_layout.blocks_for(MAX_MODEL_LEN, 4, CHUNK)
     small = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK}
@@ -66,9 +66,9 @@ def oracle(folder: Path, name: str) -> torch.nn.Module:
 
 
 def problem_of(name: str, folder: Path, result: dict[str, Any]) -> str | None:
-    """How a result departs from transformers, each position given the tokens before it; None if it does not.
+    """How a result differs from transformers at each position, given the tokens before it; None if it does not.
 
-    If each token is the best one given those before it, all are what greedy generation gives.
+    If each token is the best one given those before it, the tokens are those of greedy generation.
     """
     for prompt, tokens, logprobs in zip(make_prompts(), result["tokens"], result["logprobs"], strict=True):
         with torch.inference_mode():
@@ -88,10 +88,10 @@ def is_of_experts(folder: Path) -> bool:
 
 
 def routing_margin(name: str, folder: Path, result: dict[str, Any]) -> float:
-    """The least difference between the last score that was chosen and the next one, over all tokens and layers.
+    """The least difference between the last chosen score and the next one, over all tokens and layers.
 
-    Logits are compared where the scores are their softmax.  If the margin were as small as a rounding error, the choice
-    would depend on the order of a sum.
+    If scores are a softmax, their logits are compared.  With a margin as small as a rounding error, the choice would
+    depend on the order of a sum.
     """
     spec, _ = load_model_config(str(folder))
     rules = [layer.mlp.rule for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
@@ -145,7 +145,7 @@ def run_cases(
     return [dict(zip(found, results, strict=False)) for found in settings]
 
 
-PARTS = 3  # of the table, so that several jobs run at a time and none comes near its time limit
+PARTS = 3  # parts of the table: several jobs run at once, each well within its time limit
 
 
 @pytest.mark.timeout(300)
@@ -158,7 +158,7 @@ def test_families_equal_transformers(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Oracle: transformers' logits, given our tokens; preemptions and cached tokens where they are meant to be."""
+    """Oracle: transformers' logits, given our tokens; preemptions and cached tokens occur in the settings for them."""
     names = list(FAMILIES)[part::PARTS]
     shape = HEADS_OF_3_RANKS if world_size == 3 else {}
     folders = [checkpoint(name, vocab_size=VOCAB_SIZE, **shape) for name in names]
@@ -179,7 +179,7 @@ def test_families_equal_transformers(
 
 @pytest.mark.timeout(300)
 def test_expert_parallel_equals_transformers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: transformers' logits, given our tokens; each of 3 ranks has some experts, whole, not equally many."""
+    """Oracle: transformers' logits, given our tokens; each of 3 ranks has whole experts, in unequal numbers."""
 
     def choose(folder: Path) -> dict[str, dict[str, Any]]:
         return {"ahead": settings_of(folder)["ahead"] | {"enable_expert_parallel": True}}

@@ -1,6 +1,6 @@
-"""Ranks that fail, each in its own way: the job ends in time, names the rank and the place, and leaves nothing.
+"""Ranks that fail in several ways: the job ends in time, names the rank and the place, and leaves nothing behind.
 
-A few cells of the matrix that ``scripts/test_faults`` runs whole; ``tests/faults/cases.py`` says what each must show.
+These are a few cells of the matrix; ``scripts/test_faults`` runs all; ``tests/faults/cases.py`` defines the promises.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 
 def test_equal_inputs_are_found_equal(folder: Path) -> None:
-    """Oracle: the tokens of a run without the comparison; chunked prefill, several requests."""
+    """Oracle: the tokens of a run without the comparison of inputs; chunked prefill, several requests."""
     prompts = [list(range(5, 25)), [9, 9, 9], [7]]
     with LLM(str(folder), **{**TWO_RANKS, "tensor_parallel_size": 1}) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
@@ -61,7 +61,7 @@ def test_equal_inputs_are_found_equal(folder: Path) -> None:
 
 
 def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
-    """Oracle: rank 0's own table is tampered with, as a wrong plan would; with the comparison the step ends the job."""
+    """Oracle: the test changes rank 0's own table, as a wrong plan would; the comparison ends the job at that step."""
     with LLM(str(folder), **TWO_RANKS, check_inputs=True) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         llm.engine._worker._runner._batch._token_ids.fill_(3)  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
 
 
 def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> None:
-    """Oracle: rank 0 sends a step five too high; rank 1 refuses it, and its error is rank 0's."""
+    """Oracle: rank 0 sends a step number five too high; rank 1 refuses it, and rank 0 raises rank 1's error."""
     with LLM(str(folder), **TWO_RANKS) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
         expected = llm.engine._scheduler.next_step_id
@@ -83,11 +83,11 @@ def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> No
 
 
 def test_an_error_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
-    """Oracle: torchrun's own summary, which it makes of the ranks' error files."""
+    """Oracle: torchrun's own summary, made from the ranks' error files."""
     options = ["--device", "cpu", "--num-gpu-blocks-override", "32", "--max-model-len", "64"]
     requests = tmp_path / "in.jsonl"
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1+2="}}
-    requests.write_text(json.dumps(line) + "\n")  # without any, no model is loaded
+    requests.write_text(json.dumps(line) + "\n")  # without a request, no model is loaded
     job = tmp_path / "job.py"
     job.write_text(
         "import os, runpy\nos.environ['TP_ENGINE_FAULT'] = '1:load:raise'\n"

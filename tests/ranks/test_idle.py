@@ -1,4 +1,4 @@
-"""An engine with nothing to do costs nothing, on any rank."""
+"""An idle engine uses no CPU time, on any rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tp_engine import AsyncLLM, SamplingParams
 
 NUM_RANKS = 4
 IDLE_S = 4.0
-MOST_CPU = 0.05  # of one core; the promise is 0.01 over a minute, the rest is room for other users of the machine
+MOST_CPU = 0.05  # of one core; the promise is 0.01 over a minute; the rest allows for other users of the machine
 OPTIONS = {"tensor_parallel_size": NUM_RANKS, "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64}
 
 

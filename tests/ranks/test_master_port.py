@@ -1,4 +1,4 @@
-"""A torchrun job whose ranks have no port to meet at is refused at once, whatever its script is."""
+"""A torchrun job without a port for its ranks to meet at is refused at once, with any script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except Exception as error:
     raise SystemExit(f"{type(error).__name__}: {error}")
 """
 LIMIT_S = 60.0
-"""Far below ``startup_timeout_s`` (600 s), for which the ranks would wait for each other."""
+"""Far below ``startup_timeout_s`` (600 s), the time that the ranks would wait for each other."""
 
 
 @pytest.mark.parametrize("kind", ["serve", "batch", "script"])

@@ -1,4 +1,4 @@
-"""An engine that starts its own ranks from a plain script: it answers, it ends cleanly, and it never leaves a rank."""
+"""An engine that starts its own ranks from a plain script: it answers, ends cleanly, and leaves no rank behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def run_script(folder: Path, then: str, *, timeout_s: float = 90.0) -> subproces
 
 @pytest.mark.parametrize("then", ["llm.close()", "", "raise SystemExit(3)"])
 def test_a_plain_script_starts_and_stops_its_ranks(folder: Path, expected: list[int], then: str) -> None:
-    """Closed, forgotten, or left by an exit: the script runs once, its own exit code counts, no rank stays."""
+    """Oracle: one rank.  The engine is closed, or forgotten, or the script exits.  The script runs once, keeps its own
+    exit code, and leaves no rank."""
     job = run_script(folder, then)
     assert job.stdout.splitlines() == ["script runs", "tokens " + " ".join(map(str, expected))], job.stderr[-3000:]
     assert job.returncode == (3 if "Exit" in then else 0), job.stderr[-3000:]
@@ -65,7 +66,7 @@ def test_a_plain_script_starts_and_stops_its_ranks(folder: Path, expected: list[
 
 
 def test_the_same_script_under_torchrun_adopts_its_ranks(folder: Path, expected: list[int], tmp_path: Path) -> None:
-    """Rank 0 runs on, rank 1 serves inside of the constructor and leaves with exit code 0."""
+    """Oracle: one rank.  Rank 0 runs on; rank 1 serves inside the constructor and exits with code 0."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT.format(model=str(folder), then="llm.close(); print('rank 0 goes on')"))
     job = torchrun(2, [str(script)])
@@ -75,7 +76,7 @@ def test_the_same_script_under_torchrun_adopts_its_ranks(folder: Path, expected:
 
 
 def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
-    """kill -9 of the script: its rank is gone within 10 s (promise 3)."""
+    """Oracle: after kill -9 of the script its rank is gone within 10 s (promise 3)."""
     text = SCRIPT.format(model=str(folder), then="import time; time.sleep(60)")
     with subprocess.Popen(
         [sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -91,7 +92,7 @@ def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
 
 
 def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
-    """kill -9 of rank 1 while idle: the next call fails naming it, and closing leaves nothing behind."""
+    """Oracle: after kill -9 of the idle rank 1 the next call's error names it, and closing leaves nothing behind."""
     with LLM(str(folder), **TWO_RANKS) as llm:
         answer(llm)
         (rank,) = (child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline()))
@@ -105,7 +106,7 @@ def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
 
 
 def test_engines_that_start_at_once_never_meet(folder: Path, expected: list[int]) -> None:
-    """Eight scripts with two ranks each start at once on one host and all answer (promise 7)."""
+    """Oracle: one rank's answer, from each of eight scripts with two ranks that start at once (promise 7)."""
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT.format(model=str(folder), then="llm.close()")],
@@ -119,7 +120,7 @@ def test_engines_that_start_at_once_never_meet(folder: Path, expected: list[int]
 
 
 def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int]) -> None:
-    """Oracle: LLM.  Two streams at once, one left early; its request is aborted and its blocks come back."""
+    """Oracle: LLM.  Two streams at once; the test leaves one early: its request is aborted and its blocks come back."""
     import asyncio
 
     async def run() -> None:
@@ -147,7 +148,7 @@ def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int])
 
 
 def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
-    """SIGSTOP of the process behind it: the running stream fails at the hard limit, and no process stays."""
+    """Oracle: after SIGSTOP of the engine's process the stream fails at the hard limit, and no process stays."""
     import asyncio
 
     limits: dict[str, Any] = {"hang_soft_limit_s": 1.0, "hang_hard_limit_s": 2.0}

@@ -27,7 +27,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
-# Every architecture, with odd shapes: KV heads 1, 2, 4 and 8, vocabularies that nothing divides, tied and untied.
+# Every architecture, with odd shapes: KV heads 1, 2, 4 and 8; vocabularies that no world size divides; tied and untied.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_kv_heads": 4, "vocab_size": 203, "rope_parameters": LLAMA3_ROPE, "max_shard_size": "60KB"},
     "qwen2": {"num_kv_heads": 2, "vocab_size": 131, "tie": True},
@@ -47,7 +47,7 @@ TIGHT = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 24,
     "enable_prefix_caching": False,
-    "enforce_eager": True,  # the others have their small decodes recorded
+    "enforce_eager": True,  # the other settings record small decodes
 }
 CACHED = {**TIGHT, "enable_prefix_caching": True, "num_gpu_blocks_override": 48, "enforce_eager": False}
 
@@ -100,7 +100,7 @@ def expected_beams(folder: Path) -> list[list[tuple[list[int], float]]]:
 
 
 def assert_same_beams(found: list[list[Any]], expected: list[list[tuple[list[int], float]]], case: object) -> None:
-    """The same sequences in the same order, their sums equal but for rounding."""
+    """Check for the same sequences in the same order, with sums equal up to rounding."""
     for ours, theirs in zip(found, expected, strict=True):
         assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs], case
         assert [total for _, total in ours] == pytest.approx([total for _, total in theirs], abs=5e-3), case

@@ -1,4 +1,4 @@
-"""Traces of an engine with several ranks: of steps chosen before, and of those between two orders."""
+"""Traces of an engine with several ranks: of steps chosen in advance, and of the steps between start and stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parts_in(path: Path) -> list[str]:
 
 @pytest.mark.timeout(120)
 def test_every_rank_writes_traces_of_the_same_steps(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: the names of the chosen steps and of their parts, on both ranks; the tokens are those without a trace."""
+    """Oracle: the names of the chosen steps and their parts, on both ranks; the tokens equal those without a trace."""
     folder = tmp_path / "traces"
 
     async def scenario() -> None:

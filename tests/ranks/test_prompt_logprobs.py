@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts do not depend on the number of ranks, each of which holds a part of the vocabulary."""
+"""Log-probabilities of prompts are the same for any number of ranks; each rank holds a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = [list(range(20, 110)), [100, 3, 50], [7] * 41]
 
 
 def scored(folder: Path, num_ranks: int) -> list[list[dict[int, tuple[float, int | None]]]]:
-    """By prompt and position: log-probability and rank of the token and of the likeliest ones, by their ids."""
+    """For each prompt and position: id -> (log-probability, rank) of the token and of the likeliest tokens."""
     with LLM(
         str(folder),
         device="cpu",
@@ -34,7 +34,7 @@ def scored(folder: Path, num_ranks: int) -> list[list[dict[int, tuple[float, int
 
 
 def test_two_ranks_score_prompts_as_one(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: one rank; steps of 64 tokens are scored 16 positions at a time, each gathered from both ranks."""
+    """Oracle: one rank; steps of 64 tokens are scored 16 positions at a time, gathered from both ranks."""
     folder = checkpoint("qwen3", vocab_size=203)
     alone, together = scored(folder, 1), scored(folder, 2)
     assert [len(places) for places in together] == [len(prompt) - 1 for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""The ring between processes, at length: every byte of every message, whatever each reader does meanwhile."""
+"""The ring between processes, at length: every reader gets every byte of every message, whatever other readers do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAVES_AFTER = 1_000
 
 
 def messages(count: int) -> Iterator[bytes]:
-    """Random bytes, mostly few; the same in every process."""
+    """Messages of random bytes, mostly short; the same in every process."""
     rng = random.Random(8)
     noise = rng.randbytes(1 << 20)
     for _ in range(count):
@@ -55,7 +55,7 @@ def expected_digest(count: int) -> str:
 
 
 def read_until_it_comes(reader: RingReader) -> bytearray:
-    """Reads that raise at a deadline of 10 microseconds, again and again, wherever in a message that is."""
+    """Read with a deadline of 10 microseconds, again and again; the error may come anywhere within a message."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
         with suppress(RankError):
@@ -64,7 +64,7 @@ def read_until_it_comes(reader: RingReader) -> bytearray:
 
 
 def read_all(name: str, index: int, habit: str, count: int, pipe: Connection) -> None:
-    """A reader's whole life; sends the digest of what it read."""
+    """A reader's main function: read all messages and send their digest."""
     if habit == "late":
         time.sleep(0.5)
     reader = RingReader(name, index)
@@ -103,7 +103,7 @@ class Readers:
 
 
 def test_a_hundred_thousand_messages() -> None:
-    """Oracle: a digest over all sizes and bytes, of readers that are quick, slow, late, and whose reads often raise."""
+    """Oracle: a digest over all sizes and bytes; readers are quick, slow or late, or their reads often raise."""
     habits = ["quick", "slow", "late", "raising"]
     writer = RingWriter(len(habits), num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES)
     readers = Readers(writer.name, habits, [NUM_MESSAGES] * len(habits))
@@ -121,7 +121,7 @@ def test_a_hundred_thousand_messages() -> None:
 
 
 def test_a_reader_that_fails_takes_nothing_from_the_others() -> None:
-    """Oracle: the error names the rank whose reader has gone; the other has every message that was written before."""
+    """Oracle: the error names the rank of the lost reader; the other reader has every message written before."""
     writer = RingWriter(2, num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES)
     readers = Readers(writer.name, ["quick", "quick"], [LEAVES_AFTER, LEAVES_AFTER + 1])
     try:

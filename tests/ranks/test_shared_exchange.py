@@ -1,4 +1,4 @@
-"""All-reduces through shared memory between real processes: exact, in the order of ranks, and with waits that end."""
+"""All-reduces through shared memory between real processes: sums are exact and in the order of ranks; waits end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 150.0
 
 
 def run_ranks(num_ranks: int, case: str) -> list[str]:
-    """The line that each rank printed.  Rank 1, which some cases kill or stop, is ended after the others."""
+    """Each rank's printed line.  Some cases kill or stop rank 1; it is ended after the others."""
     store = host_store(timeout_s=60)
     ranks = [
         subprocess.Popen(
@@ -42,10 +42,10 @@ def run_ranks(num_ranks: int, case: str) -> list[str]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums_are_exact_and_equal(num_ranks: int) -> None:
-    """Oracle: what gloo gathers, added in the order of ranks in float32 and rounded once.
+    """Oracle: the parts gathered by gloo, added in the order of ranks in float32 and rounded once.
 
-    Compiled code and its twin give the same bits on all ranks, for every type and for sizes around those of vectors,
-    slots and shots, also where each rank in turn comes late.
+    Compiled code and its twin give the same bits on all ranks, for every type and for sizes near those of vectors,
+    slots and shots, also when each rank in turn comes late.
     """
     (digest,) = set(run_ranks(num_ranks, "exact"))
     assert len(digest) == 64, digest
@@ -53,11 +53,11 @@ def test_sums_are_exact_and_equal(num_ranks: int) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_killed_rank_ends_the_wait() -> None:
-    """Oracle: the check's error on all others, in every collective from then on; not that of the time-out."""
+    """Oracle: from then on every collective of the other ranks raises the health check's error, not a time-out."""
     assert run_ranks(3, "killed") == ["rank 1: its process is gone", "", "rank 1: its process is gone"]
 
 
 @pytest.mark.timeout(200)
 def test_a_collective_has_a_timeout() -> None:
-    """Oracle: the error names the rank that is stopped, and the limit; no later collective waits."""
+    """Oracle: the error names the stopped rank and the limit; later collectives do not wait."""
     assert run_ranks(2, "asleep")[0] == "rank 1: did not come to a collective within 1.5 s"

@@ -1,4 +1,4 @@
-"""Ranks of one host share its cores out, from the first weight on."""
+"""Ranks of one host divide its cores, from the first weight on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks.threads_job import NUM_CORES
 
 
 def test_threads_while_loading_and_while_serving(checkpoint: Callable[..., Path]) -> None:
-    """Oracle: cores divided by ranks, whatever torchrun chose (one); every rank says so in both phases."""
+    """Oracle: cores divided by ranks, on every rank and in both phases, although torchrun sets one thread."""
     job = torchrun(2, ["-m", "tests.ranks.threads_job", str(checkpoint("qwen3"))])
     assert job.returncode == 0, job.stdout[-6000:]
     said = set(

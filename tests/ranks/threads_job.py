@@ -1,4 +1,4 @@
-"""Says how many threads torch uses on each rank, while weights are loaded and while steps run, on a host of six cores.
+"""Print torch's number of threads on each rank, while weights load and while steps run, on a host of six cores.
 
 torchrun --nproc-per-node N -m tests.ranks.threads_job MODEL
 """
@@ -33,7 +33,7 @@ def saying_threads(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main(model: str) -> None:
-    """One short request."""
+    """Run one short request."""
     os.sched_getaffinity = lambda _pid: set(range(NUM_CORES))
     for owner, name, act in ((worker, "load_weights", "loading"), (worker.Worker, "execute", "serving")):
         setattr(owner, name, saying_threads(act, getattr(owner, name)))

@@ -1,1 +1,1 @@
-"""Hours of use in minutes: random load, random trouble, and everything that must still add up afterwards."""
+"""The soak: random load and random faults for some minutes, then checks of answers and resources."""

@@ -4,7 +4,7 @@
 
     quiet life        the reference: greedy tokens of every prompt
     disturbed life    three fifths of the time: random load, pauses, sleeps, memory sampled
-    fatal lives       one of each kind, and until the time is over: a rank is lost; then the next engine, same process
+    fatal lives       at least one of each kind, for the rest of the time: each loses a rank; all in this process
     quiet life        the same tokens as at first
 """
 
@@ -35,8 +35,8 @@ _RSS_ALLOWANCE = 12 * MIB
 def run(
     soak: Soak, *, seconds: float, least: Counter[str] | None = None, fatal_kinds: Sequence[str] = FATAL_KINDS
 ) -> None:
-    """All lives; raises at the first violation.  Each of ``fatal_kinds`` comes at least once, and what is counted in
-    ``least`` as often as it says there, however long that takes."""
+    """Run all lives; raises at the first violation.  Each of ``fatal_kinds`` occurs at least once, and each event in
+    ``least`` at least that often, however long that takes."""
     deadline_s = time.monotonic() + seconds
     quiet_life(soak)
     disturbed_life(soak, seconds * _DISTURBED_SHARE, least=least or Counter(), most_steps=int(40 * seconds))
@@ -69,7 +69,7 @@ def findings(soak: Soak, violation: str | None, seconds: float) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 1 with the violation."""
+    """Run the soak; returns exit code 0, or 1 after a violation."""
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--ranks", type=int, default=8)

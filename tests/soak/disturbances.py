@@ -1,4 +1,4 @@
-"""Trouble for a running engine: pauses that it must survive, and ends that it must notice."""
+"""Disturbances of a running engine: pauses and sleeps of random ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LONGEST_PAUSE_S = 0.4
 
 
 class Pauses:
-    """Stops a random rank for a moment, again and again, while entered; hold ``lock`` to be left in peace.
+    """Within the block, stops a random rank for a moment, again and again; hold ``lock`` to prevent pauses.
 
-    Rank 0 is this process: a shell stops it and wakes it up.
+    Rank 0 is this process; a shell stops it and wakes it up.
     """
 
     def __init__(self, ranks: list[psutil.Process], rng: random.Random) -> None:

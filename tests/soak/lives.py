@@ -1,4 +1,4 @@
-"""Lives of engines: one that is disturbed and must not notice, and ones that end early and must say why."""
+"""Lives of engines: a disturbed one must give the right tokens; one that ends early must say why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Soak:
         self.pool = prompt_pool(self.seed)
 
     def config(self, **changes: object) -> EngineConfig:
-        """So few blocks that three long requests fill them, and up to 12 sequences that want some."""
+        """A configuration in which three long requests fill all blocks, with up to 12 sequences."""
         options: dict[str, object] = {
             "model": str(self.folder),
             "tensor_parallel_size": self.num_ranks,
@@ -91,7 +91,7 @@ def _environment(fault: str) -> Iterator[None]:
 
 
 def quiet_life(soak: Soak) -> None:
-    """An undisturbed engine gives the reference, or the same tokens as it gave before."""
+    """Run an undisturbed engine: the first run gives the reference; later runs must give the same tokens."""
     with engine_life(soak) as engine:
         answers = undisturbed_answers(engine, soak.pool)
         check_idle(engine)
@@ -100,8 +100,8 @@ def quiet_life(soak: Soak) -> None:
 
 
 def disturbed_life(soak: Soak, seconds: float, *, least: Counter[str], most_steps: int) -> None:
-    """Random load with pauses and sleeps for ``seconds``, on a slow machine for longer, until all of ``least`` has
-    happened; every answer whose tokens are known is compared."""
+    """Run random load with pauses and sleeps for ``seconds``, or longer until all of ``least`` has happened; compare
+    every answer with known tokens."""
     sleeps = random_sleeps(soak.num_ranks, soak.rng, most_steps=most_steps)
     with engine_life(soak, sleeps) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
@@ -125,14 +125,14 @@ def _busy(load: Workload, until_s: float) -> None:
 
 
 def check_blocks(engine: Engine) -> None:
-    """Every block is free, cached or used."""
+    """Check that every block is free, cached or used."""
     stats = engine.stats()
     found = (stats.num_free_blocks, stats.num_cached_blocks, stats.num_used_blocks)
     assert sum(found) == NUM_BLOCKS, f"free, cached and used blocks are {found}, of {NUM_BLOCKS}"
 
 
 def check_idle(engine: Engine) -> None:
-    """Nothing runs, so nothing is used, and all parts agree."""
+    """Check an idle engine: no block is used, and all parts of the engine agree."""
     engine.check_integrity()
     check_blocks(engine)
     stats = engine.stats()
@@ -140,7 +140,7 @@ def check_idle(engine: Engine) -> None:
 
 
 def fatal_life(soak: Soak, kind: str) -> None:
-    """An engine that loses a rank under load: ``RankError`` names it, in time, and no request goes on."""
+    """Run an engine that loses a rank under load: ``RankError`` names the rank in time, and no request goes on."""
     rank = soak.rng.randrange(1, soak.num_ranks)
     fault = f"{rank}:step_begin@{soak.rng.randint(5, 60)}:{kind}" if kind in ("raise", "exit", "oom") else ""
     limits = {"hang_soft_limit_s": SOFT_LIMIT_S, "hang_hard_limit_s": HARD_LIMIT_S}
@@ -175,7 +175,7 @@ def _expect_end(load: Workload, rank: int, kind: str, struck_s: float) -> None:
 
 
 def _expect_record(soak: Soak, rank: int) -> None:
-    """One flight record, which blames the rank; it is taken away."""
+    """Check for one flight record that blames the rank, and delete it."""
     records = {path: load_record(path).culprit for path in soak.flight_records.glob("*.json")}
     assert list(records.values()) == [rank], f"rank {rank} was lost, the flight records blame {records}"
     for path in records:
@@ -183,9 +183,9 @@ def _expect_record(soak: Soak, rank: int) -> None:
 
 
 def check_process(soak: Soak) -> None:
-    """What an engine's end gives back: this process holds no more descriptors or threads than after the first ends.
+    """Check that this process holds no more descriptors or threads than after the first engines ended.
 
-    A library's threads may take a moment to end.
+    A library's threads may need a moment to end.
     """
     first, last = soak.between_lives[1], soak.between_lives[-1]
     deadline_s = time.monotonic() + _LINGER_S

@@ -10,7 +10,7 @@ import psutil
 
 MIB = 1 << 20
 _FEWEST_SAMPLES = 6
-_WARM_UP_STEPS = 1500  # libraries keep a kernel for every shape that they have seen, and a step has many
+_WARM_UP_STEPS = 1500  # libraries keep a kernel for every shape, and steps have many shapes
 
 
 def rank_processes() -> list[psutil.Process]:
@@ -29,7 +29,7 @@ class Sample:
 
 
 def sample(process: psutil.Process) -> Sample:
-    """What the process holds now."""
+    """The process's memory, descriptors and threads now."""
     with process.oneshot():
         return Sample(process.memory_info().rss, process.num_fds(), process.num_threads())
 
@@ -42,7 +42,7 @@ class Usage:
     steps: list[int] = field(default_factory=list)
 
     def take(self, num_steps: int) -> None:
-        """One more sample of this process (rank 0) and its ranks, after ``num_steps`` steps."""
+        """Add a sample of this process (rank 0) and of its other ranks, after ``num_steps`` steps."""
         processes = [psutil.Process(os.getpid()), *rank_processes()]
         if not self.by_rank:
             self.by_rank = [[] for _ in processes]
@@ -52,9 +52,9 @@ class Usage:
         self.steps.append(num_steps)
 
     def rss_growth(self) -> list[int]:
-        """Per rank: bytes by which the last samples' median is above the first ones', after the warm-up.
+        """Each rank's growth in bytes: the median of the last samples minus that of the first ones after the warm-up.
 
-        Empty where too few steps were taken to tell.
+        Empty if too few steps were taken.
         """
         first = sum(steps < _WARM_UP_STEPS for steps in self.steps)
         if len(self.steps) - first < _FEWEST_SAMPLES:

@@ -1,7 +1,7 @@
-"""Random requests against one engine, and what must be true of their answers.
+"""Random requests to one engine, and checks of their answers.
 
-Half of the requests are greedy and come from a fixed pool of prompts, so that an undisturbed run knows their tokens.
-The others are as mixed as the sampler allows; of them only the end is known.
+Half of the requests are greedy and come from a fixed pool of prompts; an undisturbed run gives their tokens.  The
+others use all of the sampler's options; only their ends are checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_UNFINISHED = 30
 
 
 def prompt_pool(seed: int) -> list[list[int]]:
-    """Prompts of 1 to 90 tokens, of which many share a beginning."""
+    """Prompts of 1 to 90 tokens; many share a beginning."""
     rng = random.Random(seed)
     trunk = [rng.randrange(3, VOCABULARY) for _ in range(_LONGEST_PROMPT)]
     pool = []
@@ -43,7 +43,7 @@ def greedy(max_tokens: int, **changes: object) -> SamplingParams:
 
 @dataclass
 class Asked:
-    """An unfinished request: the prompt's number in the pool if its tokens are known, and what came so far."""
+    """An unfinished request: the prompt's number in the pool (if its answer is known), and the tokens so far."""
 
     prompt: int | None
     params: SamplingParams
@@ -52,9 +52,9 @@ class Asked:
 
 
 class Workload:
-    """Adds, aborts and checks requests of one engine; ``count`` tells what happened.
+    """Adds, aborts and checks requests of one engine; ``count`` has the numbers of events.
 
-    ``reference[i]`` are the ``LONGEST_ANSWER`` greedy tokens of ``pool[i]``; without a reference nothing is compared.
+    ``reference[i]`` are the ``LONGEST_ANSWER`` greedy tokens of ``pool[i]``; without a reference no token is compared.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Workload:
         self._next_id = 0
 
     def turn(self) -> None:
-        """A random number of arrivals, perhaps an abort, one step."""
+        """Add a random number of requests, perhaps abort one, and run one step."""
         rng = self._rng
         if rng.random() < 0.3:
             for _ in range(rng.randint(1, min(6, _MOST_UNFINISHED))):
@@ -82,7 +82,7 @@ class Workload:
         self._step()
 
     def finish(self) -> None:
-        """No more arrivals; returns when every request has got its end."""
+        """Add no more requests; return when every request has ended."""
         while self.engine.has_unfinished:
             self._step()
         assert not self._asked, f"requests without an end although the engine is idle: {sorted(self._asked)}"

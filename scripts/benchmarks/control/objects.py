@@ -1,7 +1,7 @@
 """The usual small-engine design, written for comparison: one Python object per sequence, lists for block tables.
 
-A block's hash is computed when it is full, and the prefix cache finds it again.  Each step walks over the sequences, in
-the scheduler and after the model.
+The hash of a block is computed when the block is full; the prefix cache looks blocks up by hash.  Each step loops over
+the sequences twice: in the scheduler, and after the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import xxhash
 
 
 class Sequence:
-    """One request.  Pickled, it carries its block table, and its tokens or, once it decodes, the last of them."""
+    """One request.  Its pickle holds the block table, and all tokens or, once it decodes, the last token."""
 
     _ids = count()
 
@@ -76,7 +76,7 @@ class BlockManager:
         return len(self.free_block_ids) >= -(-len(sequence) // self.block_size)
 
     def allocate(self, sequence: Sequence) -> None:
-        """Blocks for all tokens; those that the cache has are shared."""
+        """Allocate blocks for all tokens; blocks in the cache are shared."""
         parent, is_hit = -1, True
         for start in range(0, len(sequence), self.block_size):
             tokens = sequence.token_ids[start : start + self.block_size]
@@ -98,7 +98,7 @@ class BlockManager:
         return len(self.free_block_ids) >= (len(sequence) % self.block_size == 1)
 
     def may_append(self, sequence: Sequence) -> None:
-        """Before a decode: a new block at the beginning of one, a name for the last block at its end."""
+        """Before a decode: allocate a block if the token begins one; hash the last block if it is full."""
         place = len(sequence) % self.block_size
         if place == 1:
             sequence.block_table.append(self._take(self.free_block_ids[0]))
@@ -134,7 +134,7 @@ class BlockManager:
 
 
 class Scheduler:
-    """Decodes first, then the waiting by priority, within one budget of tokens."""
+    """Schedules decodes first, then waiting requests by priority, within one budget of tokens."""
 
     def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.block_manager = BlockManager(num_blocks, block_size)
@@ -175,7 +175,7 @@ class Scheduler:
         return scheduled
 
     def postprocess(self, scheduled: list[Sequence], token_ids: list[int]) -> None:
-        """Append the tokens and end those that are done."""
+        """Append the tokens and end finished sequences."""
         for sequence, token_id in zip(scheduled, token_ids, strict=True):
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
             if sequence.num_computed_tokens < len(sequence):

@@ -21,7 +21,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def open_channel(page: Any, events: Seq[Any], spins: bool, index: int) -> Receive:
-    """In a reader's process."""
+    """Open the channel in a reader's process."""
     view, event = memoryview(page).cast("B"), events[index]
 
     def receive() -> object:
@@ -41,7 +41,7 @@ def open_channel(page: Any, events: Seq[Any], spins: bool, index: int) -> Receiv
 class PickledContender:
     """The same load as ``PlanContender``'s, in blocks of ``block_size`` tokens.
 
-    ``spins``: readers look at their Event without ever blocking.
+    ``spins``: readers poll their Event and never block.
     """
 
     name = "pickled objects"
@@ -112,7 +112,7 @@ class PickledContender:
         return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
     def _add(self, prompts: list[list[int]]) -> list[Sequence]:
-        """Priorities vary."""
+        """Add requests of different priorities."""
         made = [
             Sequence(
                 prompt,

@@ -24,7 +24,7 @@ LONGEST_FIRST = 160
 
 
 def open_channel(name: str, first_step_id: int, spin_s: float | None, index: int) -> Receive:
-    """In a reader's process."""
+    """Open the channel in a reader's process."""
     subscriber = PlanSubscriber(name, index, first_step_id=first_step_id, spin_s=spin_s)
     return partial(subscriber.receive, TIMEOUT_S)
 
@@ -95,7 +95,7 @@ class PlanContender:
         return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
     def _add(self, prompts: list[list[int]]) -> list[str]:
-        """Priorities vary."""
+        """Add requests of different priorities."""
         params = SamplingParams(max_tokens=None, stop_token_ids=list(STOPS))
         names = [f"{self._scheduler.next_step_id}-{number}" for number in range(len(prompts))]
         for number, prompt in enumerate(prompts):
@@ -117,7 +117,7 @@ class PlanContender:
 
 
 def _limits(num_rows: int, num_steps: int) -> SchedulerLimits:
-    """Room enough that no row is ever preempted, and that a mixed step takes all its prompts whole."""
+    """Limits that never preempt a row and that let a mixed step take all its prompts whole."""
     longest = max(LONGEST_FIRST + 2 * num_steps, NEW_LENGTH) + 64
     blocks_per_row = -(-longest // BLOCK_SIZE) + 1
     return SchedulerLimits(

@@ -1,6 +1,6 @@
-"""Reader processes of the control-plane benchmark, and the loop that every contender is measured in.
+"""Reader processes of the control-plane benchmark, and the loop that measures every contender.
 
-Only the standard library is needed, because this also runs under the interpreter of another engine.
+This module imports the standard library only, because it also runs under another engine's interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Receive = Callable[[], object]
 
 
 def read_messages(open_channel: Callable[..., Receive], arguments: tuple[Any, ...], stamps: Any, pipe: Any) -> None:
-    """A reader's life: as often as it is told to, read and decode a message and note when that was done."""
+    """A reader's main loop: read and decode as many messages as it is told to, and note the time of each."""
     receive = open_channel(*arguments)
     index = arguments[-1]
     pipe.send("ready")
@@ -35,7 +35,7 @@ def read_messages(open_channel: Callable[..., Receive], arguments: tuple[Any, ..
 
 @contextmanager
 def undisturbed(realtime: bool, *, rank: int) -> Iterator[None]:
-    """If ``realtime``, run before every ordinary process of the machine; rank 0 has a core that readers do not use."""
+    """If ``realtime``, run with real-time priority; rank 0 gets a core that readers do not use."""
     if not realtime:
         yield
         return
@@ -59,7 +59,7 @@ def allows_realtime() -> bool:
 
 
 class Readers:
-    """``count`` processes.  Between two ``expect`` they wait at a pipe, so that they cost the other contenders nothing.
+    """``count`` processes.  Between two ``expect`` calls they wait at a pipe and take no time from other contenders.
 
     ``open_channel(*arguments, index)`` runs in each and gives the function that receives and decodes one message.
     """
@@ -80,7 +80,7 @@ class Readers:
             self._processes.append(process)
 
     def wait_ready(self) -> None:
-        """Until every reader has opened the channel."""
+        """Wait until every reader has opened the channel."""
         for pipe in self._pipes:
             if not pipe.poll(TIMEOUT_S):
                 raise TimeoutError(f"a reader did not start within {TIMEOUT_S:g} s")
@@ -92,7 +92,7 @@ class Readers:
             pipe.send((num_messages, realtime))
 
     def last_since(self, start_ns: int) -> int:
-        """When the last reader had decoded the message that was published at ``start_ns``; waits for that."""
+        """Wait until all readers have decoded the message published at ``start_ns``; returns the time of the last."""
         deadline_ns = start_ns + int(TIMEOUT_S * 1e9)
         while min(self._stamps) < start_ns:
             if time.monotonic_ns() > deadline_ns:
@@ -101,7 +101,7 @@ class Readers:
         return max(self._stamps)
 
     def close(self) -> None:
-        """End them: they are at their pipes, unless a contender has failed."""
+        """End the readers.  They wait at their pipes, unless a contender has failed."""
         for process in self._processes:
             process.terminate()
             process.join()
@@ -116,28 +116,28 @@ class Contender(Protocol):
         """Before a mixed step: draw 32 prompts of 512 tokens; not timed."""
 
     def admit(self) -> None:
-        """Make requests of them and queue them."""
+        """Queue the drawn prompts as requests."""
 
     def schedule(self) -> object:
-        """Decide what to run; the step."""
+        """Decide what to run; returns the step."""
 
     def publish(self, step: Any) -> None:
-        """Encode and send it."""
+        """Encode the step and send it."""
 
     def encode(self, step: Any) -> bytes | bytearray:
-        """Encode it once more, to be timed alone."""
+        """Encode the step once more, to time encoding alone."""
 
     def decode(self, data: Any) -> None:
-        """Decode it once more, to be timed alone."""
+        """Decode the message once more, to time decoding alone."""
 
     def sample(self, step: Any) -> Any:
-        """Random tokens, one per row that gets one; not timed."""
+        """Random tokens, one for each row that samples; not timed."""
 
     def update(self, step: Any, tokens: Any) -> object:
-        """Take in the step's tokens (append, check stops, publish blocks to the prefix cache); what the caller gets."""
+        """Append the step's tokens, check stops, publish blocks to the prefix cache; returns the caller's results."""
 
     def retire(self) -> None:
-        """After a mixed step: end the 32, which is not timed."""
+        """After a mixed step: end its 32 requests; not timed."""
 
 
 @dataclass
@@ -148,14 +148,14 @@ class Times:
     num_bytes: list[int] = field(default_factory=list)
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        """Call, and keep how long it took."""
+        """Call, and record the time under ``name``."""
         start_ns = time.monotonic_ns()
         value = call()
         self.add(name, time.monotonic_ns() - start_ns)
         return value
 
     def add(self, name: str, nanoseconds: int) -> None:
-        """Keep one time of a phase."""
+        """Record one time of a phase."""
         self.phases.setdefault(name, []).append(nanoseconds / 1000)
 
 
@@ -163,8 +163,8 @@ class Times:
 class Turn:
     """``num_steps`` steps of one kind.
 
-    After publishing, rank 0 is busy for ``step_us``: it runs the step on its own device.  ``realtime`` is for a machine
-    that others use too: the processes run before all others, and then leave the machine to them for a while.
+    After publishing, rank 0 is busy for ``step_us``, as if it ran the step on its own device.  ``realtime`` is for a
+    machine with other users: the processes run with real-time priority, then pause to let other processes run.
     """
 
     num_steps: int
@@ -175,7 +175,7 @@ class Turn:
 
 def run_steps(contender: Contender, times: Times, turn: Turn) -> None:
     """Measure one contender's turn."""
-    # A mixed step is followed by one that is not measured: it carries the rows that were released.
+    # After each mixed step one step is not measured, because it carries the released rows.
     contender.readers.expect(2 * turn.num_steps if turn.mixed else turn.num_steps, turn.realtime)
     began_s = time.monotonic()
     with undisturbed(turn.realtime, rank=0):

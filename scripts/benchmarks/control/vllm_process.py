@@ -17,7 +17,7 @@ MODULE = "benchmarks.control.vllm_side"
 
 
 class VllmProcess:
-    """vLLM under the interpreter ``python``.  ``RuntimeError`` with the end of its output if it does not answer."""
+    """vLLM under the interpreter ``python``.  Raises ``RuntimeError`` with the end of its output if it fails."""
 
     name = "vLLM"
 
@@ -29,18 +29,18 @@ class VllmProcess:
         self.version: str = self._read()["version"]
 
     def open(self, num_readers: int, num_rows: int, num_steps: int) -> None:
-        """Begin a case: its scheduler in steady decode, its readers attached."""
+        """Begin a case: bring the scheduler to steady decode and attach the readers."""
         self._ask(open=[num_readers, num_rows, num_steps])
 
     def run_steps(self, times: Times, turn: Turn) -> None:
-        """As ``readers.run_steps``."""
+        """Do what ``readers.run_steps`` does, in vLLM's process."""
         values = self._ask(run=asdict(turn))
         for name, taken in values["phases"].items():
             times.phases.setdefault(name, []).extend(taken)
         times.num_bytes += values["num_bytes"]
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

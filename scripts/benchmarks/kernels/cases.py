@@ -1,6 +1,6 @@
-"""What ``bench_kernels`` times: the layers' small operations and the inputs of decode steps.
+"""Cases of ``bench_kernels``: the layers' small operations and the inputs of decode steps.
 
-Bytes are the least that the operation needs: each input read once, each output written once.
+Bytes are the minimum for the operation: each input read once, each output written once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Launch = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One decoder layer on one rank, and what its cache is made of."""
+    """The sizes of one decoder layer on one rank, and of its cache."""
 
     name: str
     hidden: int
@@ -36,9 +36,9 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One kernel at one size.  ``make`` allocates its tensors and returns what launches it on them.
+    """One kernel at one size.  ``make`` allocates its tensors and returns a function that launches it on them.
 
-    ``num_flops`` where it is arithmetic that limits it.
+    ``num_flops`` is set if arithmetic limits the kernel.
     """
 
     kernel: str
@@ -49,18 +49,18 @@ class KernelCase:
 
 
 def norm_bytes(shape: Shape, num_tokens: int, *, adds: bool) -> int:
-    """Rows in and out, the residual in and out where there is one, and the weight."""
+    """Bytes of the rows (in and out), the residual (in and out, if any) and the weight."""
     rows = 4 if adds else 2
     return (rows * num_tokens + 1) * shape.hidden * shape.dtype.itemsize
 
 
 def silu_bytes(shape: Shape, num_tokens: int) -> int:
-    """Gate and up in, their product out."""
+    """Bytes of gate and up (in) and of their product (out)."""
     return 3 * num_tokens * shape.inner * shape.dtype.itemsize
 
 
 def heads_bytes(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> int:
-    """The merged row and its angles in; queries back; keys and values, with scales if quantised, to the cache."""
+    """Bytes of the merged row and its angles (in), the queries (out), and keys, values and scales (to the cache)."""
     kv = 2 * shape.num_kv_heads
     scales = 4 * kv if cache_dtype.itemsize == 1 else 0
     read = (shape.num_heads + kv + 1) * shape.head_bytes + 2 * 8
@@ -69,7 +69,7 @@ def heads_bytes(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> int:
 
 
 def decode_inputs_bytes(shape: Shape, num_requests: int, length: int) -> int:
-    """Per request: row, length and token in, four values out, and the used part of the block table in and out."""
+    """For each request: row, length and token (in), four values (out), the used part of the block table (both)."""
     return num_requests * (3 * 4 + 4 + 8 + 8 + 4 + 2 * 4 * (-(-length // shape.block_size)))
 
 
@@ -134,7 +134,7 @@ def _heads_launch(shape: Shape, num_tokens: int, cache_dtype: torch.dtype) -> La
 
 
 def decode_input_cases(shape: Shape, num_requests: int, length: int) -> Iterator[KernelCase]:
-    """The inputs of a decode step of ``num_requests`` requests of ``length`` tokens each, and its end."""
+    """Preparing and advancing the inputs of a decode step of ``num_requests`` requests of ``length`` tokens each."""
     size = f"{num_requests} x {length}"
     yield KernelCase(
         kernel="prepare decodes",
@@ -188,5 +188,5 @@ def can_use(cache_dtype: torch.dtype, device: str) -> bool:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """As it is called on the command line."""
+    """The type's name on the command line."""
     return str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")

@@ -24,12 +24,12 @@ WAYS = {
     "top_p 0.95, flat": RowSampling(temperature=0.8, top_p=0.95, seed=1),
     "top_p 0.95, peaked": RowSampling(temperature=0.8, top_p=0.95, seed=1),
 }
-# The logits' standard deviation: with 8, as in a text, few tokens make up the nucleus; with 3, tens of thousands.
+# The logits' standard deviation: with 8, as in real text, the nucleus has few tokens; with 3, tens of thousands.
 SPREAD, PEAKED_SPREAD = 3.0, 8.0
 
 
 def sampling_cases(shape: Shape, num_rows: int, vocab_size: int) -> Iterator[KernelCase]:
-    """Rows that are all sampled in the same way.  Bytes: the logits, read once (filters read them several times)."""
+    """Rows that are all sampled in the same way.  Bytes count one read of the logits; filters read them again."""
     for name, sampling in WAYS.items():
         yield KernelCase(
             kernel=f"sample: {name}",

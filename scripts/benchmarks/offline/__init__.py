@@ -1,1 +1,1 @@
-"""Whole engines without HTTP: which take part, how they take turns, and the figures."""
+"""Whole engines without HTTP: the contenders, their turns, and the figures."""

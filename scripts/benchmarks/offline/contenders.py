@@ -1,4 +1,4 @@
-"""The engines of the offline benchmark, their options, and how a group of them is run."""
+"""The engines of the offline benchmark, their options, and the loop that runs a group of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WARM_UP_SEED = 1_000_000
 
 
 def engine_makers(args: argparse.Namespace, model: str) -> Makers:
-    """What makes each engine: ours at every size and quantization, then the peers."""
+    """Functions that make the engines: tp_engine at every size and quantization, then the peers."""
     makers: Makers = {}
     sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
     for size, kind in itertools.product(sizes, kinds):
@@ -56,7 +56,7 @@ def engine_makers(args: argparse.Namespace, model: str) -> Makers:
 
 
 def _make_ours(args: argparse.Namespace, model: str, options: dict[str, Any], *, alone: bool) -> Engine:
-    """This project in this process; on CPUs, where each number of ranks has its own number of threads, in its own."""
+    """tp_engine in this process; on CPUs in a separate process, as each number of ranks needs its own threads."""
     if alone or torch.cuda.is_available():
         return TpEngine(model, options)
     settings = {"dtype": options["dtype"], "max_model_len": options["max_model_len"], "options": options}
@@ -66,7 +66,7 @@ def _make_ours(args: argparse.Namespace, model: str, options: dict[str, Any], *,
 
 
 def peer_makers(args: argparse.Namespace, model: str) -> tuple[Makers, dict[str, str]]:
-    """What makes each peer that runs in a process of its own, and why the others among them are left out."""
+    """Functions that make the peers in separate processes, and the reason for each peer that is left out."""
     makers: Makers = {}
     skipped: dict[str, str] = {}
     load = {"dtype": args.dtype, "max_model_len": engine_options(args, 1)["max_model_len"]}
@@ -85,7 +85,7 @@ def peer_makers(args: argparse.Namespace, model: str) -> tuple[Makers, dict[str,
 
 
 def _peer_sizes(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
-    """A peer's options, by what its name is followed by: vLLM runs with as many ranks as we do."""
+    """A peer's options by the suffix of its name: vLLM runs with the same numbers of ranks as tp_engine."""
     options = args.peer_options.get(name, {})
     sizes = args.tensor_parallel_size.split(",")
     if name != "vllm" or sizes == ["1"]:
@@ -111,7 +111,7 @@ def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:
 
 
 def nano_vllm(args: argparse.Namespace, model: Path) -> Engine:
-    """The nano-vllm of a folder, which wants a tokenizer and a checkpoint."""
+    """The nano-vllm in a folder; it needs a tokenizer and a checkpoint."""
     sys.path.insert(0, str(args.nano_vllm_path))
     import nanovllm
 
@@ -123,7 +123,7 @@ def nano_vllm(args: argparse.Namespace, model: Path) -> Engine:
 
 
 def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the checkpoint that a config.json describes."""
+    """The name and shape of every tensor in a checkpoint with this config.json."""
     spec = read_model(config)
     model = build_model(
         spec,
@@ -137,9 +137,9 @@ def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def run_all(makers: Makers, names: list[str], vocab_size: int, rounds: int) -> tuple[Runs, dict[str, str]]:
-    """Every workload on every engine: alternating on CPUs; on a GPU one engine after the other, each alone on it.
+    """Run every workload on every engine: alternating on CPUs, one engine after the other on a GPU.
 
-    Returns the rounds, and what went wrong with the engines that are missing there.
+    Returns the rounds, and the error of each engine that failed.
     """
     runs: Runs = {name: {} for name in names}
     failures: dict[str, str] = {}
@@ -169,7 +169,7 @@ def _take_turns(
     vocab_size: int,
     rounds: int,
 ) -> None:
-    """A round to warm up, then the rounds that count, each with prompts of its own."""
+    """Run a warm-up round, then the rounds that count, each with fresh prompts."""
     make = WORKLOADS[workload]
     for seed in (_WARM_UP_SEED, *range(rounds)):
         for name, engine in engines.items():
@@ -183,7 +183,7 @@ def _take_turns(
 
 
 def _attempt(name: str, failures: dict[str, str], act: Callable[[], Any]) -> Any:
-    """What ``act`` returns, or None after a failure, which is noted: the other engines' figures are still wanted."""
+    """What ``act`` returns; on an error, note it and return None, so that the other engines still run."""
     try:
         return act()
     except Exception as error:

@@ -1,6 +1,6 @@
 """The engines that the offline benchmark compares, behind one interface.
 
-An engine answers a workload with the time to the first token (where one request runs), the total time, and the tokens.
+An engine answers a workload with the time to the first token (of a single request), the total time, and the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tp_engine.weights.source import Source, whole
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of one run of a workload; ``first_token_s`` only where the workload is one request."""
+    """Seconds of one run of a workload; ``first_token_s`` is set only if the workload is one request."""
 
     total_s: float
     first_token_s: float | None
@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 
 class TpEngine:
-    """This project, in-process."""
+    """tp_engine, in this process."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         from tp_engine import LLM
@@ -65,9 +65,9 @@ class TpEngine:
 
 
 class TransformersGenerate:
-    """transformers' ``generate`` on one left-padded batch, run to the longest answer; only wanted tokens count.
+    """transformers' ``generate`` on one left-padded batch, run to the longest answer; only requested tokens count.
 
-    On CUDA with a static cache, for which transformers compiles the decode step.  ``dummy`` fills the model with the
+    On CUDA it uses a static cache, so that transformers compiles the decode step.  ``dummy`` fills the model with the
     random weights that tp_engine draws for ``load_format="dummy"``.
     """
 
@@ -116,8 +116,8 @@ class TransformersGenerate:
 class SameApi:
     """Another engine with ``LLM(model, **options)`` and ``generate(prompts, sampling_params)``, such as nano-vllm.
 
-    ``module`` is imported by the caller.  It samples at temperature 0.6, as nano-vllm knows no greedy decoding, so its
-    answers are not compared.
+    The caller imports ``module``.  It samples at temperature 0.6, because nano-vllm has no greedy decoding, so answers
+    are not compared.
     """
 
     def __init__(self, module: Any, model: str, options: Mapping[str, Any]) -> None:
@@ -152,7 +152,7 @@ class SameApi:
 
 
 def dummy_model(model: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model of a folder without weights, with those of ``load_format="dummy"`` and seed 0."""
+    """transformers' model of a folder without weights; it gets the weights of ``load_format="dummy"``, seed 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device):
@@ -166,14 +166,14 @@ def dummy_model(model: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def save_dummy_checkpoint(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Write those weights as one safetensors file, for an engine that has no such option."""
+    """Write the dummy weights as one safetensors file, for engines without ``load_format="dummy"``."""
     from safetensors.torch import save_file
 
     save_file(dict(dummy_weights(shapes, dtype, torch.device("cpu"))), folder / "model.safetensors")
 
 
 def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Any:
-    """(name, tensor) of every shape."""
+    """The (name, tensor) pairs of all shapes."""
     sources = [
         Source(name=name, shape=shape, taken=whole(shape), target=whole(shape), init=1.0 if "norm." in name else None)
         for name, shape in shapes.items()
@@ -184,7 +184,7 @@ def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, dev
 
 
 def free_device() -> None:
-    """Give back what a closed engine held on the GPU."""
+    """Free the GPU memory of a closed engine."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint of a Llama or a Qwen3 as a GGUF file, for llama.cpp; needs gguf and numpy only.
+"""Write a Hugging Face checkpoint of a Llama or a Qwen3 as a GGUF file for llama.cpp; needs gguf and numpy only.
 
-llama.cpp rotates neighbouring values of a Llama's heads, the checkpoint the halves of a head, so that the rows of its
-query and key weights change places::
+For a Llama, llama.cpp rotates neighbouring values of a head; the checkpoint's layout rotates the halves of a head.  So
+the rows of query and key weights change places::
 
     checkpoint    a0 a1 a2 b0 b1 b2        GGUF    a0 b0 a1 b1 a2 b2
 """
@@ -74,7 +74,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, FloatArray]]:
 
 
 def interleave(values: FloatArray, num_heads: int) -> FloatArray:
-    """Rows of query or key weights [heads * head_dim, hidden] in GGUF's order."""
+    """Query or key weights [heads * head_dim, hidden] with rows in GGUF's order."""
     halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, values.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 

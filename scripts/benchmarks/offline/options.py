@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def parse_arguments(arguments: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
-    """The command line, with what depends on the shape filled in; ``cells`` are the (shape, dtype) pairs to run."""
+    """The command line, with the defaults of the shape filled in; ``cells`` are the (shape, dtype) pairs to run."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="C", help="a model of this shape")
     parser.add_argument("--cells", help="several shapes in one run: A:bfloat16,B:bfloat16,B:float32,C:float32")

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, under an interpreter that has it; a peer needs nothing of this project there.
+"""An engine in a separate process, under an interpreter that has the engine; a peer needs no tp_engine there.
 
 ``python -m benchmarks.offline.peer_side NAME``.  Commands are JSON lines on standard input, answers are lines on
 standard output that begin with ``ANSWER``::
@@ -6,7 +6,7 @@ standard output that begin with ``ANSWER``::
     {"load": {"model": FOLDER, "dtype": "float32", "max_model_len": 1024, "options": {}}}  ->  {"loaded": true}
     {"run": {"prompts": [[1, 2]], "max_tokens": [3]}}  ->  {"total_s": .., "first_token_s": .. or null, "token_ids": ..}
 
-What goes wrong is answered too: {"error": "..."}.
+The answer to a command that fails is {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANSWER = "ANSWER "
 
 
 class Vllm:
-    """vLLM, greedy; its prefix cache forgets a prompt between the run to the first token and the whole one."""
+    """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run."""
 
     MODULE = "vllm"
     SETTINGS: ClassVar[dict[str, Any]] = {"skip_tokenizer_init": True, "disable_log_stats": True}
@@ -48,7 +48,7 @@ class Vllm:
 
 
 class TpEngine(Vllm):
-    """This project, whose classes have vLLM's names."""
+    """tp_engine; its classes have vLLM's names."""
 
     MODULE = "tp_engine"
     SETTINGS: ClassVar[dict[str, Any]] = {}
@@ -58,7 +58,7 @@ class TpEngine(Vllm):
 class Ctranslate2:
     """CTranslate2, greedy, from a conversion made here; the interpreter needs transformers too.
 
-    One batch runs to its longest answer, as ``generate_batch`` has one length for all.
+    One batch runs to its longest answer, because ``generate_batch`` has one length for all.
     """
 
     def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
@@ -85,14 +85,14 @@ class Ctranslate2:
         return [one.sequences_ids[0][:count] for one, count in zip(results, counts, strict=True)]
 
     def forget(self) -> None:
-        """It keeps nothing between calls."""
+        """Do nothing: CTranslate2 keeps nothing between calls."""
 
 
 class LlamaCpp:
     """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here.
 
-    One request after the other, as its ``Llama`` has one sequence; that keeps the K and V of a prefix that two
-    successive prompts share.
+    Requests run one after the other, because its ``Llama`` has one sequence.  ``Llama`` keeps the K and V of a prefix
+    that two successive prompts share.
     """
 
     def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class LlamaCpp:
 
 
 def link_with_tokenizer(model: Path, folder: Path) -> None:
-    """A folder with the checkpoint's files and, where it has none, a tokenizer whose words are ``<0>``, ``<1>``, ..."""
+    """Fill ``folder`` with the checkpoint's files; without a tokenizer it gets one with words ``<0>``, ``<1>``, ..."""
     folder.mkdir()
     for path in model.iterdir():
         (folder / path.name).symlink_to(path.resolve())
@@ -137,7 +137,7 @@ ENGINES = {"tp_engine": TpEngine, "vllm": Vllm, "ctranslate2": Ctranslate2, "lla
 
 
 def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[str, Any]:
-    """Times of a workload; to the first token where it is one request."""
+    """Run a workload and time it; a single request also gets the time to the first token."""
     first = None
     if len(prompts) == 1:
         started = time.perf_counter()
@@ -150,9 +150,9 @@ def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[st
 
 
 def main(name: str) -> None:
-    """Answer until the input ends."""
+    """Answer commands until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine prints goes to the log, line by line: its last words must not be lost
+    os.dup2(2, 1)  # the engine's output goes to the log, line by line, so that a crash loses none of it
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     engine: Any = None
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Other engines beside ours: where each is found, why one is left out, and the process that it runs in."""
+"""Peers: find each engine's interpreter, or say why the engine is left out, and run the engine in a process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.workloads import Workload
 SCRIPTS = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.offline.peer_side"
 PACKAGES = {"vllm": ("vllm",), "ctranslate2": ("ctranslate2", "transformers"), "llama.cpp": ("llama_cpp", "gguf")}
-"""Peers that run in a process of their own, and the modules that their interpreter must have."""
+"""Peers that run in a separate process, and the modules that their interpreter must have."""
 PEERS = ("transformers", *PACKAGES)
 
 _PROBE_S, _CLOSE_S = 60.0, 20.0
-_SETTLE_S = 0.3  # OpenMP's threads spin for 0.2 s after their last work, and would cost the next engine a core
+_SETTLE_S = 0.3  # OpenMP's threads spin for 0.2 s after their last work and would slow the next engine
 _PROBE = """
 import importlib.util, sys
 from importlib import metadata
@@ -48,7 +48,7 @@ class Found:
 
 
 def find_peer(name: str, python: str) -> Found | str:
-    """Where it is; or why it is left out, for the report."""
+    """The peer's interpreter, or the reason why the peer is left out."""
     if not os.access(python, os.X_OK) or Path(python).is_dir():
         return f"{python} is no interpreter; give one with --peer-python {name}=PATH"
     probe = [python, "-c", _PROBE, *PACKAGES[name]]
@@ -63,7 +63,7 @@ def find_peer(name: str, python: str) -> Found | str:
 
 
 class PeerProcess:
-    """A peer with a model loaded.  ``RuntimeError`` with what it said when it fails or does not answer in time."""
+    """A peer with a model loaded.  Raises ``RuntimeError`` with its output if it fails or does not answer in time."""
 
     def __init__(self, name: str, python: str, model: str, *, threads: int, timeout_s: float, **load: Any) -> None:
         self._name, self._timeout_s = name, timeout_s
@@ -91,7 +91,7 @@ class PeerProcess:
         return Measurement(found["total_s"], found["first_token_s"], found["token_ids"])
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -129,9 +129,9 @@ class PeerProcess:
 
 
 def peer_environment(name: str, python: str, threads: int, num_ranks: int = 1) -> dict[str, str]:
-    """What its own documentation recommends on CPUs: a core per thread, and faster libraries where they are found.
+    """The environment that the peer's documentation recommends on CPUs: a core per thread, faster libraries if found.
 
-    This project needs nothing but the number of threads, if one was chosen.
+    tp_engine gets only the number of threads, if one was chosen.
     """
     cores = sorted(os.sched_getaffinity(0))[: threads or None]
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -151,14 +151,14 @@ def peer_environment(name: str, python: str, threads: int, num_ranks: int = 1) -
 
 
 def faster_libraries(python: Path, system: Path = Path("/usr/lib")) -> list[str]:
-    """tcmalloc of the system and iomp of the interpreter's environment, if they are there."""
+    """The system's tcmalloc and the interpreter's iomp, if they exist."""
     openmp = python.parents[1] / "lib" / "libiomp5.so"
     found = sorted(system.glob("*/libtcmalloc_minimal.so.4"))[:1]
     return [str(library) for library in (*found, openmp) if library.exists()]
 
 
 def parse_pythons(pairs: Sequence[str]) -> dict[str, str]:
-    """The interpreter of each peer: this one, or that of a ``NAME=PATH`` pair.  ``ValueError`` for others."""
+    """Each peer's interpreter: this one, or the path of its ``NAME=PATH`` pair.  ``ValueError`` for other text."""
     pythons = dict.fromkeys(PACKAGES, sys.executable)
     for pair in pairs:
         name, equals, path = pair.partition("=")

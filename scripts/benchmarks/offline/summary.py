@@ -1,4 +1,4 @@
-"""From rounds to figures: medians, ratios, shares of the roofline, and the table that is printed."""
+"""Turn rounds into figures: medians, ratios, shares of the roofline, and the printed table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def summarise(
 
 
 def least_times(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> Figures:
-    """What the measured ceilings allow: of a single request the time per token, of several their throughput."""
+    """The best figures that the measured rates allow: time per token of a single request, throughput of several."""
     if len(workload.prompts) == 1:
         context = len(workload.prompts[0]) + workload.max_tokens[0] // 2
         step_s = decode_step_s(cost, ceilings, num_rows=1, num_context_tokens=context)
@@ -44,7 +44,7 @@ def least_times(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> Figu
 
 
 def share_of_roofline(figure: Figures, roofline: Figures) -> float:
-    """1 at the roofline; below, the further away."""
+    """The figure as a share of the roofline: 1 is the roofline itself."""
     if "ms_per_token" in roofline:
         return round(roofline["ms_per_token"] / figure["ms_per_token"], 3)
     return round(figure["tokens_per_s"] / roofline["tokens_per_s"], 3)
@@ -62,14 +62,14 @@ def medians(workload: Workload, measured: list[Measurement]) -> Figures:
 
 
 def speedup(ours: Figures, theirs: Figures) -> float:
-    """How many times faster we are: by time per token where one request runs, by throughput otherwise."""
+    """How many times faster tp_engine is: by time per token for one request, by throughput for several."""
     if "ms_per_token" in ours:
         return round(theirs["ms_per_token"] / ours["ms_per_token"], 2)
     return round(ours["tokens_per_s"] / theirs["tokens_per_s"], 2)
 
 
 def equal_share(ours: list[Measurement], theirs: list[Measurement]) -> float:
-    """Share of the answers whose tokens are all equal."""
+    """The share of answers whose tokens are all equal."""
     pairs = [
         mine == other
         for a, b in zip(ours, theirs, strict=True)

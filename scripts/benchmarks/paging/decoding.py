@@ -1,8 +1,8 @@
-"""Decoding one request with a KV cache, and without: every token then costs a pass over all tokens before it.
+"""Decode one request with a KV cache and without one; without it, every token costs a pass over all earlier tokens.
 
-Without a cache each token is a request of its own, whose prompt is everything so far; it generates one token and leaves
-nothing behind.  At a ``stride`` above 1 only every so many tokens are computed that way, and each stands for its
-neighbours.
+Without a cache each token is a separate request: its prompt is all tokens so far, it generates one token, and the cache
+keeps nothing of it.  With a ``stride`` above 1 only every ``stride``-th token is computed this way; its time counts for
+its neighbours too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
 DOCUMENTED = 6.4
-"""How many times faster the goal says that 2000 tokens are with a cache."""
+"""The goal: how many times faster 2000 tokens are with a cache."""
 
 PROMPT_TOKENS = 16
 
 
 def compare_decoding(engine: TpEngine, *, vocab_size: int, num_tokens: int, stride: int) -> dict[str, Any]:
-    """Both ways from the same prompt; the engine must not cache prefixes.
+    """Time both ways on the same prompt; the engine must not cache prefixes.
 
-    ``points`` are (token, milliseconds with, milliseconds without), ``equal_tokens`` the share of the tokens computed
-    without a cache that are those computed with it.
+    ``points`` are (token, milliseconds with, milliseconds without).  ``equal_tokens`` is the share of tokens that are
+    equal with and without a cache.
     """
     rng = np.random.default_rng(0)
     generate(engine, rng.integers(3, vocab_size, PROMPT_TOKENS).tolist(), min(8, num_tokens))
@@ -54,7 +54,7 @@ def compare_decoding(engine: TpEngine, *, vocab_size: int, num_tokens: int, stri
 
 
 def generate(engine: TpEngine, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """Tokens of a greedy answer, and the seconds that each took; the first one's include the prompt."""
+    """The tokens of a greedy answer, and the seconds of each; the first time includes the prompt."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
     core = engine.llm.engine
     tokens: list[int] = []

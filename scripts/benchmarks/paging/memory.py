@@ -1,7 +1,7 @@
-"""How much of the KV pool holds tokens, with blocks and with a reservation of the greatest length per request.
+"""Measure the share of the KV pool that holds tokens, with blocks and with one reservation of full length per request.
 
-Both ways run the project's own scheduler over the same trace; only the model is missing.  A contiguous reservation is a
-block as long as the longest request that may come::
+Both ways run this project's scheduler over the same trace, without a model.  A contiguous reservation is one block as
+long as the longest possible request::
 
     paged         | 16 | 16 | 16 | 16 |  ...        a request holds what it has filled, to the next 16 tokens
     contiguous    | max_len tokens       |  ...     a request holds max_len tokens from its first to its last
@@ -25,10 +25,10 @@ _MAX_ROWS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Requests that are all there at once, and a pool of ``num_reservations`` requests of ``max_len`` tokens.
+    """Requests that all arrive at once, and a pool of ``num_reservations`` requests of ``max_len`` tokens.
 
-    ``prompt`` and ``output`` are ranges of tokens, both ends included; with ``total`` the output is what a prompt
-    leaves of it.  ``documented`` are the shares of the pool that the goal names, paged and contiguous.
+    ``prompt`` and ``output`` are ranges of tokens, both ends included; with ``total`` the output is ``total`` minus the
+    prompt.  ``documented`` are the goal's shares of the pool: paged, contiguous.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Trace:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens whose K and V the pool holds."""
+        """The number of tokens that the pool can hold."""
         return self.num_reservations * self.max_len
 
     def lengths(self, seed: int) -> list[tuple[int, int]]:
-        """(prompt, output) tokens of each request, several times as many as fit at once."""
+        """(prompt, output) tokens of each request; all requests together need several times the pool."""
         rng = np.random.default_rng(seed)
         count = _PER_RESERVATION * self.num_reservations
         prompts = rng.integers(self.prompt[0], self.prompt[1] + 1, count).tolist()
@@ -70,7 +70,7 @@ TRACES = (
 class Occupancy:
     """Means over the steps from the first finished request to the last step that left one waiting.
 
-    ``share`` is live tokens over the slots of the pool; ``running`` the requests that held memory.
+    ``share`` is live tokens over the slots of the pool; ``running`` is the number of requests that held memory.
     """
 
     share: float
@@ -80,7 +80,7 @@ class Occupancy:
 
 
 def occupancy(trace: Trace, block_size: int, seed: int = 0) -> Occupancy:
-    """Serve the trace to its end with blocks of ``block_size`` tokens; ``trace.max_len`` makes them reservations."""
+    """Serve the trace with blocks of ``block_size`` tokens; blocks of ``trace.max_len`` tokens are reservations."""
     scheduler = Scheduler(
         SchedulerLimits(
             num_blocks=trace.pool_tokens // block_size,
@@ -114,7 +114,7 @@ def occupancy(trace: Trace, block_size: int, seed: int = 0) -> Occupancy:
 
 
 def compare_memory(block_size: int, traces: tuple[Trace, ...] = TRACES) -> list[dict[str, object]]:
-    """Every trace both ways, with the goal beside it."""
+    """Measure every trace both ways, with the goal beside it."""
     rows: list[dict[str, object]] = []
     for trace in traces:
         paged, contiguous = occupancy(trace, block_size), occupancy(trace, trace.max_len)

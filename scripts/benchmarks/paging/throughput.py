@@ -1,4 +1,4 @@
-"""Throughput of the same engine with the same pool, when it admits what fits in blocks, or whole reservations only."""
+"""Throughput of one engine with one pool: it admits requests while blocks last, or one request per reservation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.workloads import Workload
 
 PROMPT, OUTPUT = (64, 256), (64, 192)
 DOCUMENTED = {1: 0.94, 4: 1.18, 8: 1.58, 16: 2.29}
-"""Requests at once -> how many times faster than contiguous allocation the goal says that paging is."""
+"""The goal: requests at once -> how many times faster paging is than contiguous allocation."""
 
 _WARM_UP_SEED = 1_000_000
 
@@ -27,9 +27,10 @@ def requests_at_once(vocab_size: int, seed: int, count: int, shrink: int = 1) ->
 
 
 def make_engines(model: str, options: Mapping[str, Any], *, max_len: int, num_reservations: int) -> dict[str, Engine]:
-    """Both with a pool of ``num_reservations`` requests of ``max_len`` tokens; contiguous never admits more than that.
+    """Two engines, each with a pool of ``num_reservations`` requests of ``max_len`` tokens.
 
-    ``options`` are ``LLM``'s; ``block_size`` among them.
+    The contiguous one never admits more than ``num_reservations`` requests.  ``options`` are ``LLM``'s and include
+    ``block_size``.
     """
     both = {**options, "max_model_len": max_len, "enable_prefix_caching": False}
     both["num_gpu_blocks_override"] = num_reservations * max_len // both["block_size"]
@@ -42,7 +43,7 @@ def make_engines(model: str, options: Mapping[str, Any], *, max_len: int, num_re
 def compare_throughput(
     engines: Mapping[str, Engine], counts: Sequence[int], *, vocab_size: int, rounds: int, shrink: int = 1
 ) -> list[dict[str, Any]]:
-    """Output tokens per second of each engine, medians of alternating rounds, and paged over contiguous.
+    """Each engine's output tokens per second (the median of alternating rounds), and the ratio of paged to contiguous.
 
     ``shrink`` divides all lengths, for tests.
     """

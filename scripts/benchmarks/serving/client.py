@@ -1,4 +1,4 @@
-"""A client for streamed completions that costs little: HTTP/1.1 over asyncio's streams, one connection per request."""
+"""A cheap client for streamed completions: HTTP/1.1 over asyncio's streams, one connection per request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.serving.traffic import Request
 
 @dataclass(kw_only=True)
 class Answer:
-    """Times in seconds; ``start_time`` on this process's clock.  ``itl`` are the gaps between chunks."""
+    """Times in seconds; ``start_time`` is on this process's clock.  ``itl`` are the gaps between chunks."""
 
     prompt_len: int
     start_time: float = 0.0
@@ -30,7 +30,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests go and what every body has besides its prompt."""
+    """The address of the requests, and the fields of every body besides its prompt."""
 
     base_url: str
     endpoint: str
@@ -53,7 +53,7 @@ class Target:
 async def send_all(
     target: Target, requests: Sequence[Request], times: Sequence[float], max_concurrency: int | None
 ) -> tuple[list[Answer], float]:
-    """Send each request at its time, whether or not earlier ones are done; returns the answers and the whole time."""
+    """Send each request at its time, even if earlier ones still run; returns the answers and the total time."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     started = time.perf_counter()
 
@@ -67,7 +67,7 @@ async def send_all(
 
 
 async def ask(target: Target, request: Request) -> Answer:
-    """One request; what goes wrong is told in the answer."""
+    """Send one request; the answer holds the error, if any."""
     prompt_len = len(request.prompt) if isinstance(request.prompt, list) else 0
     answer = Answer(prompt_len=prompt_len, start_time=time.perf_counter())
     try:
@@ -119,7 +119,7 @@ async def _ask(target: Target, body: dict[str, Any], answer: Answer) -> None:
 
 
 def _has_token(data: Mapping[str, Any]) -> bool:
-    """Whether a chunk is a piece of the answer: not the usage at the end, not the role at the start of a chat."""
+    """Whether a chunk holds a part of the answer; the final usage and a chat's first role do not count."""
     choices = data.get("choices")
     if not choices:
         return False
@@ -141,7 +141,7 @@ async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
 async def _exchange(
     target: Target, method: str, path: str, payload: bytes
 ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-    """Send one request on a connection of its own; yields the status and the parts of the body."""
+    """Send one request on a new connection; yields the status and the parts of the body."""
     url = urlsplit(target.base_url)
     tls = url.scheme == "https"
     port = url.port or (443 if tls else 80)

@@ -1,4 +1,4 @@
-"""Start tp_engine's server for a benchmark, and stop it the way a user does."""
+"""Start tp_engine's server for a benchmark, and stop it as a user does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def own_server(
 def started_server(
     command: Sequence[str], num_ranks: int, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a server on a free port, alone or under torchrun; it is stopped, and waited for, at the end."""
+    """Start a server on a free port, alone or under torchrun; at the end, stop it and wait for it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     launcher = torchrun if num_ranks > 1 else [sys.executable]
     with log.open("w", encoding="utf-8") as output:

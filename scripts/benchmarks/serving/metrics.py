@@ -1,4 +1,4 @@
-"""From answers to figures, with the field names of ``vllm bench serve``."""
+"""Turn answers into figures, with the field names of ``vllm bench serve``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Counts, rates per second, and mean, median, standard deviation and percentiles of each latency in milliseconds.
 
-    ``goodput`` are limits in milliseconds for ``GOODPUT_NAMES``; only requests within all of them count as good.
+    ``goodput`` are limits in milliseconds for ``GOODPUT_NAMES``; a request is good if it meets all of them.
     """
     done = [answer for answer in answers if answer.success]
     num_input, num_output = sum(answer.prompt_len for answer in done), sum(answer.output_tokens for answer in done)
@@ -43,7 +43,7 @@ def summarise(
 
 
 def details(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What each request met with, in seconds; failed ones have 0 tokens."""
+    """The figures of each request, in seconds; failed requests have 0 tokens."""
     return {
         "input_lens": [answer.prompt_len for answer in answers],
         "output_lens": [answer.output_tokens if answer.success else 0 for answer in answers],
@@ -82,7 +82,7 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
 
 
 def _peaks(done: Sequence[Answer]) -> tuple[float, int]:
-    """Most tokens, and most requests under way, in one second of the clock that starts with the first request."""
+    """The most tokens, and the most running requests, in one second; seconds count from the first request."""
     if not done:
         return 0.0, 0
     first = min(answer.start_time for answer in done)

@@ -1,4 +1,4 @@
-"""The command line of the serving benchmark; names are those of ``vllm bench serve`` where it has the same thing."""
+"""The command line of the serving benchmark; options that ``vllm bench serve`` has too keep its names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the serving benchmark sends, and when.
+"""The requests of the serving benchmark, and their times.
 
-Prompts are random token ids or the lines of a file.  Gaps between arrivals follow a gamma distribution of shape
-``burstiness``: 1 is a Poisson process, less comes in bursts, more is steadier, as in ``vllm bench serve``.
+Prompts are random token ids or the lines of a file.  As in ``vllm bench serve``, gaps between arrivals follow a gamma
+distribution of shape ``burstiness``: 1 is a Poisson process, a smaller value makes bursts, a larger one is steadier.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Request:
-    """``prompt`` is text or token ids; ``max_tokens`` are exactly what comes back where the server ignores EOS."""
+    """``prompt`` is text or token ids; the answer has exactly ``max_tokens`` tokens if the server ignores EOS."""
 
     prompt: str | list[int]
     max_tokens: int
 
 
 def make_requests(args: argparse.Namespace, num_requests: int, seed: int) -> list[Request]:
-    """The requests of one rate; a fresh ``seed`` gives fresh prompts, so that no cache knows them."""
+    """The requests of one rate; a new ``seed`` gives new prompts, which no cache knows."""
     if args.dataset_path is not None:
         return file_requests(args.dataset_path, num_requests, args.output_len)
     return random_requests(
@@ -48,7 +48,7 @@ def random_requests(
     prefix_len: int = 0,
     vocab_size: int = 10_000,
 ) -> list[Request]:
-    """Random ids; lengths are uniform within ``range_ratio`` of what was asked for, behind a prefix that all share."""
+    """Prompts of random ids behind a shared prefix; lengths are uniform within ``range_ratio`` of the given length."""
     rng = np.random.default_rng(seed)
 
     def lengths(mean: int) -> list[int]:
@@ -61,7 +61,7 @@ def random_requests(
 
 
 def file_requests(path: Path, num_requests: int, output_len: int) -> list[Request]:
-    """``{"prompt": text or ids, "output_tokens": 64}`` a line, the second optional; repeated if there are too few."""
+    """Read ``{"prompt": text or ids, "output_tokens": 64}`` lines (the second is optional); too few lines repeat."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -79,9 +79,9 @@ def file_requests(path: Path, num_requests: int, output_len: int) -> list[Reques
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is sent; all at once for an infinite ``rate``.
+    """The seconds after the start at which each request is sent; an infinite ``rate`` sends all at once.
 
-    Scaled so that the last one comes after ``num_requests / rate`` seconds: another seed is then the same load.
+    Times are scaled so that the last request comes after ``num_requests / rate`` seconds; every seed is the same load.
     """
     if math.isinf(rate):
         return [0.0] * num_requests

@@ -1,12 +1,12 @@
-"""One start of an engine's Python API in a fresh process, to its first token; standard library only.
+"""Start an engine's Python API in a fresh process, up to its first token; needs the standard library only.
 
 ``python -m benchmarks.startup.one_start ENGINE SPEC``, where ENGINE is a module with ``LLM`` and ``SamplingParams``
 (tp_engine, vllm) and SPEC is JSON::
 
     {"model": FOLDER, "options": {...}}
 
-The answer is one line on standard output that begins with ``ANSWER``: ``marks`` are times of the monotonic clock, the
-same for all processes, ``cpu_s`` the CPU seconds of this process at each of them, ``phases`` seconds within them.
+The answer is one line on standard output that begins with ``ANSWER``.  ``marks`` are times of the monotonic clock,
+which all processes share; ``cpu_s`` are this process's CPU seconds at each mark; ``phases`` are seconds of parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 class Marks:
-    """When what was reached, and how much CPU time this process had used by then."""
+    """The time of each mark, and the CPU time that this process had used by then."""
 
     def __init__(self) -> None:
         self.marks: dict[str, float] = {}
@@ -33,11 +33,11 @@ class Marks:
         self.phases: dict[str, float] = {}
 
     def reach(self, name: str) -> None:
-        """Note that ``name`` has been reached."""
+        """Record the mark ``name`` now."""
         self.marks[name], self.cpu_s[name] = time.monotonic(), time.process_time()
 
     def timed(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
-        """``body``, which notes its seconds as the phase ``name``."""
+        """Wrap ``body`` so that it records its seconds as the phase ``name``."""
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class Marks:
 
 
 def time_own_phases(marks: Marks) -> None:
-    """Let tp_engine's ``LLM`` note how long the parts of its constructor take."""
+    """Record how long the parts of the constructor of tp_engine's ``LLM`` take."""
     module: Any = importlib.import_module("tp_engine.api.llm")
     parts = {"check_config": "configuration", "load_tokenizer": "tokenizer", "start_engine": "engine"}
     for name, phase in parts.items():
@@ -59,7 +59,7 @@ def time_own_phases(marks: Marks) -> None:
 
 
 def start(engine: str, spec: dict[str, Any], marks: Marks) -> None:
-    """Import, construct, generate one token, and close; the marks are then complete."""
+    """Import, construct, generate one token, and close; this completes the marks."""
     importlib.import_module("torch")
     marks.reach("torch")
     module: Any = importlib.import_module(engine)
@@ -83,7 +83,7 @@ def main(engine: str, spec: str) -> None:
     marks = Marks()
     marks.reach("interpreter")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     start(engine, json.loads(spec), marks)
     answers.write(ANSWER + json.dumps(vars(marks)) + "\n")
     answers.flush()

@@ -1,4 +1,4 @@
-"""A start of each contender: a fresh process, timed from before it exists."""
+"""Start each contender in a fresh process; the clock starts before the process exists."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LAST_CHARS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Seconds since the process was begun: to ``ready`` and to the first token.
+    """Seconds from the start of the process to ``ready`` and to the first token.
 
-    ``phases`` divide the time to the first token, one after the other; ``within`` are parts of them.  ``cpu_s`` is the
-    CPU time of all processes of the contender, their end included; ``phases_cpu_s`` that of a script's, by phase.
+    ``phases`` follow each other and add up to the time to the first token; ``within`` are parts of phases.  ``cpu_s``
+    is the CPU time of all the contender's processes, their end included; ``phases_cpu_s`` is a script's, by phase.
     """
 
     ready_s: float
@@ -42,7 +42,7 @@ class Start:
 
 
 def api_start(engine: str, python: str, spec: Mapping[str, Any], *, timeout_s: float) -> Start:
-    """A script that makes an ``LLM`` and generates one token.  ``RuntimeError`` with its last words if it fails."""
+    """Run a script that makes an ``LLM`` and generates one token.  ``RuntimeError`` shows the output of a failure."""
     threads = int(spec["threads"])
     environment = peer_environment(engine, python, threads) if engine == "vllm" else own_environment(threads)
     command = [python, "-m", _MODULE, engine, json.dumps(spec)]
@@ -56,7 +56,7 @@ def api_start(engine: str, python: str, spec: Mapping[str, Any], *, timeout_s: f
             raise RuntimeError(f"{engine} had no first token within {timeout_s:g} s{_end_of(log)}") from None
         cpu_s = _children_cpu_s() - used_s
         answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-        if not answers:  # what a process does after its answer is no part of its start
+        if not answers:  # an error after the answer does not concern the start
             raise RuntimeError(f"{engine} ended with exit code {done.returncode}{_end_of(log)}")
     answer = json.loads(answers[0].removeprefix(ANSWER))
     marks = {name: at_s - begin_s for name, at_s in answer["marks"].items()}
@@ -71,7 +71,7 @@ def api_start(engine: str, python: str, spec: Mapping[str, Any], *, timeout_s: f
 
 
 def server_start(spec: Mapping[str, Any], *, size: int, timeout_s: float) -> Start:
-    """``launch/serve.py`` until ``GET /health`` answers 200, then one completion of one token."""
+    """Run ``launch/serve.py`` until ``GET /health`` answers 200, then one completion of one token."""
     command = ["launch/serve.py", "--model", str(spec["model"])]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in spec["options"].items()]
     with tempfile.TemporaryDirectory() as name:
@@ -89,7 +89,7 @@ def server_start(spec: Mapping[str, Any], *, size: int, timeout_s: float) -> Sta
 
 
 def own_environment(threads: int) -> dict[str, str]:
-    """tp_engine's from this checkout, with the benchmark's parts."""
+    """An environment that imports tp_engine from this checkout, and the benchmark's modules."""
     path = os.pathsep.join([str(ROOT), str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         **os.environ,
@@ -102,7 +102,7 @@ def own_environment(threads: int) -> dict[str, str]:
 def _follow_server(
     process: subprocess.Popen[bytes], log: Path, begin_s: float, timeout_s: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """When it announced itself, answered /health, and had completed; and rank 0's own phases."""
+    """The times of the ready line, the first good /health and the completion; and rank 0's own phases."""
     deadline_s, marks = begin_s + timeout_s, {"process": time.monotonic() - begin_s}
     while (url := _announced(log)) is None:
         if process.poll() is not None:
@@ -131,7 +131,7 @@ def _announced(log: Path) -> str | None:
 
 
 def _differences(marks: Mapping[str, float]) -> dict[str, float]:
-    """From times since the begin, in order, to the time that each took."""
+    """The seconds between successive marks; ``marks`` are times since the start, in order."""
     ends = list(marks.values())
     return {name: end - begin for (name, end), begin in zip(marks.items(), [0.0, *ends[:-1]], strict=True)}
 
