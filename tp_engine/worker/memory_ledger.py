@@ -4,10 +4,12 @@
 
     B0  nothing loaded     B1  weights loaded     A  the largest steps have run
 
-    requested   = total * gpu_memory_utilization weights     = torch allocated in B1 - in B0 activations = torch peak
-    in A - torch allocated before the steps non-torch   = non-torch in A - in B0 tables      = what the rows of the
-    batch keep on the device: token ids, block table, sampling; computed, not measured KV cache    = requested -
-    weights - activations - non-torch - tables - CUDA graphs
+    requested   = total * gpu_memory_utilization
+    weights     = torch allocated in B1 - in B0
+    activations = torch peak in A - torch allocated before the steps
+    non-torch   = non-torch in A - in B0
+    tables      = what the rows keep on the device: token ids, block table, sampling; computed, not measured
+    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs
 
 Every term counts this process only; the memory of other processes is in none of them.
 """

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.advice.sizes import local_parameters
 from tp_engine.attention.registry import select_backend
 from tp_engine.errors import RankError
 from tp_engine.kv_layout import KvCapacity
@@ -22,6 +23,7 @@ from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Control, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.groups import HostGroup, RankGroups
+from tp_engine.units import format_gib
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.device import Device, make_device
@@ -203,7 +205,16 @@ class Worker:
         )
         rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
         logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
+        self._log_experts()
         return model
+
+    def _log_experts(self) -> None:
+        """Log how much of this rank's weights one token needs, if the model has experts."""
+        model, world_size = self._effective.model, self._groups.info.world_size
+        total, active = (local_parameters(model, world_size, active_only=only) for only in (False, True))
+        if active < total:
+            sizes = [format_gib(count * self._effective.dtype.itemsize) for count in (total, active)]
+            logger.info("experts: of %s of weights a token needs %s", *sizes)
 
     def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
