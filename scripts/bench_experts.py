@@ -103,7 +103,7 @@ def rows_of(shape: Shape, num_tokens: int, bandwidth: float, rate: float) -> Ite
     current = tiles_for(num_tokens * shape.top_k, shape.num_experts)
     candidates = [Tiles(*one) for one in itertools.product(BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES)]
     for tiles in [current, *(one for one in candidates if one != current)]:
-        products = [TritonExperts(weights, tiles) for weights in sets]
+        products = [TritonExperts(weights, tiles, grouped_mm_from=1 << 30) for weights in sets]
         yield _timed(str(tuple(tiles)), [partial(one, x, ids, shares) for one in products], least) | {
             "is_current": tiles == current
         }

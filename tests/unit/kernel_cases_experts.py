@@ -105,6 +105,18 @@ def _widened(weights: ExpertWeights) -> ExpertWeights:
     )
 
 
+def check_grouped_mm(device: str, first: int) -> None:
+    """Oracle: the twin in float64; large prompts through PyTorch's grouped product, here of few pairs."""
+    from tp_engine.kernels.experts_triton import TritonExperts
+
+    weights = make_weights(4, 64, 32, torch.bfloat16, device, bias=False, first=first)
+    x, ids = random((30, 64), torch.bfloat16, device), make_ids("spread", 30, 3, 4 + 2 * first, device)
+    shares = random((30, 3), torch.float32, device, 5).sigmoid()
+    exact = mix_experts(x.double(), ids, shares, _widened(weights))
+    found, twin = TritonExperts(weights, grouped_mm_from=0)(x, ids, shares), mix_experts(x, ids, shares, weights)
+    assert_close_enough(found, twin, exact, granted=exact.abs().max().item() * 4)
+
+
 def check_batches(device: str, dtype: torch.dtype) -> None:
     """A row's result is bit by bit the same alone and in a batch that shares its tiles."""
     from tp_engine.kernels.experts_triton import TritonExperts
@@ -152,6 +164,8 @@ def make_cases() -> dict[str, Case]:
         cases[label] = partial(
             check_experts, num_tokens=num_tokens, kind=kind, shape=shape, dtype=dtype, bias=bias, first=first
         )
+    for first in (0, 2):
+        cases[f"grouped-mm-from-{first}"] = partial(check_grouped_mm, first=first)
     for dtype in DTYPES[:2]:
         cases[f"batches-{dtype}"] = partial(check_batches, dtype=dtype)
     for dtype in DTYPES:
