@@ -316,3 +316,81 @@ def test_which_numbers_of_ranks_are_legal() -> None:
         check_tensor_parallel(read_model({**QWEN3_MOE, **shared}), 4)
     with pytest.raises(ConfigError, match="experts' inner size of 2 is smaller"):
         check_tensor_parallel(read_model({**QWEN3_MOE, "moe_intermediate_size": 2}), 4)
+
+
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 196_608,
+    "mlp_intermediate_size": 8192,
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5_000_000,
+    "rotary_dim": 64,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200_064,
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201_088,
+}
+
+
+def test_configurations_as_releases_have_them() -> None:
+    """Oracle: the released models' numbers by hand; a layer without full attention is refused."""
+    spec = read_model(MINIMAX_M2)
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, ExpertsSpec) and (mlp.num_experts, mlp.rule.top_k, mlp.inner_size) == (256, 8, 1536)
+    assert spec.ropes[0].rotary_dim == 64 and spec.layers[0].attention.qk_norm is not None
+    with pytest.raises(ConfigError, match="attn_type_list names layers without full attention"):
+        read_model({**MINIMAX_M2, "attn_type_list": [1, 0] * 31})
+    spec = read_model(GPT_OSS_20B)
+    attentions = [layer.attention for layer in spec.layers]
+    assert [one.window for one in attentions[:3]] == [128, None, 128] and all(one.has_sinks for one in attentions)
+    assert spec.ropes[0].kind == "yarn" and not spec.ropes[0].truncate
+    check_tensor_parallel(spec, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import FUSED, NUMBERED, RoutingRule
@@ -9,6 +10,7 @@ from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
+_FULL_ATTENTION = 1
 
 
 def read(config: ConfigJson) -> ModelSpec:
@@ -20,6 +22,14 @@ def read(config: ConfigJson) -> ModelSpec:
     config.expect("use_qk_norm", bool, True)
     config.expect("qk_norm_type", str, "per_layer")
     config.expect("use_routing_bias", bool, True)
+    config.expect("shared_intermediate_size", int, 0)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        config.expect(f"layernorm_{part}_beta", float, 1.0)
+    if set(config.take("attn_type_list", list, []) or [_FULL_ATTENTION]) != {_FULL_ATTENTION}:
+        raise ConfigError(
+            "config.json: attn_type_list names layers without full attention, which is not supported here"
+        )
+    config.skip("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     experts = reader.experts(
         config.take_positive("num_local_experts", 8),
         RoutingRule(top_k=config.take_positive("num_experts_per_tok", 2), scores="sigmoid", renormalises=True),
