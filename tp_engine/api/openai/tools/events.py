@@ -192,6 +192,20 @@ class Prose:
         self._space = text[len(solid) :]
         self._has_text = True
 
+    def add_until(self, text: str, marks: Iterable[str]) -> tuple[str | None, str]:
+        """Add the text before the first of ``marks``; returns that mark and the text after it.
+
+        Without a mark: None, and the end of the text that may be the beginning of one.
+        """
+        found = first_mark(text, marks)
+        if found is None:
+            settled = len(text) - partial_suffix(text, *marks)
+            self.add(text[:settled])
+            return None, text[settled:]
+        place, mark = found
+        self.add(text[:place])
+        return mark, text[place + len(mark) :]
+
     def note_call(self) -> None:
         """A call was found here."""
         self._has_call = True

@@ -92,15 +92,10 @@ class HermesToolParser:
                 return self._skip_junk()
 
     def _read_prose(self) -> bool:
-        found = first_mark(self._pending, self._opens)
-        if found is None:
-            settled = len(self._pending) - partial_suffix(self._pending, *self._opens)
-            self._prose.add(self._pending[:settled])
-            self._pending = self._pending[settled:]
+        mark, self._pending = self._prose.add_until(self._pending, self._opens)
+        if mark is None:
             return False
-        place, mark = found
-        self._prose.add(self._pending[:place])
-        self._state, self._pending, self._raw = _State.BLOCK, self._pending[place + len(mark) :], mark
+        self._state, self._raw = _State.BLOCK, mark
         return True
 
     def _read_block(self) -> bool:

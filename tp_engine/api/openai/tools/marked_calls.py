@@ -138,15 +138,10 @@ class MarkedCallsParser:
 
     def _read_prose(self) -> bool:
         marks = (self._marks.open, self._marks.call) if self._marks.bare else (self._marks.open,)
-        found = first_mark(self._pending, marks)
-        if found is None:
-            settled = len(self._pending) - partial_suffix(self._pending, *marks)
-            self._prose.add(self._pending[:settled])
-            self._pending = self._pending[settled:]
+        mark, self._pending = self._prose.add_until(self._pending, marks)
+        if mark is None:
             return False
-        place, mark = found
-        self._prose.add(self._pending[:place])
-        self._raw, self._pending = mark, self._pending[place + len(mark) :]
+        self._raw = mark
         self._is_bare = mark != self._marks.open
         self._state = _State.NAME if self._is_bare else _State.BLOCK
         return True
