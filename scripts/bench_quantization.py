@@ -1,13 +1,17 @@
 """Measure what quantised weights cost in accuracy (logits, and the demo model's tasks), and time one product by each of
 torch's ways.
 
-    python scripts/bench_quantization.py --shape B --dtype float32 --tokens 64
-    python scripts/bench_quantization.py --demo --samples 50
+    python scripts/bench_quantization.py --shape B --dtype float32 --tokens 64 --quantization int8,awq
+    python scripts/bench_quantization.py --demo --samples 200 --quantization int8,awq,gptq --checkpoint FOLDER
     python scripts/bench_quantization.py --products 4096x1024 --dtype bfloat16
+
+Kinds of quantisation stand side by side.  awq and gptq are checkpoints that are written here, with weights rounded to
+the nearest code.  --checkpoint names quantised copies of the demo model, in any format that tp_engine reads.
 
 Logits are compared with the unquantised model's at every position of one random prompt, on one rank: relative root mean
 square error, mean KL divergence in nats, and how often the likeliest token is the same.  Weights are random, as in a
-newly initialised model.  The last line is one JSON object.
+newly initialised model.  --demo gives the share of exactly right replies to held-out messages.  The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -21,37 +25,64 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
 from benchmarks.int8_products import product_times_us
 from benchmarks.machine import processor_name
-from benchmarks.shapes import DUMMY_SHAPES, SHAPES, make_folder
+from benchmarks.shapes import DEMO_MODEL, DUMMY_SHAPES, SHAPES, make_folder
 from demo_tasks import QUICK, held_out_dialogs
 
 from tp_engine.config import QUANTIZATIONS
 
+KINDS = (*QUANTIZATIONS, *PACKINGS)
 ROWS = [1, 8, 32, 256]
+_DEMO_GROUP = 64  # 128 does not divide the demo model's 704 columns
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="B")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--tokens", type=int, default=64, help="length of the prompt")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default=QUANTIZATIONS[0])
-    parser.add_argument("--demo", action="store_true", help="the demo model's accuracy instead of a shape's logits")
-    parser.add_argument("--samples", type=int, default=50, help="held-out samples per task for --demo")
-    parser.add_argument("--products", metavar="OUTxIN", help="microseconds of one linear layer of this size, by rows")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time per candidate and number of rows")
-    args = parser.parse_args()
-    report = {"benchmark": "quantization", "machine": processor_name(), "quantization": args.quantization}
+    args = parse_arguments(arguments)
+    report: dict[str, Any] = {"benchmark": "quantization", "machine": processor_name()}
     if args.products:
         report |= time_products(args)
     else:
         report |= compare_answers(args) if args.demo else compare_logits(args)
     for key, value in report.items():
-        print(f"{key:<24}{value}")
+        if key != "kinds":
+            print(f"{key:<24}{value}")
+    if "kinds" in report:
+        print_table(report["kinds"])
     print(json.dumps(report))
     return 0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; ``quantization`` is a list."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="B")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--tokens", type=int, default=64, help="length of the prompt")
+    parser.add_argument("--quantization", default=",".join(QUANTIZATIONS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--demo", action="store_true", help="the demo model's accuracy instead of a shape's logits")
+    parser.add_argument("--samples", type=int, default=50, help="held-out samples per task for --demo")
+    parser.add_argument("--checkpoint", nargs="*", default=[], help="for --demo: quantised copies of the demo model")
+    parser.add_argument("--products", metavar="OUTxIN", help="microseconds of one linear layer of this size, by rows")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time per candidate and number of rows")
+    args = parser.parse_args(arguments)
+    args.quantization = list(filter(None, args.quantization.split(",")))
+    if unknown := set(args.quantization) - set(KINDS):
+        parser.error(f"--quantization names {', '.join(sorted(unknown))}; choose among {', '.join(KINDS)}")
+    if args.checkpoint and not args.demo:
+        parser.error("--checkpoint goes with --demo")
+    if args.shape in DUMMY_SHAPES and set(args.quantization) & set(PACKINGS):
+        parser.error(f"--shape {args.shape} has no weights to write as {' or '.join(PACKINGS)}; choose A, B or C")
+    return args
+
+
+def print_table(kinds: dict[str, dict[str, float]]) -> None:
+    """A row per figure, a column per kind of quantisation."""
+    print(f"{'':<24}" + "".join(f"{Path(kind).name:>14}" for kind in kinds))
+    for row in next(iter(kinds.values())):
+        print(f"{row:<24}" + "".join(f"{figures[row]:>14g}" for figures in kinds.values()))
 
 
 def time_products(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,23 +93,36 @@ def time_products(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_logits(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare the quantised model's logits with the unquantised model's."""
+    """Compare each quantised model's logits with the unquantised model's."""
     with tempfile.TemporaryDirectory() as name:
-        folder = make_folder(Path(name), args.shape, args.dtype)
-        exact, found = (prompt_logits(folder, args, kind) for kind in (None, args.quantization))
+        (source := Path(name) / "model").mkdir()
+        make_folder(source, args.shape, args.dtype)
+        exact = prompt_logits(source, None, args)
+        kinds = {
+            kind: logit_errors(exact, prompt_logits(*weights_of(kind, source, 128), args)) for kind in args.quantization
+        }
+    return {"shape": args.shape, "dtype": args.dtype, "tokens": args.tokens, "kinds": kinds}
+
+
+def weights_of(kind: str, source: Path, group: int) -> tuple[Path, str | None]:
+    """The folder and the option ``quantization`` that give the model of ``source`` this kind of weights."""
+    if kind in PACKINGS:
+        return write_int4_checkpoint(source, source.parent / kind, kind, group), None
+    return source, kind
+
+
+def logit_errors(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
+    """How far the logits (tokens, vocabulary) are from the exact ones."""
     log_exact, log_found = exact.log_softmax(-1), found.log_softmax(-1)
     divergence = (log_exact.exp() * (log_exact - log_found)).sum(-1)
     return {
-        "shape": args.shape,
-        "dtype": args.dtype,
-        "tokens": args.tokens,
         "relative_rms_error": round(float((found - exact).norm() / exact.norm()), 5),
         "mean_kl_nats": float(f"{divergence.mean():.3g}"),
         "same_top_token": round(float((found.argmax(-1) == exact.argmax(-1)).double().mean()), 4),
     }
 
 
-def prompt_logits(folder: Path, args: argparse.Namespace, quantization: str | None) -> torch.Tensor:
+def prompt_logits(folder: Path, quantization: str | None, args: argparse.Namespace) -> torch.Tensor:
     """Float64 logits (tokens, vocabulary) of a random prompt, without a KV cache."""
     from tp_engine.attention.base import AttentionNeeds
     from tp_engine.attention.registry import select_backend
@@ -132,17 +176,23 @@ def one_prompt(num_tokens: int) -> Any:
 
 
 def compare_answers(args: argparse.Namespace) -> dict[str, Any]:
-    """The share of exactly right replies for each task of the demo model: (unquantised, quantised)."""
-    scores = [answer_scores(kind, args.samples) for kind in (None, args.quantization)]
-    return {"samples": args.samples} | {name: [score[name] for score in scores] for name in QUICK}
+    """The share of exactly right replies for each task of the demo model, first of all unquantised ("none")."""
+    kinds = {"none": answer_scores(DEMO_MODEL, None, args.samples)}
+    with tempfile.TemporaryDirectory() as name:
+        (source := Path(name) / "model").symlink_to(DEMO_MODEL)
+        for kind in args.quantization:
+            kinds[kind] = answer_scores(*weights_of(kind, source, _DEMO_GROUP), args.samples)
+    kinds |= {folder: answer_scores(Path(folder), None, args.samples) for folder in args.checkpoint}
+    return {"samples": args.samples, "kinds": kinds}
 
 
-def answer_scores(quantization: str | None, samples: int) -> dict[str, float]:
+def answer_scores(folder: Path, quantization: str | None, samples: int) -> dict[str, float]:
     """Greedy replies to held-out dialogs, in the checkpoint's type."""
     from tp_engine import LLM, SamplingParams
 
     scores = {}
-    with LLM(device="cpu", quantization=quantization, num_gpu_blocks_override=2048, max_num_seqs=64) as llm:
+    options: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 2048, "max_num_seqs": 64}
+    with LLM(str(folder), quantization=quantization, **options) as llm:
         for name in QUICK:
             dialogs, expected = zip(*held_out_dialogs(name, samples), strict=True)
             outputs = llm.chat(list(dialogs), SamplingParams(temperature=0, max_tokens=96), use_tqdm=False)

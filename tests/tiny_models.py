@@ -25,7 +25,7 @@ def make_checkpoint(
     num_heads: int = 8,
     num_kv_heads: int = 4,
     head_dim: int | None = None,
-    intermediate_size: int = 96,
+    intermediate_size: int | None = None,
     vocab_size: int = 203,
     tie: bool | None = None,
     max_position: int = 512,
@@ -36,10 +36,11 @@ def make_checkpoint(
 ) -> Path:
     """Write config.json and safetensors into ``folder`` (made if missing) and return it.
 
-    ``architecture`` is a key of ``FAMILIES``; ``num_layers`` None means the family's, or 2; ``head_dim`` None means
-    ``hidden_size // num_heads``; ``tie`` None means the family's default; ``max_shard_size`` such as ``"50KB"`` splits
-    the weights over several files; ``config_overrides`` reach the transformers configuration by its own names
-    (``eos_token_id``, ``sliding_window``, ``rope_parameters``, ``attention_bias``, ...).
+    ``architecture`` is a key of ``FAMILIES``; ``num_layers`` None means the family's, or 2; ``intermediate_size`` None
+    means the family's, or 96; ``head_dim`` None means ``hidden_size // num_heads``; ``tie`` None means the family's
+    default; ``max_shard_size`` such as ``"50KB"`` splits the weights over several files; ``config_overrides`` reach the
+    transformers configuration by its own names (``eos_token_id``, ``sliding_window``, ``rope_parameters``,
+    ``attention_bias``, ...).
     """
     import torch
     import transformers
@@ -51,7 +52,7 @@ def make_checkpoint(
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim or hidden_size // num_heads,
-        "intermediate_size": intermediate_size,
+        "intermediate_size": 96,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
         "initializer_range": 0.2,
@@ -62,6 +63,7 @@ def make_checkpoint(
         **({} if tie is None else {"tie_word_embeddings": tie}),
         **family.changes,
         **({} if num_layers is None else {"num_hidden_layers": num_layers}),
+        **({} if intermediate_size is None else {"intermediate_size": intermediate_size}),
         **config_overrides,
     }
     if family.config.startswith("Qwen2"):

@@ -27,7 +27,7 @@ def product_times_us(
 def candidates(weight: torch.Tensor) -> dict[str, Product]:
     """``x`` (N, in) -> (N, out).  ``_int_mm`` multiplies codes only; quantising and scaling are left out."""
     codes, scales = quantise_weight(weight)
-    ours, plain, in_type = make_int8_linear(weight), choose_product(weight), scales.to(weight.dtype)
+    ours, plain, in_type = make_int8_linear(codes, scales), choose_product(weight), scales.to(weight.dtype)
     packed = _fbgemm_weight(codes, scales)
     return {
         "unquantised": lambda x: plain(x, None),

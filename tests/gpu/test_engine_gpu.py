@@ -94,12 +94,25 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert recorded == eager
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
-def test_nothing_is_compiled_while_serving(folder: Path, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights(folder: Path, quantization: str, enforce_eager: bool) -> None:
+    """Oracle: the same weights on the CPU, in fp32, where activations are not quantised."""
+    options: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    on_cpu = generated(folder, GREEDY, device="cpu", **options)
+    assert generated(folder, GREEDY, enforce_eager=enforce_eager, max_num_batched_tokens=256, **options) == on_cpu
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
+def test_nothing_is_compiled_while_serving(
+    folder: Path, enforce_eager: bool, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: Triton's own hook, which Triton calls for every newly compiled kernel."""
     knobs = pytest.importorskip("triton").knobs
     compiled: list[str] = []
-    options = OPTIONS | {"dtype": "bfloat16", "enforce_eager": enforce_eager, "max_num_batched_tokens": 64}
+    options = OPTIONS | {"dtype": "bfloat16", "enforce_eager": enforce_eager, "max_num_batched_tokens": 256}
+    options["quantization"] = quantization
     with LLM(str(folder), **options) as llm:
         monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]))
         for params in (GREEDY, SEEDED, TOP_K, PENALISED):

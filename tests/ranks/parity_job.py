@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def run_batch_only(llm: LLM, batch: list[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def main(cases_path: str, out_path: str) -> None:
+def main(cases_path: str, out_path: str, run: Callable[[LLM, dict[str, Any]], dict[str, Any]] = run_case) -> None:
     """Rank 0 drives every case and the other ranks serve it, one case after the other."""
     launched = env.launched_rank()
     results = []
@@ -68,10 +69,10 @@ def main(cases_path: str, out_path: str) -> None:
             serve_rank(EngineConfig(**case["options"]))
             continue
         with LLM(**case["options"]) as llm:
-            results.append(run_case(llm, case))
+            results.append(run(llm, case))
     if launched is None or launched.rank == 0:
         Path(out_path).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2])

@@ -6,6 +6,8 @@ Run in a process of its own with TRITON_INTERPRET=1.  Oracle: the same engine on
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,9 +42,10 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 KINDS = {StepKind(ranked=True, penalised=True): False, StepKind(ranked=True): True, StepKind(): True}
 
 
-def generate(folder: Path) -> list[list[int]]:
+def generate(folder: Path, quantization: str | None = None) -> list[list[int]]:
     """Chunked prefills beside decodes, and sequences that end at different steps."""
     options: dict[str, Any] = {
+        "quantization": quantization,
         "max_model_len": 64,
         "num_gpu_blocks_override": 32,
         "max_num_batched_tokens": 16,
@@ -77,15 +80,46 @@ class CountedDecodes(CapturedDecodes):
         return result
 
 
-def main() -> None:
+@contextmanager
+def gpu_path() -> Iterator[None]:
+    """Inside, products, attention and sampling are those of a GPU."""
+    formats = "tp_engine.layers.formats"
+    with (
+        patch(f"{formats}.dense.runs_triton", lambda device_type: True),
+        patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
+        patch(f"{formats}.quantised_products.native_library", lambda: None),
+        patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
+        patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
+    ):
+        yield
+
+
+def make_model(parent: str) -> Path:
+    """A checkpoint whose products Triton takes."""
+    return make_checkpoint(Path(parent) / "model", "qwen3", vocab_size=101, hidden_size=128, intermediate_size=128)
+
+
+def check_quantised(quantization: str) -> None:
+    """Quantised weights; oracle: the same by C."""
     with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name) / "model", "qwen3", vocab_size=101, hidden_size=128, intermediate_size=128)
+        folder = make_model(name)
+        expected = generate(folder, quantization)
+        with triton_ops_on_cpus(), gpu_path():
+            found = generate(folder, quantization)
+    assert found == expected, (found, expected)
+    print(AGREEMENT)
+
+
+def main(quantization: str | None = None) -> None:
+    if quantization is not None:
+        check_quantised(quantization)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(name)
         expected = generate(folder)
         with (
             triton_ops_on_cpus() as used,
-            patch("tp_engine.layers.formats.dense.runs_triton", lambda device_type: True),
-            patch("tp_engine.worker.runner_parts.SamplingState", partial(SamplingState, has_tables=True)),
-            patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
+            gpu_path(),
         ):
             found = generate(folder)
             with (

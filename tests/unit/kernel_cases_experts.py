@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from tests.unit.kernel_cases_layer_ops import assert_close_enough, both, random, run_on_cpu
-from tp_engine.kernels.experts import ExpertWeights, mix_experts
+from tests.unit.kernel_cases_quantised import E4M3, E8M0, assert_same, make_stack, make_weight
+from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights, mix_experts, mix_quantised_experts
+from tp_engine.kernels.experts_grouped import dense_grouped_experts
 from tp_engine.kernels.ops import implementation
+from tp_engine.kernels.quantised import Codes, dequantise
 from tp_engine.kernels.routing import ExpertLoad
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
@@ -113,8 +116,56 @@ def check_grouped_mm(device: str, first: int) -> None:
     x, ids = random((30, 64), torch.bfloat16, device), make_ids("spread", 30, 3, 4 + 2 * first, device)
     shares = random((30, 3), torch.float32, device, 5).sigmoid()
     exact = mix_experts(x.double(), ids, shares, _widened(weights))
-    found, twin = TritonExperts(weights, grouped_mm_from=0)(x, ids, shares), mix_experts(x, ids, shares, weights)
+    product = TritonExperts(weights, grouped=dense_grouped_experts(weights), grouped_mm_from=0)
+    found, twin = product(x, ids, shares), mix_experts(x, ids, shares, weights)
     assert_close_enough(found, twin, exact, granted=exact.abs().max().item() * 4)
+
+
+def make_quantised(
+    shape: tuple[int, int, int], kind: Codes, options: dict[str, Any], dtype: torch.dtype, device: str, *, bias: bool
+) -> QuantisedExpertWeights:
+    """Random weights."""
+    num_experts, hidden, inner = shape
+    return QuantisedExpertWeights(
+        gate_up=make_weight(kind, (num_experts, 2 * inner, hidden), device, **options),
+        down=make_weight(kind, (num_experts, hidden, inner), device, **options),
+        gate_up_bias=random((num_experts, 2 * inner), dtype, device, 3) if bias else None,
+        down_bias=random((num_experts, hidden), dtype, device, 4) if bias else None,
+        first=0,
+        activation=CLAMPED if bias else SILU,
+    )
+
+
+def check_quantised(
+    device: str,
+    num_tokens: int,
+    kind_of_ids: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kind: Codes,
+    options: dict[str, Any],
+    bias: bool,
+) -> None:
+    """Oracle: the twin in float64; the last row alone gives the same."""
+    from tp_engine.kernels.experts_triton import TritonExperts
+
+    weights = make_quantised(shape, kind, options, dtype, device, bias=bias)
+    x, ids = random((num_tokens, shape[1]), dtype, device), make_ids(kind_of_ids, num_tokens, 3, shape[0], device)
+    shares = random((num_tokens, 3), torch.float32, device, 5).sigmoid()
+    dense = ExpertWeights(
+        gate_up=dequantise(weights.gate_up),
+        down=dequantise(weights.down),
+        gate_up_bias=weights.gate_up_bias,
+        down_bias=weights.down_bias,
+        first=0,
+        activation=weights.activation,
+    )
+    exact = mix_experts(x.double(), ids, shares, _widened(dense))
+    product = TritonExperts(weights)
+    found, twin = product(x, ids, shares), mix_quantised_experts(x, ids, shares, weights)
+    assert_close_enough(found, twin, exact.double(), granted=exact.abs().max().item() * 4)
+    last = slice(num_tokens - 1, num_tokens)
+    assert_same(product(x[last], ids[last], shares[last]), found[last])
 
 
 def check_batches(device: str, dtype: torch.dtype) -> None:
@@ -164,6 +215,22 @@ def make_cases() -> dict[str, Case]:
         cases[label] = partial(
             check_experts, num_tokens=num_tokens, kind=kind, shape=shape, dtype=dtype, bias=bias, first=first
         )
+    blocks: dict[str, Any] = {"group": 16, "row_block": 16}
+    # tokens, kind of ids, (experts, hidden, inner), dtype, codes, what the weights have, biases
+    quantised: tuple[tuple[int, str, tuple[int, int, int], torch.dtype, Codes, dict[str, Any], bool], ...] = (
+        (1, "spread", (8, 96, 40), torch.float32, "int4", {"group": 8, "zeros": True}, False),
+        (40, "one", (5, 64, 48), torch.bfloat16, "int4", {"group": 32, "scales": torch.bfloat16}, False),
+        (70, "even", (6, 64, 32), torch.float32, "e4m3", blocks, True),
+        (5, "spread", (6, 72, 24), torch.float16, "e4m3", {"factors": True}, False),
+        (33, "spread", (4, 96, 64), torch.bfloat16, "e2m1", {"group": 32, "scales": E8M0}, True),
+        (9, "even", (6, 80, 48), torch.float16, "e2m1", {"group": 16, "scales": E4M3, "factors": True}, False),
+        (300, "spread", (3, 32, 16), torch.float32, "int8", {"group": 16, "zeros": True}, False),
+    )
+    for num_tokens, kind, shape, dtype, codes, options, bias in quantised:
+        cases[f"quantised-experts-{num_tokens}-{kind}-{shape}-{dtype}-{codes}"] = partial(
+            check_quantised, num_tokens=num_tokens, kind_of_ids=kind, shape=shape, dtype=dtype, kind=codes,
+            options=options, bias=bias,
+        )  # fmt: skip
     for first in (0, 2):
         cases[f"grouped-mm-from-{first}"] = partial(check_grouped_mm, first=first)
     for dtype in DTYPES[:2]:
@@ -178,7 +245,7 @@ CASES = make_cases()
 
 def launch_all() -> None:
     """A layer of Qwen3-30B-A3B, of gpt-oss-20b on one of 4 ranks, of GLM-4.5-Air, of Qwen1.5-MoE; every tile size of
-    one."""
+    one.  gpt-oss-20b with quantised weights; every tile size of those it is released with."""
     from tp_engine.kernels.experts_triton import TritonExperts
 
     for num_experts, hidden, inner, rule, activation, bias in (
@@ -211,6 +278,23 @@ def launch_all() -> None:
             x = empty(num_tokens, hidden)
             TritonExperts(weights)(x, ids, shares)
             implementation("add_gated", "triton")(x, x, empty(num_tokens, num_experts + 1)[:, num_experts:])
+    kinds: tuple[tuple[Codes, dict[str, Any]], ...] = (
+        ("int4", {"group": 32, "scales": torch.bfloat16}), ("e4m3", {"group": 128, "row_block": 128}),
+        ("e2m1", {"group": 32, "scales": E8M0}), ("e2m1", {"group": 16, "scales": E4M3, "factors": True}),
+    )  # fmt: skip
+    for number, (kind, options) in enumerate(kinds):
+        has_bias = number == 2
+        experts = QuantisedExpertWeights(
+            gate_up=make_stack(kind, (32, 2 * 736, 2880), **options),
+            down=make_stack(kind, (32, 2880, 736), **options),
+            gate_up_bias=empty(32, 2 * 736) if has_bias else None,
+            down_bias=empty(32, 2880) if has_bias else None,
+            first=0,
+            activation=CLAMPED if has_bias else SILU,
+        )
+        for num_tokens in (1, 64, 512, 2048) if has_bias else (1,):
+            x, ids = empty(num_tokens, 2880), empty(num_tokens, 4, dtype=torch.int32)
+            TritonExperts(experts)(x, ids, empty(num_tokens, 4, dtype=torch.float32))
 
 
 def main() -> None:

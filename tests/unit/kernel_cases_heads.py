@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.paged_batches import among_layers
 from tests.unit.kernel_cases_layer_ops import DTYPES, EPS, Case, assert_close_enough, both, random, run_on_cpu
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
@@ -55,8 +56,9 @@ class Heads:
 
     def cache(self, dtype: torch.dtype, device: str) -> LayerKv:
         """Five blocks of four tokens, with scales if quantised."""
-        cache = torch.zeros(2, 5, 4, self.num_kv_heads, self.head_dim, device=device).to(dtype)
-        return LayerKv(cache, torch.zeros(2, 5, self.num_kv_heads, 4, device=device) if is_quantised(dtype) else None)
+        cache = among_layers(torch.zeros(2, 5, 4, self.num_kv_heads, self.head_dim, device=device).to(dtype))
+        scales = among_layers(torch.zeros(2, 5, self.num_kv_heads, 4, device=device))
+        return LayerKv(cache, scales if is_quantised(dtype) else None)
 
 
 def make_rotation(

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, store_kv
 from tp_engine.kernels.store_kv_triton import store_kv_triton
@@ -24,8 +25,8 @@ def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: tor
     slots[[1, 5]] = -1
     caches, scales = [], []
     for store in (store_kv, store_kv_triton):
-        caches.append(torch.zeros(2, 5, block_size, num_kv_heads, head_dim, dtype=cache_dtype))
-        scales.append(torch.zeros(2, 5, num_kv_heads, block_size, dtype=SCALE_DTYPE))
+        caches.append(among_layers(torch.zeros(2, 5, block_size, num_kv_heads, head_dim, dtype=cache_dtype)))
+        scales.append(among_layers(torch.zeros(2, 5, num_kv_heads, block_size, dtype=SCALE_DTYPE)))
         store(KeyValue(key, value), LayerKv(caches[-1], scales[-1]), slots)
     assert scales[0].count_nonzero() > 0
     torch.testing.assert_close(scales[1], scales[0], rtol=1e-6, atol=0)

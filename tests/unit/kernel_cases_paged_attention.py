@@ -9,13 +9,23 @@ from typing import Any
 
 import torch
 
-from tests.paged_batches import PagedBatch, make_batch
+from tests.paged_batches import PagedBatch, among_layers, make_batch
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.attention.base import AttentionShape
-from tp_engine.kernels.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, is_quantised, store_kv
+from tp_engine.kernels.layer_kv import (
+    LARGEST_VALUE,
+    SCALE_DTYPE,
+    KeyValue,
+    LayerKv,
+    dequantise,
+    is_quantised,
+    layer_view,
+    store_kv,
+)
 from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
 from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 from tp_engine.kernels.plain_attention import paged_attention
+from tp_engine.worker.kv_cache import KvCacheShape
 
 INT8, FP8 = LARGEST_VALUE
 DECODES = [(1, 40), (1, 1), (1, 0), (1, 300), (1, 65)]
@@ -105,18 +115,18 @@ def stored_batch(case: Case, requests: list[tuple[int, int]], device: str = "cpu
     batch = make_batch(requests, case.shape, block_size=case.block_size, dtype=case.dtype, device=device)
     cache_dtype, scales = case.cache_dtype or case.dtype, None
     stored = torch.zeros(batch.kv_cache.shape, dtype=cache_dtype, device=device)
-    _, num_blocks, block_size, num_kv_heads, head_dim = stored.shape
+    _, num_blocks, block_size, num_kv_heads, _ = stored.shape
     if is_quantised(cache_dtype):
         scales = torch.full((2, num_blocks, num_kv_heads, block_size), float("nan"), dtype=SCALE_DTYPE, device=device)
     slots = torch.arange(num_blocks * block_size, device=device)
     store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
-    states = batch.kv_cache.view(2, -1, num_kv_heads, head_dim)
+    states = batch.kv_cache.flatten(1, 2)
     owned = ~states[0].isnan().flatten(1).any(1)
     store_kv(KeyValue(states[0][owned], states[1][owned]), LayerKv(stored, scales), slots[owned])
     if not is_quantised(cache_dtype):
         stored.view(states.shape)[:, ~owned] = float("nan")
-    batch.kv_cache = stored
-    return batch, scales
+    batch.kv_cache = among_layers(stored)
+    return batch, None if scales is None else among_layers(scales)
 
 
 def expected_of(batch: PagedBatch, scales: torch.Tensor | None) -> tuple[torch.Tensor, float]:
@@ -257,13 +267,17 @@ def launches(capability: int) -> Iterator[dict[str, Any]]:
     for model in (LAUNCHES[number] for number in LAUNCHES_OF[capability]):
         heads, kv_heads, head_dim, block_size = model.num_heads, model.num_kv_heads, model.head_dim, model.block_size
         merged = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=model.dtype, device="meta")
-        caches = torch.empty(2, 5, 100, block_size, kv_heads, head_dim, dtype=model.cache_dtype, device="meta")
-        scales = None
-        if is_quantised(model.cache_dtype):
-            scales = torch.empty(2, 5, 100, kv_heads, block_size, dtype=SCALE_DTYPE, device="meta")[:, 1]
+        shape = KvCacheShape(
+            layers_per_block=5,
+            block_size=block_size,
+            local_num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=model.cache_dtype,
+        )
+        cache, scales = shape.views_of(torch.empty(100, shape.block_bytes, dtype=torch.uint8, device="meta"))
         yield {
             "query": merged[:, :heads],
-            "kv": LayerKv(caches[:, 1], scales),
+            "kv": LayerKv(layer_view(cache, 1), None if scales is None else layer_view(scales, 1)),
             "block_table": torch.empty(64, 100, dtype=torch.int32, device="meta"),
             "out": torch.empty(64, heads, head_dim, dtype=model.dtype, device="meta"),
             "scale": head_dim**-0.5,

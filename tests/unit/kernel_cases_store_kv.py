@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import AGREEMENT
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
 from tp_engine.kernels.store_kv_triton import store_kv_triton
@@ -25,8 +26,7 @@ def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: tor
         key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     slots = torch.randperm(20, generator=generator)[:num_tokens]
     slots[[1, 5]] = -1
-    expected = torch.zeros(2, 5, 4, num_kv_heads, head_dim, dtype=cache_dtype)
-    actual = expected.clone()
+    expected, actual = (among_layers(torch.zeros(2, 5, 4, num_kv_heads, head_dim, dtype=cache_dtype)) for _ in range(2))
     store_kv(KeyValue(key, value), LayerKv(expected), slots)
     store_kv_triton(KeyValue(key, value), LayerKv(actual), slots)
     assert expected.count_nonzero() > 0

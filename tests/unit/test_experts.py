@@ -21,6 +21,7 @@ from tp_engine.kernels.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.native.experts import NativeExperts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import implementation
+from tp_engine.layers.formats.base import ExpertsProduct
 from tp_engine.layers.formats.experts import share_experts
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.mlp import (
@@ -139,14 +140,12 @@ def test_native_experts(num_tokens: int, kind: str, bias: bool, dtype: torch.dty
     assert_close_enough(found, twin, exact, granted=exact.abs().max().item() * 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_result_is_its_own(dtype: torch.dtype) -> None:
-    """Oracle: the same row alone, bit by bit, with one thread and with several."""
-    weights = make_weights(6, 72, 40, dtype, "cpu", bias=True)
-    product, x = native_experts(weights, 2), random((90, 72), dtype, "cpu")
-    ids, shares = make_ids("spread", 90, 2, 6, "cpu"), random((90, 2), torch.float32, "cpu", 5)
+def assert_rows_are_their_own(
+    product: ExpertsProduct, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor
+) -> None:
+    """Oracle: rows alone, and all of them with one thread, bit by bit."""
     whole = product(x, ids, shares)
-    for row in (0, 41, 89):
+    for row in (0, len(x) // 2, len(x) - 1):
         own = slice(row, row + 1)
         assert torch.equal(product(x[own], ids[own], shares[own]), whole[own])
     threads = torch.get_num_threads()
@@ -155,6 +154,14 @@ def test_a_rows_result_is_its_own(dtype: torch.dtype) -> None:
         assert torch.equal(product(x, ids, shares), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_result_is_its_own(dtype: torch.dtype) -> None:
+    """Oracle: the same row alone, bit by bit, with one thread and with several."""
+    weights = make_weights(6, 72, 40, dtype, "cpu", bias=True)
+    ids, shares = make_ids("spread", 90, 2, 6, "cpu"), random((90, 2), torch.float32, "cpu", 5)
+    assert_rows_are_their_own(native_experts(weights, 2), random((90, 72), dtype, "cpu"), ids, shares)
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:
@@ -239,8 +246,8 @@ def test_every_way_to_store_experts(stored: StoredExperts, splits: bool, tmp_pat
             "other": torch.full((1,), torch.nan),
         }
         found = {name: torch.nn.Parameter(values, requires_grad=False) for name, values in parameters.items()}
-        set_sources(found["gate_up"], *shape.gate_up_sources())
-        set_sources(found["down"], *shape.down_sources())
+        set_sources(found["gate_up"], shape.weight_sources(stored, shape.gate_up(stored)))
+        set_sources(found["down"], shape.weight_sources(stored, shape.down(stored)))
         set_sources(found["other"], (_whole_source("model.embed_tokens.weight"),))
         load_weights(found, model, tmp_path, info=RankInfo(rank=rank, world_size=3))
         padding = shape.room - size

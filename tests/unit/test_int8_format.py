@@ -65,9 +65,9 @@ def test_product_is_exact_but_for_the_codes(dtype: torch.dtype, shape: tuple[int
     """Oracle: float64 arithmetic on the codes and scales; rows together give the same as each alone."""
     weight, bias, x = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), torch.randn(5, shape[1]).to(dtype)
     x[3] *= 100
-    method = make_int8_linear(weight)
     codes, scales = int8_rows().quantise(x)
     weight_codes, weight_scales = quantise_weight(weight)
+    method = make_int8_linear(weight_codes, weight_scales)
     exact = (codes.double() - 128) @ weight_codes.double().T * weight_scales * scales.unsqueeze(1) + bias
     found = method(x, bias)
     assert found.dtype == dtype
@@ -93,7 +93,7 @@ def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(int8, "_trusted", {})
         int8._problem.cache_clear()
         with pytest.raises(ConfigError, match=r"quantization is int8, but .*shape.*; leave quantization out"):
-            make_int8_linear(torch.randn(31, 17))
+            make_int8_linear(*quantise_weight(torch.randn(31, 17)))
         with pytest.raises(ConfigError, match=r"quantization is int8, but .*; leave quantization out"):
             check_int8("cpu")
     int8._problem.cache_clear()
@@ -102,7 +102,7 @@ def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_and_devices_are_refused() -> None:
     """Oracle: value, rule and remedy, before anything starts."""
     assert resolve(EngineConfig(quantization="int8", device="cpu")).config.quantization == "int8"
-    with pytest.raises(ConfigError, match="quantization is 'awq'; choose one of int8"):
+    with pytest.raises(ConfigError, match="quantization is 'awq'; choose one of int8, fp8, int4"):
         EngineConfig(quantization="awq")
     with pytest.raises(ConfigError, match="for CPUs, but the model runs on cuda; leave quantization out, or"):
         check_int8("cuda")

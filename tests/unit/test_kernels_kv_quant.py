@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.kernels.layer_kv import (
     LARGEST_VALUE,
@@ -14,7 +15,7 @@ from tp_engine.kernels.layer_kv import (
     dequantise,
     is_quantised,
     quantise,
-    scales_at,
+    states_at,
     store_kv,
 )
 
@@ -50,10 +51,10 @@ def test_twin_stores_values_and_scales_by_slot(dtype: torch.dtype) -> None:
     """Oracle: an assignment per token; skipped and other slots keep their values."""
     key, value = torch.randn(2, 4, 2, 8, generator=torch.Generator().manual_seed(1))
     slots = [9, -1, 0, 4]
-    cache, scales = torch.zeros(2, 3, 4, 2, 8, dtype=dtype), torch.zeros(2, 3, 2, 4)
-    store_kv(KeyValue(key, value), LayerKv(cache, scales), torch.tensor(slots))
+    kv = LayerKv(among_layers(torch.zeros(2, 3, 4, 2, 8, dtype=dtype)), among_layers(torch.zeros(2, 3, 2, 4)))
+    store_kv(KeyValue(key, value), kv, torch.tensor(slots))
     for part, states in enumerate((key, value)):
-        read = dequantise(cache[part].flatten(0, 1), scales_at(scales[part], torch.arange(12)))
+        read = states_at(kv, part, torch.arange(12))
         for slot in range(12):
             expected = torch.zeros(2, 8)
             if slot in slots:

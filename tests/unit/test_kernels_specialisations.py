@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.kernel_cases_quantised import make_stack
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
-from tp_engine.kernels.experts import ExpertWeights
+from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
@@ -145,7 +146,8 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
 
 
 def launch_experts(num_tokens: int) -> None:
-    """Routing, experts and a gated shared MLP of a layer like gpt-oss-20b's on one of four ranks."""
+    """Routing, experts, the same with quantised weights, and a gated shared MLP of a layer like gpt-oss-20b's on one of
+    four ranks."""
     from tp_engine.kernels.experts_triton import TritonExperts
 
     num_experts, hidden, inner = 32, 2880, 736
@@ -160,7 +162,18 @@ def launch_experts(num_tokens: int) -> None:
     load = ExpertLoad(empty(num_experts, dtype=torch.int64), empty(num_tokens, dtype=torch.int64))
     rule, logits = RoutingRule(top_k=4, scores="softmax_of_chosen"), empty(num_tokens, num_experts + 1)
     x = empty(num_tokens, hidden)
-    TritonExperts(weights)(x, *implementation("route", "triton")(logits[:, :num_experts], rule, None, load))
+    ids, shares = implementation("route", "triton")(logits[:, :num_experts], rule, None, load)
+    TritonExperts(weights)(x, ids, shares)
+    packed: dict[str, Any] = {"group": 32, "scales": torch.float8_e8m0fnu}
+    quantised = QuantisedExpertWeights(
+        gate_up=make_stack("e2m1", (num_experts, 2 * inner, hidden), **packed),
+        down=make_stack("e2m1", (num_experts, hidden, inner), **packed),
+        gate_up_bias=weights.gate_up_bias,
+        down_bias=weights.down_bias,
+        first=0,
+        activation=weights.activation,
+    )
+    TritonExperts(quantised)(x, ids, shares)
     implementation("add_gated", "triton")(x, x, logits[:, num_experts:])
 
 

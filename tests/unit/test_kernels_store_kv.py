@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.paged_batches import among_layers
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv, store_kv
 
@@ -14,7 +15,7 @@ def test_twin_stores_by_slot_and_skips_padding(cache_dtype: torch.dtype) -> None
     """Oracle: an assignment per token."""
     key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     slots = [9, -1, 0, 4, -1]
-    cache = torch.zeros(2, 3, 4, 2, 8, dtype=cache_dtype)
+    cache = among_layers(torch.zeros(2, 3, 4, 2, 8, dtype=cache_dtype))
     expected = cache.clone()
     for token, slot in enumerate(slots):
         if slot >= 0:

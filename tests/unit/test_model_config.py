@@ -129,7 +129,7 @@ def test_rope_spellings_agree() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"num_experts": 8}, "num_experts"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"logit_scale": 0.5}, "logit_scale=0.5"),

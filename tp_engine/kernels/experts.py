@@ -10,12 +10,14 @@ expert is on another rank add nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import gate
+from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
 from tp_engine.model_config.mlp import Activation
 
 
@@ -32,18 +34,58 @@ class ExpertWeights:
     activation: Activation
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantisedExpertWeights:
+    """``ExpertWeights`` with quantised weights: stacks of the same shapes.  Biases have the type of ``x``."""
+
+    gate_up: QuantisedWeight
+    down: QuantisedWeight
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    first: int
+    activation: Activation
+
+
 def mix_experts(
     x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """``x`` (N, hidden), ``expert_ids`` (N, k) int32, ``weights`` (N, k) float32 -> (N, hidden), of ``x``'s type."""
-    outputs = x.new_zeros((*expert_ids.shape, x.shape[1]))
-    local = expert_ids - experts.first
-    for index in range(len(experts.gate_up)):
-        tokens, places = (local == index).nonzero(as_tuple=True)
+
+    def apply(rows: torch.Tensor, index: int) -> torch.Tensor:
+        inner = gate(F.linear(rows, experts.gate_up[index], _of(experts.gate_up_bias, index)), experts.activation)
+        return F.linear(inner, experts.down[index], _of(experts.down_bias, index))
+
+    return _mix(x, expert_ids - experts.first, weights, len(experts.gate_up), apply)
+
+
+def mix_quantised_experts(
+    x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, experts: QuantisedExpertWeights
+) -> torch.Tensor:
+    """``mix_experts`` with the products of ``multiply_quantised``."""
+    gate_up, down = experts.gate_up, experts.down
+
+    def apply(rows: torch.Tensor, index: int) -> torch.Tensor:
+        gate_up_bias, down_bias = _of(experts.gate_up_bias, index), _of(experts.down_bias, index)
+        inner = multiply_quantised(rows, gate_up.expert(index), gate_up_bias, experts.activation)
+        return multiply_quantised(inner, down.expert(index), down_bias)
+
+    return _mix(x, expert_ids - experts.first, weights, gate_up.shape[0], apply)
+
+
+def _mix(
+    x: torch.Tensor,
+    local_ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    apply: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    outputs = x.new_zeros((*local_ids.shape, x.shape[1]))
+    for index in range(num_experts):
+        tokens, places = (local_ids == index).nonzero(as_tuple=True)
         if len(tokens):
-            outputs[tokens, places] = _apply(x[tokens], index, experts)
+            outputs[tokens, places] = apply(x[tokens], index)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for place in range(expert_ids.shape[1]):
+    for place in range(local_ids.shape[1]):
         total += outputs[:, place].float() * weights[:, place, None]
     return total.to(x.dtype)
 
@@ -53,9 +95,5 @@ def add_gated(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None
     total.copy_(total.float() + x.float() * gates.float().sigmoid())
 
 
-def _apply(x: torch.Tensor, index: int, experts: ExpertWeights) -> torch.Tensor:
-    def bias(of_all: torch.Tensor | None) -> torch.Tensor | None:
-        return None if of_all is None else of_all[index]
-
-    inner = gate(F.linear(x, experts.gate_up[index], bias(experts.gate_up_bias)), experts.activation)
-    return F.linear(inner, experts.down[index], bias(experts.down_bias))
+def _of(biases: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    return None if biases is None else biases[index]

@@ -85,6 +85,8 @@ def _store_in_cache(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,  # noqa: N803
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
 ):
@@ -97,9 +99,10 @@ def _store_in_cache(  # type: ignore[no-untyped-def]
         a, b = scaled_to_range(a, peak, LARGEST, IS_INTEGER), scaled_to_range(b, peak, LARGEST, IS_INTEGER)
         if REST > 0:
             c = scaled_to_range(c, peak, LARGEST, IS_INTEGER)
-        scale = scales + (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        scale = scales + slot // BLOCK_SIZE * SCALE_STRIDE + head * BLOCK_SIZE + slot % BLOCK_SIZE
         tl.store(scale, peak / LARGEST, mask=head < NUM_KV_HEADS)
-    place = cache + (slot * NUM_KV_HEADS + head) * (2 * HALF + REST)
+    offset = slot % BLOCK_SIZE * NUM_KV_HEADS + head
+    place = cache + slot // BLOCK_SIZE * BLOCK_STRIDE + offset * (2 * HALF + REST)
     _store_parts(a, b, c, place, pair, rest, is_head, HALF, REST)
 
 
@@ -158,6 +161,8 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     SCALES_QUERY: tl.constexpr,  # noqa: N803
     STORES: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
@@ -197,9 +202,9 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
             value_a, value_b, value_c = _load_parts(value, pair, rest, is_head, HALF, REST)
             # fmt: off
             _store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest, is_head,
-                            HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, LARGEST, IS_INTEGER)
+                            HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST, IS_INTEGER)
             _store_in_cache(value_a, value_b, value_c, value_cache, value_scales, slot, head, pair, rest, is_head,
-                            HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, LARGEST, IS_INTEGER)
+                            HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST, IS_INTEGER)
             # fmt: on
 
 
@@ -269,9 +274,7 @@ def _cache_arguments(heads: torch.Tensor, kv: LayerKv | None) -> tuple[torch.Ten
     """Keys, values and their scales; ``heads`` stands in for those that do not exist, and is not read."""
     if kv is None:
         return heads, heads, heads, heads
-    keys, values = kv.cache.unbind(0)
-    assert keys.is_contiguous() and values.is_contiguous(), "a layer's keys must be contiguous"
-    return keys, values, *((heads, heads) if kv.scales is None else kv.scales.unbind(0))
+    return *kv.cache.unbind(0), *((heads, heads) if kv.scales is None else kv.scales.unbind(0))
 
 
 def _cache_constants(kv: LayerKv | None) -> dict[str, Any]:
@@ -279,6 +282,8 @@ def _cache_constants(kv: LayerKv | None) -> dict[str, Any]:
     return {
         "STORES": kv is not None,
         "BLOCK_SIZE": 1 if kv is None else kv.cache.shape[2],
+        "BLOCK_STRIDE": 0 if kv is None else kv.block_stride,
+        "SCALE_STRIDE": 0 if kv is None else kv.scale_stride,
         "LARGEST": 0.0 if kv is None or kv.scales is None else LARGEST_VALUE[kv.cache.dtype],
         "IS_INTEGER": kv is not None and kv.cache.dtype == torch.int8,
     }

@@ -7,13 +7,16 @@
 
     element = cache[part, block, offset, head, d] * scales[part, block, head, offset]
 
+Both are views of a pool whose blocks hold all layers of a group (worker/kv_cache.py): a block's keys are contiguous,
+its values too, and ``block_stride`` elements lie between one block and the next.
+
 The scale of a head's vector is its largest magnitude over the type's largest value, so nothing saturates and a token's
 K/V depends on that token alone.  Offsets are the scales' last dimension because kernels read a block's scales together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,10 +35,43 @@ class KeyValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKv:
-    """One layer's paged cache; see the module's text for the shapes."""
+    """One layer's paged cache; see the module's text for the shapes.
+
+    ``token_rows``: keys and values as rows (n, KV heads x head_dim), those of a token at ``block * rows_per_block +
+    offset``.  The rows between belong to other layers.  A quantised cache, with scales between its blocks, has none.
+    """
 
     cache: torch.Tensor
     scales: torch.Tensor | None = None
+    token_rows: tuple[torch.Tensor, ...] = field(init=False)
+    rows_per_block: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for tensor in (self.cache, self.scales):
+            assert tensor is None or tensor[:1, :1].is_contiguous(), (tensor.shape, tensor.stride())
+        _, num_blocks, block_size, num_kv_heads, head_dim = self.cache.shape
+        width = num_kv_heads * head_dim
+        rows_per_block, rest = divmod(self.block_stride, width)
+        assert self.scales is not None or rest == 0, (self.cache.shape, self.block_stride)
+        sizes = ((num_blocks - 1) * rows_per_block + block_size, width)
+        rows = () if self.scales is not None else (part.as_strided(sizes, (width, 1)) for part in self.cache.unbind())
+        object.__setattr__(self, "token_rows", tuple(rows))
+        object.__setattr__(self, "rows_per_block", rows_per_block)
+
+    @property
+    def block_stride(self) -> int:
+        """Elements of ``cache`` from one block's keys to the next block's."""
+        return self.cache.stride(1)
+
+    @property
+    def scale_stride(self) -> int:
+        """The same for ``scales``; 0 if there are none."""
+        return 0 if self.scales is None else self.scales.stride(1)
+
+
+def layer_view(blocks: torch.Tensor, place: int) -> torch.Tensor:
+    """The layer at ``place`` of ``blocks`` (blocks, layers, 2, ...) as (2, blocks, ...), without a copy."""
+    return blocks[:, place].transpose(0, 1)
 
 
 def store_kv(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
@@ -58,17 +94,18 @@ def tokens_to_store(slot_mapping: torch.Tensor) -> torch.Tensor | None:
 
 def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
     """``store_kv`` for slots (N,) int64 without padding."""
-    width = new.key.shape[1] * new.key.shape[2]
+    block_size = kv.cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    if kv.scales is None:
+        rows = blocks * kv.rows_per_block + offsets
+        for cached, states in zip(kv.token_rows, new, strict=True):
+            cached.index_copy_(0, rows, states.flatten(1).to(cached.dtype))
+        return
     for part, states in enumerate(new):
-        cache = kv.cache[part]
-        if kv.scales is None:
-            cache.view(-1, width).index_copy_(0, slots, states.reshape(-1, width).to(cache.dtype))
-            continue
-        values, scales = quantise(states, cache.dtype)
-        # As bytes, because index_copy_ knows no 8-bit floats.
-        cache.view(torch.uint8).view(-1, width).index_copy_(0, slots, values.view(torch.uint8).view(-1, width))
-        block_size = cache.shape[1]
-        kv.scales[part][slots // block_size, :, slots % block_size] = scales
+        values, scales = quantise(states, kv.cache.dtype)
+        # As bytes, because 8-bit floats can not be indexed.
+        kv.cache[part].view(torch.uint8)[blocks, offsets] = values.view(torch.uint8)
+        kv.scales[part][blocks, :, offsets] = scales
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
@@ -95,7 +132,12 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.float() * scales.unsqueeze(-1)
 
 
-def scales_at(kv_scales: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Scales (slots, KV heads) of one part, ``kv_scales`` (blocks, KV heads, block_size), at ``slots`` (n,)."""
-    block_size = kv_scales.shape[2]
-    return kv_scales[slots // block_size, :, slots % block_size]
+def states_at(kv: LayerKv, part: int, slots: torch.Tensor) -> torch.Tensor:
+    """Keys or values (n, KV heads, head_dim) at ``slots`` (n,) int64, float32 from a quantised cache."""
+    block_size = kv.cache.shape[2]
+    place = slots // block_size, slots % block_size
+    states = kv.cache[part]
+    if kv.scales is None:
+        return states[place]
+    # As bytes, because 8-bit floats can not be indexed.
+    return dequantise(states.view(torch.uint8)[place].view(states.dtype), kv.scales[part][place[0], :, place[1]])

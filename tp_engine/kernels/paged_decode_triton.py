@@ -82,6 +82,8 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     LONG_TILES: tl.constexpr,  # noqa: N803
     IS_SPLIT: tl.constexpr,  # noqa: N803
@@ -124,7 +126,8 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
             accumulated, total, peak = attend_tile(
                 states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
                 first + index * TILE, length, own, kv_head, scale,
-                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED, SOFTCAP)
+                True, TILE, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW,
+                QUANTISED, SOFTCAP)
             # fmt: on
 
         if HAS_SINKS:

@@ -60,6 +60,8 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
     QUANTISED: tl.constexpr,  # noqa: N803
@@ -103,12 +105,14 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
             accumulated, total, peak = attend_tile(
                 states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
                 position, length, own, kv_head, scale,
-                False, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED, SOFTCAP)
+                False, TILE, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW,
+                QUANTISED, SOFTCAP)
         for position in range(seen_by_all, end, TILE):
             accumulated, total, peak = attend_tile(
                 states, accumulated, total, peak, key_cache, value_cache, key_scales, value_scales, table_row,
                 position, length, own, kv_head, scale,
-                True, TILE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW, QUANTISED, SOFTCAP)
+                True, TILE, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, WINDOW,
+                QUANTISED, SOFTCAP)
         # fmt: on
         if HAS_SINKS:
             accumulated, total, peak = with_sinks(accumulated, total, peak, sinks, head, True)

@@ -26,7 +26,6 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
     """Keys, values and their scales; the cache stands in for scales that do not exist, and is not read as such."""
-    assert kv.cache[0].is_contiguous(), "one layer's keys must be contiguous"
     scales = kv.cache if kv.scales is None else kv.scales
     return kv.cache[0], kv.cache[1], scales[0], scales[1]
 
@@ -50,6 +49,8 @@ def layer_constants(
         "HEAD_DIM": head_dim,
         "HEAD_PAD": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
+        "BLOCK_STRIDE": kv.block_stride,
+        "SCALE_STRIDE": kv.scale_stride,
         "WINDOW": window or 0,
         "QUANTISED": kv.scales is not None,
         "SOFTCAP": 0.0 if softcap is None else softcap * LOG2_E,
@@ -80,18 +81,18 @@ def places_of(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def load_states(  # type: ignore[no-untyped-def]
     cache,
-    row,
+    first,
     is_key,
     MASKED: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
 ):
-    """(TILE, HEAD_PAD) of ``cache`` at ``row`` (TILE,), a slot's head; zeros where there is no key and after HEAD_DIM.
+    """(TILE, HEAD_PAD) of ``cache``, each from element ``first`` (TILE,) on; zeros where no key is and after HEAD_DIM.
 
     Memory of other requests may hold anything, even NaN, so it is never read.
     """
     column = tl.arange(0, HEAD_PAD)
-    place = cache + row[:, None] * HEAD_DIM + column[None, :]
+    place = cache + first[:, None] + column[None, :]
     if HEAD_PAD != HEAD_DIM:
         states = tl.load(place, mask=is_key[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
     elif MASKED:
@@ -120,6 +121,8 @@ def attend_tile(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
@@ -136,13 +139,13 @@ def attend_tile(  # type: ignore[no-untyped-def]
     position = start + tl.arange(0, TILE)
     is_key = position < length
     block, offset = places_of(table_row, start, length, TILE, BLOCK_SIZE)
-    row = (block * BLOCK_SIZE + offset) * NUM_KV_HEADS + kv_head
-    keys = load_states(key_cache, row, is_key, MASKED, HEAD_DIM, HEAD_PAD).to(query.dtype)
-    values = load_states(value_cache, row, is_key, MASKED, HEAD_DIM, HEAD_PAD).to(query.dtype)
+    first = block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    keys = load_states(key_cache, first, is_key, MASKED, HEAD_DIM, HEAD_PAD).to(query.dtype)
+    values = load_states(value_cache, first, is_key, MASKED, HEAD_DIM, HEAD_PAD).to(query.dtype)
 
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
     if QUANTISED:
-        place = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset
+        place = block * SCALE_STRIDE + kv_head * BLOCK_SIZE + offset
         scores *= tl.load(key_scales + place, mask=is_key, other=0.0)[None, :]
     if SOFTCAP > 0:
         scores = SOFTCAP * tanh(scores)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.kernels.layer_kv import LayerKv, dequantise, scales_at
+from tp_engine.kernels.layer_kv import LayerKv, states_at
 from tp_engine.kernels.layer_ops import widened
 
 # Scores that are in memory at a time; the others are computed after them.
@@ -98,7 +98,7 @@ def paged_attention(
             continue
         position = torch.arange(length, device=query.device)
         slots = block_table[request, position // block_size].long() * block_size + position % block_size
-        keys, values = (_read(kv, part, slots).to(query.dtype) for part in (0, 1))
+        keys, values = (states_at(kv, part, slots).to(query.dtype) for part in (0, 1))
         own = position[length - (mine.stop - mine.start) :, None]
         hidden = (position > own) if window is None else (position > own) | (position <= own - window)
         scores = (_by_head(query[mine]) @ _by_head(keys, query.shape[1]).transpose(1, 2)).float() * scale
@@ -110,14 +110,6 @@ def paged_attention(
         )
         out[mine] = (weights.to(query.dtype) @ _by_head(values, query.shape[1])).transpose(0, 1)
     return out
-
-
-def _read(kv: LayerKv, part: int, slots: torch.Tensor) -> torch.Tensor:
-    """Keys or values (tokens, KV heads, head_dim) at ``slots`` (tokens,)."""
-    states = kv.cache[part].flatten(0, 1)
-    if kv.scales is None:
-        return states[slots]
-    return dequantise(states.view(torch.uint8)[slots].view(states.dtype), scales_at(kv.scales[part], slots))
 
 
 def _by_head(states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:

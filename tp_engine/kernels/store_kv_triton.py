@@ -4,7 +4,7 @@
 
     key, value    (N, KV heads, head_dim)    rows may be slices of a wider, merged QKV row
     slot_mapping  (N,)                       -1: nothing is stored
-    cache, scales                            as in layer_kv.py, one layer's keys or values contiguous
+    cache, scales                            as in layer_kv.py
 
     as they are:  program (i, j) copies elements [j * BLOCK, (j + 1) * BLOCK) of token i's row to slot slot_mapping[i]
     quantised:    program (i, j) stores head j of token i, key and value, as bytes and a scale each
@@ -34,6 +34,8 @@ def store_kv_kernel(  # type: ignore[no-untyped-def]
     key_stride,
     value_stride,
     WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
@@ -48,14 +50,15 @@ def store_kv_kernel(  # type: ignore[no-untyped-def]
         inside = column < WIDTH
         new_key = tl.load(key + token * key_stride + column, mask=inside)
         new_value = tl.load(value + token * value_stride + column, mask=inside)
-        tl.store(key_cache + slot * WIDTH + column, new_key.to(key_cache.dtype.element_ty), mask=inside)
-        tl.store(value_cache + slot * WIDTH + column, new_value.to(value_cache.dtype.element_ty), mask=inside)
+        place = slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * WIDTH + column
+        tl.store(key_cache + place, new_key.to(key_cache.dtype.element_ty), mask=inside)
+        tl.store(value_cache + place, new_value.to(value_cache.dtype.element_ty), mask=inside)
 
 
 def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
     """``store_kv`` as one kernel launch: no synchronisation and fixed shapes, so a CUDA graph can hold it."""
     if kv.scales is not None:
-        store_quantised_kv_triton(new, kv.cache, kv.scales, slot_mapping)
+        store_quantised_kv_triton(new, kv, slot_mapping)
         return
     (key, value), cache = new, kv.cache
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -63,12 +66,11 @@ def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> N
         return
     for states in (key, value):
         assert states.stride(2) == 1 and states.stride(1) == head_dim, "the heads of a token must be contiguous"
-    assert cache[0].is_contiguous(), "one layer's keys must be contiguous"
     width = num_kv_heads * head_dim
     block = block_for(width)
     store_kv_kernel[(num_tokens, triton.cdiv(width, block))](
-        key, value, cache[0], cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width, BLOCK=block,
-        **dependent_launch(key.device),
+        key, value, cache[0], cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width,
+        BLOCK_SIZE=cache.shape[2], BLOCK_STRIDE=kv.block_stride, BLOCK=block, **dependent_launch(key.device),
     )  # fmt: skip
 
 
@@ -114,15 +116,18 @@ def store_quantised_head(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
 ):
     """Store ``states`` (HEAD_PAD,) float32, zero from HEAD_DIM on, as ``head`` of the 64-bit ``slot``."""
     values, scale = quantise_head(states, LARGEST, IS_INTEGER)
     column = tl.arange(0, HEAD_PAD)
-    place = cache + (slot * NUM_KV_HEADS + head) * HEAD_DIM + column
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    place = cache + block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + head) * HEAD_DIM + column
     tl.store(place, values.to(cache.dtype.element_ty), mask=column < HEAD_DIM)
-    tl.store(scales + (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE, scale)
+    tl.store(scales + block * SCALE_STRIDE + head * BLOCK_SIZE + offset, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -140,6 +145,8 @@ def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HEAD_PAD: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_STRIDE: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
     IS_INTEGER: tl.constexpr,  # noqa: N803
 ):
@@ -154,23 +161,23 @@ def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
         new_value = tl.load(value + token * value_stride + head * HEAD_DIM + column, mask=inside, other=0.0)
         # fmt: off
         store_quantised_head(new_key.to(tl.float32), key_cache, key_scales, slot, head,
-                             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, LARGEST, IS_INTEGER)
+                             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST,
+                             IS_INTEGER)
         store_quantised_head(new_value.to(tl.float32), value_cache, value_scales, slot, head,
-                             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, LARGEST, IS_INTEGER)
+                             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST,
+                             IS_INTEGER)
         # fmt: on
 
 
-def store_quantised_kv_triton(
-    new: KeyValue, kv_cache: torch.Tensor, kv_scales: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def store_quantised_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
     """``store_kv`` of a quantised cache as one kernel launch, which a CUDA graph can hold."""
-    key, value = new
+    (key, value), kv_cache, kv_scales = new, kv.cache, kv.scales
+    assert kv_scales is not None
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
     for states in (key, value):
         assert states.stride(2) == 1 and states.stride(1) == head_dim, "the heads of a token must be contiguous"
-    assert kv_cache[0].is_contiguous() and kv_scales[0].is_contiguous(), "one layer's keys must be contiguous"
     store_quantised_kv_kernel[(num_tokens, num_kv_heads)](
         key,
         value,
@@ -185,6 +192,8 @@ def store_quantised_kv_triton(
         HEAD_DIM=head_dim,
         HEAD_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=kv_cache.shape[2],
+        BLOCK_STRIDE=kv.block_stride,
+        SCALE_STRIDE=kv.scale_stride,
         LARGEST=LARGEST_VALUE[kv_cache.dtype],
         IS_INTEGER=kv_cache.dtype == torch.int8,
         num_warps=1,

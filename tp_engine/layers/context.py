@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class LayerContext:
     """The ranks that share a layer, where and how its weights are kept, and its name in the checkpoint.
 
-    ``format_of(path)`` is the format of the linear layer at ``path``.  ``splits_experts``: a rank has a part of each
-    expert; otherwise it has some experts whole (expert parallelism).
+    ``format_of(names)`` is the format of a linear layer made of the stored modules ``names``.  ``splits_experts``: a
+    rank has a part of each expert; otherwise it has some experts whole (expert parallelism).
     """
 
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
-    format_of: Callable[[str], LinearFormat]
+    format_of: Callable[[Sequence[str]], LinearFormat]
     path: str = ""
     splits_experts: bool = True
 

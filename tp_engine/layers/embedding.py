@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import LinearShape, Part, Product
+from tp_engine.layers.formats.base import LinearFormat, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear
+from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.ranks.rank import RankInfo
@@ -74,7 +75,7 @@ class VocabParallelEmbedding(Layer):
         self._first_row = context.rank * self._num_rows
         self.weight: nn.Parameter | None = context.parameter(
             (self._num_rows, hidden_size),
-            _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources("weight"),
+            _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources(),
         )
         self._scale = torch.tensor(scale, dtype=context.dtype).item()
         self._embed = context.op("embed")
@@ -96,8 +97,7 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LocalLinear):
     """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, in panels too.
 
-    Logits are multiplied by ``scale``, then bounded by ``softcap``.  The weight is never quantised: errors here
-    reach the tokens directly.
+    Logits are multiplied by ``scale``, then bounded by ``softcap``.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class ParallelLMHead(LocalLinear):
     ) -> None:
         num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
         shape = _vocab_shape(vocab_size, hidden_size, num_rows, context)
-        super().__init__(shape, bias=False, context=context, format=Dense() if tied is None else _Tied(tied))
+        own = context.format_of([context.path])
+        super().__init__(shape, bias=False, context=context, format=own if tied is None else _Tied(own, tied))
         self._share_rows = None if tied is None else tied.read_from
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
@@ -140,17 +141,17 @@ class ParallelLMHead(LocalLinear):
 
 
 class _Tied(Dense):
-    """The embedding's weight, which the embedding loads."""
+    """The embedding's weight, which the embedding loads, in another format."""
 
-    def __init__(self, embedding: VocabParallelEmbedding) -> None:
-        self._embedding = embedding
+    def __init__(self, format: LinearFormat, embedding: VocabParallelEmbedding) -> None:
+        self._format, self._embedding = format, embedding
 
     def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         return {}
 
-    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         assert self._embedding.weight is not None
-        return super().finish({"weight": self._embedding.weight}, shape)
+        return self._format.finish({"weight": self._embedding.weight}, shape, dtype)
 
 
 def _vocab_shape(vocab_size: int, hidden_size: int, num_rows: int, context: LayerContext) -> LinearShape:

@@ -20,9 +20,10 @@ from torch import nn
 from tp_engine.kernels.routing import ExpertLoad
 from tp_engine.layers.attention import current_metadata
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import ExpertsProduct, LinearShape, Part
+from tp_engine.layers.formats.base import ExpertsProduct
 from tp_engine.layers.formats.dense import Dense
 from tp_engine.layers.formats.experts import share_experts
+from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.model_config.mlp import ExpertsSpec
 from tp_engine.weights.source import Source, Span, whole
@@ -58,6 +59,7 @@ class Experts(Layer):
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
+        self._format, self._dtype = context.format_of(_expert_names(spec, context)), context.dtype
         self.shape = share_experts(
             spec,
             hidden_size,
@@ -65,8 +67,8 @@ class Experts(Layer):
             rank=context.rank,
             world_size=context.world_size,
             splits=context.splits_experts,
+            block=self._format.experts_block,
         )
-        self._format = context.format_of(context.at("experts").path)
         for name, parameter in self._format.create_experts(context, self.shape).items():
             self.register_parameter(name, parameter)
         self.correction = _correction(spec, context)
@@ -81,7 +83,7 @@ class Experts(Layer):
         weights: Mapping[str, nn.Parameter] = {
             name: weight for name, weight in self.named_parameters(recurse=False) if name != "correction"
         }
-        self._product = self._format.finish_experts(weights, self.shape)
+        self._product = self._format.finish_experts(weights, self.shape, self._dtype)
         self.is_recordable = self._product.is_recordable and self._can_route
         for name in weights:
             delattr(self, name)
@@ -93,6 +95,14 @@ class Experts(Layer):
         # In the last layer only some tokens of a prompt come here; they are not counted.
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
         return self._product(x, *self._route(logits[:, : self._num_experts], self._rule, self.correction, load))
+
+
+def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:
+    """The modules that hold the experts in a checkpoint, in the first of the ways to store them."""
+    stored = spec.stored[0]
+    numbers = range(spec.num_experts) if stored.kind == "each" else range(1)
+    names = dict.fromkeys((stored.gate, stored.up, stored.down))
+    return [context.at(name.format(number)).path for number in numbers for name in names]
 
 
 def _correction(spec: ExpertsSpec, context: LayerContext) -> nn.Parameter | None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.formats.base import LinearFormat, LinearShape, Part, Product
+from tp_engine.layers.formats.base import LinearFormat, Product
+from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.model_config.mlp import Activation
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.weights.source import Decode, Span, as_stored, equal_share, kv_head_share, times
@@ -31,27 +32,31 @@ class LocalLinear(Layer):
         self, shape: LinearShape, *, bias: bool, context: LayerContext, format: LinearFormat | None = None
     ) -> None:
         super().__init__()
-        self.shape = shape
-        self._format = context.format_of(context.path) if format is None else format
+        self.shape, self._dtype = shape, context.dtype
+        self._format = context.format_of([part.name for part in shape.parts]) if format is None else format
         for name, parameter in self._format.create(context, shape).items():
             self.register_parameter(name, parameter)
-        sources = shape.sources("bias", is_vector=True)
-        self.bias = context.parameter((shape.num_rows,), sources) if bias else None
+        self.bias = context.parameter((shape.num_rows,), shape.vector_sources(".bias")) if bias else None
         self._product: Product | None = None
+
+    @property
+    def loaded(self) -> Product:
+        """The product of the loaded weights."""
+        assert self._product is not None, "finish_loading comes first"
+        return self._product
 
     def finish_loading(self) -> None:
         """Make the product of the loaded weights, then drop the parameters."""
         assert self._product is None, "finish_loading was called twice"
         weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
-        self._product = self._format.finish(weights, self.shape)
+        self._product = self._format.finish(weights, self.shape, self._dtype)
         self.is_recordable = self._product.is_recordable
         for name in weights:
             delattr(self, name)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in) -> (N, out)."""
-        assert self._product is not None, "finish_loading comes first"
-        return self._product(x, bias)
+        return self.loaded(x, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
@@ -123,12 +128,17 @@ class RowParallelLinear(LocalLinear):
         self._communicator = context.communicator
         self._adds_bias = bias and context.communicator.info.is_first
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias, where this rank adds it."""
+        return self.bias if self._adds_bias else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._communicator.all_reduce(self.part(x))
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """(N, out) of this rank; the ranks' sum is the layer's output.  No collective."""
-        return self.product(x, self.bias if self._adds_bias else None)
+        return self.product(x, self.own_bias)
 
 
 def _parts(

@@ -12,7 +12,13 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
-from tp_engine.model_config.source import MODEL_FILES, resolve_model_folder
+from tp_engine.model_config.source import (
+    CONFIG_FILE,
+    MODEL_FILES,
+    QUANTIZATION_FILE,
+    resolve_model_folder,
+    stored_names,
+)
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import round_up
 
@@ -28,13 +34,21 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
 def load_model_config(
     model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES
 ) -> tuple[ModelSpec, Path]:
-    """Find ``model`` (a folder or a hub name) and parse its config.json and generation_config.json.
+    """Find ``model`` (a folder or a hub name) and parse its config.json, generation_config.json, and, where config.json
+    says nothing of a quantisation, hf_quant_config.json.
 
     Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.  Raises
     ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
-    config = read_model(_read_json(folder / "config.json"))
+    values = _read_json(folder / CONFIG_FILE)
+    beside = folder / QUANTIZATION_FILE
+    if beside.is_file() and not values.get("quantization_config"):
+        values["quantization_config"] = {"quant_method": "modelopt", **_read_json(beside)}
+    config = read_model(values)
+    if config.quantization is not None and config.quantization.is_found_by_tensors:
+        found = config.quantization.found_among(stored_names(folder))
+        config = dataclasses.replace(config, quantization=found)
     generation = folder / "generation_config.json"
     if generation.is_file():
         extra = ConfigJson(_read_json(generation), "generation_config.json").take_token_ids("eos_token_id")
@@ -62,6 +76,25 @@ def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:
             f"(max_position_embeddings): ask for at most {model.max_position}, or leave max_model_len out"
         )
     return requested
+
+
+def check_quantization_options(model: ModelSpec, quantization: str | None, kv_cache_dtype: str) -> None:
+    """Raise ``ConfigError`` for options that contradict the checkpoint's own quantisation."""
+    own = model.quantization
+    if own is None:
+        return
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization is {quantization}, but the checkpoint's weights are quantised already ({own.method}); leave "
+            "quantization out: they are served as they are"
+        )
+    if own.has_kv_scales and kv_cache_dtype == "fp8":
+        raise ConfigError(
+            f"kv_cache_dtype is fp8, and the checkpoint ({own.method}) has scales for an fp8 KV cache, which this "
+            "engine does not apply: it measures a scale for each token and head. Set kv_cache_dtype to int8 or auto; "
+            "or remove kv_cache_scheme and kv_cache_quant_algo from the checkpoint's configuration, and scales are "
+            "measured"
+        )
 
 
 def check_tensor_parallel(model: ModelSpec, world_size: int) -> None:

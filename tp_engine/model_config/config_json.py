@@ -61,7 +61,14 @@ IRRELEVANT_KEYS = frozenset(
 _OTHER_PARTS = re.compile(
     r"(vision|audio|image|video|visual|projector|multimodal|mm)_|.*_token_(id|index)$|spatial_merge_size$"
 )
-_OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_OF_THE_WHOLE = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "quantization_config",
+    "compression_config",
+)
 
 
 class ConfigJson:
@@ -161,6 +168,43 @@ class ConfigJson:
         if not all(type(value) in (int, float) for value in values or []):
             raise ConfigError(f"{self._origin}: {name} is {values!r}; it must be a list of numbers")
         return tuple(float(value) for value in values or [])
+
+    def take_object(self, name: str) -> ConfigJson | None:
+        """The object under ``name``; None where it is absent, null or empty."""
+        values = self.take(name, dict)
+        return ConfigJson(values, f"{self._origin}: {name}") if values else None
+
+    def objects(self) -> dict[str, ConfigJson]:
+        """All values, which must be objects."""
+        return {name: ConfigJson(self.require(name, dict), f"{self._origin}: {name}") for name in self._values}
+
+    def take_names(self, *names: str) -> tuple[str, ...]:
+        """The texts in the lists ``names``, which are spellings of one key; empty where all are absent or null."""
+        found: dict[str, None] = {}
+        for name in names:
+            listed = self.take(name, list, []) or []
+            if not all(isinstance(one, str) for one in listed):
+                raise ConfigError(f"{self._origin}: {name} is {listed!r}; it must be a list of names")
+            found |= dict.fromkeys(listed)
+        return tuple(found)
+
+    def take_either(self, kind: type[T], *names: str) -> T | None:
+        """The first value that is present under ``names``, which are spellings of one key."""
+        found = [self.take(name, kind) for name in names]
+        return next((value for value in found if value is not None), None)
+
+    def take_block(self, name: str) -> tuple[int, int] | None:
+        """Two sizes, rows and columns; None where the key is absent or null."""
+        listed = self.take(name, list)
+        if listed is None:
+            return None
+        if len(listed) != 2 or not all(type(size) is int and size > 0 for size in listed):
+            raise ConfigError(f"{self._origin}: {name} is {listed!r}; it must be two positive sizes, rows and columns")
+        return listed[0], listed[1]
+
+    def refusal(self, name: str, value: object, rule: str, remedy: str) -> ConfigError:
+        """The error for a value that is not supported."""
+        return ConfigError(f"{self._origin}: {name} is {value!r}; {rule}: {remedy}")
 
     def expect(self, name: str, kind: type[T], supported: T) -> None:
         """Take an option that has one supported value, which is also its default."""

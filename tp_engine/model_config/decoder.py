@@ -11,6 +11,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.mlp import Activation, ActivationKind, ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.quant_methods import read_quantization
 from tp_engine.model_config.rope import PLAIN, RopeRules, RopeSpec, read_rope
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
@@ -166,12 +167,19 @@ class DecoderReader:
             "max_position": self.max_position,
             "dtype": self._read_dtype(),
             "eos_token_ids": config.take_token_ids("eos_token_id"),
+            "quantization": read_quantization(config),
         }
         if not config.is_taken("pretraining_tp"):
             config.expect("pretraining_tp", int, 1)
         config.finish()
         self._check_heads()
-        return ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
+        spec = ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
+        if not spec.tie_word_embeddings and spec.scheme_of("lm_head") is not None:
+            raise ConfigError(
+                "config.json: quantization_config quantises lm_head, which this engine keeps in the model's type: use "
+                "a checkpoint that ignores lm_head"
+            )
+        return spec
 
     def _size(self, name: str) -> int:
         default = self._defaults.get(name)

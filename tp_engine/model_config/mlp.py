@@ -148,7 +148,7 @@ def block_bounds(size: int, num_parts: int, *, block: int = 1) -> list[int]:
     return [size // unit * part // num_parts * unit for part in range(num_parts + 1)]
 
 
-def local_inner_size(inner_size: int, world_size: int) -> int:
+def local_inner_size(inner_size: int, world_size: int, *, block: int = 1) -> int:
     """Room for an expert's inner elements on each rank: the largest part, up to a multiple of 8."""
-    bounds = block_bounds(inner_size, world_size)
+    bounds = block_bounds(inner_size, world_size, block=block)
     return round_up(max(end - start for start, end in pairwise(bounds)), 8)

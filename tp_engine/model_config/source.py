@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 from tp_engine.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+QUANTIZATION_FILE = "hf_quant_config.json"
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+INDEX_FILE = "model.safetensors.index.json"
 OTHER_FORMATS = ["consolidated*", "original/*"]
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -31,6 +34,28 @@ def resolve_model_folder(model: str, revision: str | None = None, files: Sequenc
     if not _HUB_NAME.match(model) or model.startswith("."):
         raise ConfigError(f"model is {model!r}; there is no such folder, and it can not be a hub name ('owner/name')")
     return _download(model, revision, files)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """The names of the tensors in the safetensors files of ``folder``: from the index, or from the files' headers.
+
+    Empty if there are none, or if a header can not be read: the loader says what is wrong with it.
+    """
+    try:
+        index = folder / INDEX_FILE
+        if index.is_file():
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        headers = [_header(path) for path in folder.glob("*.safetensors")]
+        return {name for header in headers for name in header if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """A file's header: 8 bytes with its length, little-endian, then JSON."""
+    with path.open("rb") as file:
+        found: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return found
 
 
 def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:

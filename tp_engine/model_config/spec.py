@@ -18,6 +18,7 @@ from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
+from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
 from tp_engine.model_config.rope import RopeSpec
 
 
@@ -99,6 +100,18 @@ class CheckpointNames:
     spellings: tuple[tuple[str, str], ...] = (("model.", "lm_head."),)
     skipped: tuple[str, ...] = ()
 
+    def spell(self, module: str) -> tuple[str, ...]:
+        """All names that ``module``, a name in the usual spelling, may have, the usual one first."""
+        found = dict.fromkeys((module, *(_spelled(module, one) for one in self.spellings)))
+        return tuple(found)
+
+
+def _spelled(module: str, spelling: tuple[str, str]) -> str:
+    for usual, own in zip(("model.", "lm_head."), spelling, strict=True):
+        if f"{module}.".startswith(usual):
+            return (own + f"{module}.".removeprefix(usual)).removesuffix(".")
+    return module
+
 
 USUAL_NAMES = CheckpointNames()
 LANGUAGE_MODEL_NAMES = CheckpointNames(
@@ -126,6 +139,16 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     names: CheckpointNames = USUAL_NAMES
+    quantization: QuantizationSpec | None = None
+
+    def scheme_of(self, *modules: str) -> WeightScheme | None:
+        """How the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.
+
+        None: not quantised.  Raises ``ConfigError`` if two differ.
+        """
+        if self.quantization is None:
+            return None
+        return self.quantization.scheme_of_parts([self.names.spell(module) for module in modules])
 
     @property
     def num_layers(self) -> int:

@@ -150,7 +150,7 @@ def build_model(
         communicator=communicator,
         dtype=dtype,
         device=device,
-        format_of=choose_formats(quantization),
+        format_of=choose_formats(quantization, spec),
         splits_experts=not enable_expert_parallel,
     )
     return CausalLM(spec, backends=backends, max_model_len=max_model_len, context=context).eval()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
+from tp_engine.layers.formats.quantised_products import GatedPair, gated_pair
 from tp_engine.layers.linear import GatedColumnParallelLinear, RowParallelLinear
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 
@@ -27,8 +30,16 @@ class GatedMLP(Layer):
             spec.inner_size, hidden_size, bias=spec.bias, context=context.at("down_proj")
         )
 
+    @cached_property
+    def _pair(self) -> GatedPair | None:
+        """Both products as one, for many rows, if the weights have it."""
+        return gated_pair(self.gate_up_proj.loaded, self.down_proj.loaded)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
+        pair = self._pair
+        if pair is not None and len(x) > pair.more_than:
+            return pair(x, self.gate_up_proj.bias, self.down_proj.own_bias)
         return self.down_proj.part(self.gate_up_proj(x))
 
 

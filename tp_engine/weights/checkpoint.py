@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.model_config.source import INDEX_FILE
 from tp_engine.weights.source import Source
 
-INDEX_FILE = "model.safetensors.index.json"
 # Names of safetensors -> types.
 _DTYPES = {
     "F64": torch.float64,

@@ -20,16 +20,18 @@ from tp_engine.weights.source import Source, Spans
 POOL_SIZE = 4_194_301
 # Uniform numbers are quick to draw; models are usually initialised with this standard deviation, 0.02.
 HALF_WIDTH = 0.02 * math.sqrt(3.0)
+_MIXER = 0x9E3779B1  # odd, as in multiplicative hashing: it spreads a number's high bits over its low ones
 
 
 class DummyWeights:
     """The values that ``sources`` take, without a checkpoint.
 
-    Sources with an ``init`` are constant; everything else is uniform with mean 0 and standard deviation 0.02.
+    Sources with an ``init`` are constant; other floats are uniform with mean 0 and standard deviation 0.02, integers
+    uniform over all their values, and float8 over -1 to 1.
     """
 
     def __init__(self, sources: Iterable[Source], seed: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes, self._seed, self._dtype = {source.name: source.shape for source in sources}, seed, dtype
+        self._sources, self._seed, self._dtype = {source.name: source for source in sources}, seed, dtype
         pool = torch.empty(POOL_SIZE).uniform_(-HALF_WIDTH, HALF_WIDTH, generator=torch.Generator().manual_seed(seed))
         self._pool = torch.cat((pool, pool)).to(device=device, dtype=dtype)
 
@@ -41,21 +43,29 @@ class DummyWeights:
 
     def names(self) -> set[str]:
         """Exactly the tensors that the model needs."""
-        return set(self._shapes)
+        return set(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's shape."""
-        return self._shapes[name]
+        return self._sources[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of all tensors."""
-        return self._dtype
+        """The type that the source asks for, or the model's."""
+        return self._sources[name].dtype or self._dtype
 
     def read(self, name: str, source: Source) -> torch.Tensor:
         """The values that ``source`` takes, on the device."""
+        dtype = self.dtype(name)
         if source.init is not None:
-            return self._pool.new_full([span.size for span in source.taken], source.init)
-        return self._read(self._offset(name), source.shape, source.taken)
+            return self._pool.new_full([span.size for span in source.taken], source.init).to(dtype)
+        values = self._read(self._offset(name), source.shape, source.taken)
+        if dtype is self._dtype:
+            return values
+        unit = values.float() / HALF_WIDTH
+        if dtype.is_floating_point:
+            return unit.to(dtype)
+        bits = (unit * 2.0**30).to(torch.int64) * _MIXER
+        return (bits >> 8).to(dtype)  # the bits beyond the type's are dropped
 
     def _read(self, offset: int, shape: tuple[int, ...], taken: Spans) -> torch.Tensor:
         """Elements ``taken`` of a tensor of ``shape`` whose first is at ``offset`` of the repeated pool."""

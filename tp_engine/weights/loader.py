@@ -17,7 +17,7 @@ from tp_engine.model_config.spec import ModelSpec
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.dummy import DummyWeights
-from tp_engine.weights.source import Source, sources_of
+from tp_engine.weights.source import Source, keeps_stored_type, sources_of
 from tp_engine.weights.transfer import Copy, for_each, num_threads_for
 
 Stored: TypeAlias = Checkpoint | DummyWeights
@@ -67,6 +67,7 @@ def load_weights(
     with _open(parameters, folder, load_format, seed, first) as stored, torch.no_grad():
         items = _items(parameters, spec, stored)
         _check_tensors(stored, items, spec)
+        _take_stored_types(stored, items)
         for name, parameter in parameters.items():
             _clear_uncovered(name, parameter)
 
@@ -115,7 +116,7 @@ def _spell(name: str, spelling: tuple[str, str]) -> str:
 
 def _load(stored: Stored, item: _Item, copy: Copy) -> int:
     """Copy one source's part to its target; returns the bytes read."""
-    if not all(span.size for span in item.source.taken):
+    if not all(span.size for span in item.source.target):
         return 0
     values = stored.read(item.name, item.source)
     target = item.parameter
@@ -139,9 +140,9 @@ def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec) -> None:
             f"{name} is {shapes[name]} instead of {expected[name]}" for name in shapes if shapes[name] != expected[name]
         ],
         "of the wrong type": {
-            f"{item.name} is stored as {stored.dtype(item.name)}, which can not become {item.parameter.dtype}"
+            f"{item.name} is stored as {stored.dtype(item.name)}, which can not become {_wanted_type(item)}"
             for item in items
-            if item.name in found and not _converts(stored.dtype(item.name), item.parameter.dtype)
+            if item.name in found and not _converts(stored.dtype(item.name), item)
         },
     }
     complaints = [f"{kind}: {_listed(names)}" for kind, names in problems.items() if names]
@@ -153,11 +154,29 @@ def _may_be_skipped(name: str, spec: ModelSpec) -> bool:
     """Whether a checkpoint may hold this tensor although the model does not read it."""
     heads = tuple(f"{head}weight" for _, head in spec.names.spellings)
     is_tied_head = spec.tie_word_embeddings and name in heads
-    return is_tied_head or name.startswith(spec.names.skipped) or bool(_NEVER_NEEDED.search(name))
+    is_of_format = spec.quantization is not None and name.endswith(spec.quantization.skipped)
+    return is_tied_head or is_of_format or name.startswith(spec.names.skipped) or bool(_NEVER_NEEDED.search(name))
 
 
-def _converts(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
-    return stored == wanted or (stored in FLOATS and wanted in FLOATS)
+def _wanted_type(item: _Item) -> torch.dtype:
+    """The type that a source's tensor should have on disk, but for conversions among floats."""
+    return item.parameter.dtype if item.source.dtype is None else item.source.dtype
+
+
+def _converts(stored: torch.dtype | str, item: _Item) -> bool:
+    wanted = _wanted_type(item)
+    return stored == wanted or (item.source.dtype is None and stored in FLOATS and wanted in FLOATS)
+
+
+def _take_stored_types(stored: Stored, items: list[_Item]) -> None:
+    """Give the parameters that keep their tensors' type that type; float32 if their tensors differ."""
+    types: dict[torch.Tensor, set[torch.dtype]] = {}
+    for item in items:
+        dtype = stored.dtype(item.name)
+        if keeps_stored_type(item.parameter) and isinstance(dtype, torch.dtype):
+            types.setdefault(item.parameter, set()).add(dtype)
+    for parameter, found in types.items():
+        parameter.data = torch.empty_like(parameter, dtype=found.pop() if len(found) == 1 else torch.float32)
 
 
 def _listed(names: Iterable[str]) -> str:

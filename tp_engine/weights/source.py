@@ -61,7 +61,8 @@ class Source:
     """Part of the stored tensor ``name`` of ``shape``: the spans ``taken``, decoded, go to the spans ``target``.
 
     ``name`` is in the usual spelling (``model.layers.3.mlp.up_proj.weight``); the loader translates it to the
-    checkpoint's.  ``init`` is the value of dummy weights; None: random.
+    checkpoint's.  ``dtype`` is the type on disk; None: the parameter's, or any float for a float.  ``init`` is the
+    value of dummy weights; None: random.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Source:
     taken: Spans
     target: Spans
     decode: Decode = as_stored
+    dtype: torch.dtype | None = None
     init: float | None = None
 
 
@@ -85,6 +87,17 @@ def sources_of(parameter: torch.Tensor, is_stored: Callable[[Source], bool] | No
     return next((one for one in alternatives if all(map(is_stored, one))), alternatives[0])
 
 
+def keep_stored_type(parameter: nn.Parameter) -> nn.Parameter:
+    """Let the loader give ``parameter`` the floating point type that its tensors have on disk."""
+    parameter._keeps_stored_type = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def keeps_stored_type(parameter: torch.Tensor) -> bool:
+    """Whether ``keep_stored_type`` was called for it."""
+    return getattr(parameter, "_keeps_stored_type", False)
+
+
 def equal_share(size: int, rank: int, world_size: int) -> Span:
     """One of ``world_size`` equal parts; the configuration checks ensure that ``size`` divides."""
     assert size % world_size == 0, f"{size} is not divisible by {world_size}"
@@ -92,9 +105,9 @@ def equal_share(size: int, rank: int, world_size: int) -> Span:
     return Span(rank * share, share)
 
 
-def block_share(size: int, rank: int, world_size: int) -> Span:
+def block_share(size: int, rank: int, world_size: int, *, block: int = 1) -> Span:
     """One of the parts of ``block_bounds``; some are empty if there are more ranks than elements."""
-    start, end = block_bounds(size, world_size)[rank : rank + 2]
+    start, end = block_bounds(size, world_size, block=block)[rank : rank + 2]
     return Span(start, end - start)
 
 

@@ -172,11 +172,11 @@ def _decode_inputs_launch(shape: Shape, num_requests: int, length: int, *, advan
 
 def random_cache(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A random cache, and its scales if it is quantised."""
-    sizes = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    sizes = (num_blocks, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
     if dtype.itemsize > 1:
-        return torch.randn(sizes, device=shape.device, dtype=dtype), None
-    values = torch.randint(-100, 100, sizes, dtype=torch.int8, device=shape.device)
-    scales = torch.rand(2, num_blocks, shape.num_kv_heads, shape.block_size, device=shape.device)
+        return torch.randn(sizes, device=shape.device, dtype=dtype).transpose(0, 1), None
+    values = torch.randint(-100, 100, sizes, dtype=torch.int8, device=shape.device).transpose(0, 1)
+    scales = torch.rand(num_blocks, 2, shape.num_kv_heads, shape.block_size, device=shape.device).transpose(0, 1)
     return values if dtype == torch.int8 else values.to(torch.bfloat16).to(dtype), scales
 
 

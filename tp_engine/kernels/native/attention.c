@@ -51,7 +51,7 @@ static void store_token(const Call *call, int64_t token)
     const int together = fills_group(call, token - lane);
     for (int64_t head = 0; head < layer->num_kv_heads; head++) {
         const int64_t block = slot >> call->block_shift, from = head * layer->head_dim * bytes;
-        const int64_t place = (block * layer->num_kv_heads + head) * call->head_bytes << call->block_shift;
+        const int64_t place = block * layer->block_bytes + (head * call->head_bytes << call->block_shift);
         const char *key = call->key + token * stride + from;
         const char *value = call->value + token * call->value_stride * bytes + from;
         char *group = layer->key_cache + place + (offset - lane) * call->head_bytes;

@@ -22,8 +22,8 @@ typedef struct {
 static void find_tile(const Call *call, const Task *task, int64_t first, Tile *tile)
 {
     const int32_t *blocks = call->step->block_table + task->request * call->step->table_stride;
-    const int64_t block_bytes = call->layer->num_kv_heads * call->head_bytes << call->block_shift;
-    const int64_t mask = call->layer->block_size - 1, start = first / TILE * TILE;
+    const int64_t block_bytes = call->layer->block_bytes, mask = call->layer->block_size - 1;
+    const int64_t start = first / TILE * TILE;
     const int64_t end = smaller(start + TILE, task->end_key);
     tile->start = start;
     tile->num_hidden = first - start;

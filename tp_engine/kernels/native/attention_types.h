@@ -4,7 +4,8 @@
    k, v (tokens, KV heads, head_dim)   likewise
    out  (tokens, heads, head_dim)      contiguous, written for the tokens of requests with a query
 
-   cache, of keys and of values        (blocks, KV heads, block_size, head_dim); token at slot block * block_size + offset
+   cache, of keys and of values        (blocks, KV heads, block_size, head_dim); token at slot block * block_size + offset;
+                                       blocks are `block_bytes` apart, because those of other layers lie between
      a head's values in a block        rows of head_dim
      a head's keys in a block          groups of `lanes` tokens as columns: (head_dim in items of 4 bytes, lanes)
 
@@ -61,6 +62,7 @@ typedef struct {
 /* What is constant for a layer.  Mirrored in layout.py. */
 typedef struct {
     char *key_cache, *value_cache;
+    int64_t block_bytes; /* from one block to the next */
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t window; /* visible keys, the own one included; 0: all */
     int64_t cache_dtype, dtype;

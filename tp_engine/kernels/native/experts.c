@@ -1,5 +1,5 @@
 /* A layer's experts: sort pairs (token, expert) by expert, then make the two products of each expert that has pairs, with
-   weights in panels (linear_rows.h), then add up each token's pairs.
+   weights in panels (linear_rows.h, quantised.h), then add up each token's pairs.
 
        pair      token * top_k + j: token's j-th expert.  Pairs of experts on other ranks are left out
        place     of a pair: its row in x_rows, inner and outputs.  An expert's pairs have neighbouring places
@@ -7,7 +7,7 @@
    A place's result depends on its token alone, and a token's sum goes in the order of j, so a row's result is the same,
    bit by bit, in each batch and with any number of threads. */
 
-#include "linear_rows.h"
+#include "quantised_rows.h"
 #include "tape.h"
 
 /* Mirrored in layout.py. */
@@ -17,6 +17,8 @@ typedef struct {
     int64_t first, num_experts, hidden, inner, top_k;
     int64_t kind, dtype;                          /* of the activation (gated.h); of everything but the weights of the sum */
     float alpha, limit;
+    const Quantised *quantised_gate_up, *quantised_down; /* NULL: panels of `dtype` */
+    const float *gate_up_factors, *down_factors;         /* (num_experts, panels, PANEL), or NULL */
 } Experts;
 
 /* Memory for one call; `inner` as the first product stores it, `inner_rows` as the second one reads it. */
@@ -29,8 +31,13 @@ typedef struct {
     int64_t x_stride, inner_stride; /* bytes of x_rows, inner_rows */
 } Work;
 
-static int64_t row_bytes(int64_t size, int dtype)
+/* Whether a product reads rows in another form than `dtype`'s. */
+static int converts(const Quantised *q, int dtype) { return q || is_widened(dtype); }
+
+static int64_t row_bytes(const Quantised *q, int64_t size, int dtype)
 {
+    if (q)
+        return prepared_bytes(q, dtype);
     return is_widened(dtype) ? (size + VW - 1) / VW * VW * (int64_t)sizeof(float) : size * item_bytes(dtype);
 }
 
@@ -50,10 +57,11 @@ static int64_t lay_out(Work *w, const Experts *e, int64_t pairs, char *memory)
     w->places = (int32_t *)take(&next, pairs * 4);
     w->tokens = (int32_t *)take(&next, pairs * 4);
     w->tasks = (int64_t *)take(&next, (e->num_experts + 1) * 8);
-    w->x_stride = row_bytes(e->hidden, dtype), w->inner_stride = row_bytes(e->inner, dtype);
+    w->x_stride = row_bytes(e->quantised_gate_up, e->hidden, dtype);
+    w->inner_stride = row_bytes(e->quantised_down, e->inner, dtype);
     w->x_rows = take(&next, pairs * w->x_stride);
     w->inner = take(&next, pairs * e->inner * item_bytes(dtype));
-    w->inner_rows = is_widened(dtype) ? take(&next, pairs * w->inner_stride) : w->inner;
+    w->inner_rows = converts(e->quantised_down, dtype) ? take(&next, pairs * w->inner_stride) : w->inner;
     w->outputs = take(&next, pairs * e->hidden * item_bytes(dtype));
     return next - memory;
 }
@@ -115,8 +123,10 @@ static int64_t expert_of(const Work *w, const Experts *e, int64_t task)
     return low;
 }
 
-/* Runs a task of one of the two products: `all` describes the product, with the first expert's row, weight, bias and output. */
-static void run_expert_task(const Linear *all, const Work *w, const Experts *e, int64_t task, int64_t panels, int64_t kind)
+/* Runs a task of one of the two products: `all` describes the product, with the first expert's row, weight, bias and
+   output; `q` its quantised weight, or NULL. */
+static void run_expert_task(const Linear *all, const Quantised *q, const Work *w, const Experts *e, int64_t task,
+                            int64_t panels, int64_t kind)
 {
     const int64_t expert = expert_of(w, e, task), first = w->starts[expert], parts = parts_of((int)kind);
     const int64_t bytes = item_bytes((int)e->dtype);
@@ -124,20 +134,24 @@ static void run_expert_task(const Linear *all, const Work *w, const Experts *e, 
     p.rows = w->starts[expert + 1] - first;
     p.x += first * p.x_stride;
     p.out += first * p.part_size * bytes;
-    p.weight += expert * panels * p.items * PANEL;
     p.bias = p.bias ? p.bias + expert * parts * p.part_size * bytes : NULL;
-    run_task(&p, task - w->tasks[expert], groups_of(w, expert), e->dtype, kind);
+    p.factors = p.factors ? p.factors + expert * panels * PANEL : NULL;
+    p.weight += expert * panels * (q ? panel_bytes(q) / (int64_t)sizeof(float) : p.items * PANEL);
+    if (q)
+        run_quantised_task(&p, q, task - w->tasks[expert], groups_of(w, expert), e->dtype, kind);
+    else
+        run_task(&p, task - w->tasks[expert], groups_of(w, expert), e->dtype, kind);
 }
 
-static void gather_row(const Work *w, const Experts *e, const char *x, int64_t place)
+/* A row in the form that a product reads. */
+static void convert(const Quantised *q, char *to, const char *from, int64_t size, int dtype)
 {
-    const int dtype = (int)e->dtype;
-    const char *from = x + w->tokens[place] * e->hidden * item_bytes(dtype);
-    char *to = w->x_rows + place * w->x_stride;
-    if (is_widened(dtype))
-        widen_row((float *)to, from, e->hidden, dtype);
+    if (q)
+        prepare_row(q, to, from, dtype);
+    else if (is_widened(dtype))
+        widen_row((float *)to, from, size, dtype);
     else
-        memcpy(to, from, e->hidden * item_bytes(dtype));
+        memcpy(to, from, size * item_bytes(dtype));
 }
 
 /* A token's sum over its pairs, in their order. */
@@ -161,36 +175,37 @@ int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float
 {
     const int dtype = (int)e->dtype;
     const int64_t pairs = rows * e->top_k, gate_panels = count_panels(e->inner, 2), down_panels = count_panels(e->hidden, 1);
-    const int64_t item_size = 4 / item_bytes(dtype);
+    const int64_t item_size = 4 / item_bytes(dtype), x_bytes = e->hidden * item_bytes(dtype);
+    const int64_t inner_bytes = e->inner * item_bytes(dtype);
     Work w;
     lay_out(&w, e, pairs, memory);
     sort_pairs(&w, e, ids, pairs);
     const int64_t here = w.starts[e->num_experts];
     const Linear gate_up = {w.x_rows, e->gate_up_bias, w.inner, e->gate_up, w.x_stride, 0, e->hidden / item_size, e->inner,
-                            e->alpha, e->limit};
+                            e->alpha, e->limit, e->gate_up_factors};
     const Linear down = {w.inner_rows, e->down_bias, w.outputs, e->down, w.inner_stride, 0, e->inner / item_size, e->hidden,
-                         0, 0};
+                         0, 0, e->down_factors};
     const int is_parallel = num_threads > 1 && here * e->inner * e->hidden >= MIN_PARALLEL_PRODUCTS;
     int64_t num_tasks = count_tasks(&w, e, gate_panels);
 #pragma omp parallel num_threads((int)num_threads) if (is_parallel)
     {
 #pragma omp for schedule(static)
         for (int64_t place = 0; place < here; place++)
-            gather_row(&w, e, x, place);
+            convert(e->quantised_gate_up, w.x_rows + place * w.x_stride, x + w.tokens[place] * x_bytes, e->hidden, dtype);
 #pragma omp for schedule(guided)
         for (int64_t task = 0; task < num_tasks; task++)
-            run_expert_task(&gate_up, &w, e, task, gate_panels, e->kind);
-        if (is_widened(dtype)) {
+            run_expert_task(&gate_up, e->quantised_gate_up, &w, e, task, gate_panels, e->kind);
+        if (converts(e->quantised_down, dtype)) {
 #pragma omp for schedule(static)
             for (int64_t place = 0; place < here; place++)
-                widen_row((float *)(w.inner_rows + place * w.inner_stride), w.inner + place * e->inner * item_bytes(dtype),
-                          e->inner, dtype);
+                convert(e->quantised_down, w.inner_rows + place * w.inner_stride, w.inner + place * inner_bytes, e->inner,
+                        dtype);
         }
 #pragma omp single
         num_tasks = count_tasks(&w, e, down_panels);
 #pragma omp for schedule(guided)
         for (int64_t task = 0; task < num_tasks; task++)
-            run_expert_task(&down, &w, e, task, down_panels, NO_GATE);
+            run_expert_task(&down, e->quantised_down, &w, e, task, down_panels, NO_GATE);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < rows; token++)
             FOR_DTYPE(sum_row(&w, e, weights, out, token, TYPE))

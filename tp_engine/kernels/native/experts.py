@@ -1,4 +1,5 @@
-"""Experts with their weights in panels (``panels.h``, ``experts.c``), and the routing to them (``routing.c``)."""
+"""Experts with weights in panels (``panels.h``, ``quantised.h``, ``experts.c``), and the routing to them
+(``routing.c``)."""
 
 from __future__ import annotations
 
@@ -10,43 +11,24 @@ import torch
 
 from tp_engine.kernels import experts as expert_twins
 from tp_engine.kernels import huge_pages, routing
-from tp_engine.kernels.experts import ExpertWeights
+from tp_engine.kernels.experts import ExpertWeights, QuantisedExpertWeights
 from tp_engine.kernels.native.layout import DTYPE_CODES, Experts, Routing
 from tp_engine.kernels.native.linear import fits_panels
 from tp_engine.kernels.native.ops import are_dense
+from tp_engine.kernels.native.quantised import pack_quantised
 from tp_engine.model_config.mlp import RouterScores, RoutingRule
 
 MAX_EXPERTS, MAX_GROUPS = 1024, 64  # of routing.c
 
 
-class NativeExperts:
-    """``kernels.experts.mix_experts`` in C, for any number of rows; it keeps packed copies, not ``weights``."""
+class _InPanels:
+    """Experts in C, for any number of rows."""
 
     is_recordable = True
 
-    def __init__(self, library: ctypes.CDLL, weights: ExpertWeights, top_k: int) -> None:
-        self._library = library
-        self._dtype, self._top_k = weights.gate_up.dtype, top_k
-        num_experts, hidden, inner = weights.down.shape
-        gate_up, down = pack_experts(library, weights.gate_up, 2), pack_experts(library, weights.down, 1)
-        biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
-        self._experts = Experts(
-            gate_up=gate_up.data_ptr(),
-            down=down.data_ptr(),
-            gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
-            down_bias=None if biases[1] is None else biases[1].data_ptr(),
-            first=weights.first,
-            num_experts=num_experts,
-            hidden=hidden,
-            inner=inner,
-            top_k=top_k,
-            kind=weights.activation.code,
-            dtype=DTYPE_CODES[self._dtype],
-            alpha=weights.activation.alpha,
-            limit=weights.activation.limit,
-        )
-        self._experts.tensors = (gate_up, down, *biases)
-        self._pointer = ctypes.pointer(self._experts)
+    def __init__(self, library: ctypes.CDLL, experts: Experts, dtype: torch.dtype, top_k: int) -> None:
+        self._library, self._dtype, self._top_k = library, dtype, top_k
+        self._pointer = ctypes.pointer(experts)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See ``kernels.experts.mix_experts``."""
@@ -65,6 +47,57 @@ class NativeExperts:
             torch.get_num_threads(),
         )
         return out
+
+
+class NativeExperts(_InPanels):
+    """``kernels.experts.mix_experts`` in C; it keeps packed copies, not ``weights``."""
+
+    def __init__(self, library: ctypes.CDLL, weights: ExpertWeights, top_k: int) -> None:
+        dtype = weights.gate_up.dtype
+        experts = _experts(weights, dtype, top_k)
+        gate_up, down = pack_experts(library, weights.gate_up, 2), pack_experts(library, weights.down, 1)
+        experts.gate_up, experts.down = gate_up.data_ptr(), down.data_ptr()
+        experts.kept = (*experts.kept, gate_up, down)
+        super().__init__(library, experts, dtype, top_k)
+
+
+class NativeQuantisedExperts(_InPanels):
+    """``kernels.experts.mix_quantised_experts`` in C for x of ``dtype``; it keeps packed copies, not ``weights``."""
+
+    def __init__(self, library: ctypes.CDLL, weights: QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> None:
+        experts = _experts(weights, dtype, top_k)
+        gate_up = pack_quantised(library, weights.gate_up, dtype, 2)
+        down = pack_quantised(library, weights.down, dtype, 1)
+        experts.gate_up, experts.down = gate_up.panels.data_ptr(), down.panels.data_ptr()
+        experts.quantised_gate_up, experts.quantised_down = (
+            ctypes.addressof(one.form.contents) for one in (gate_up, down)
+        )
+        experts.gate_up_factors, experts.down_factors = gate_up.factors_address, down.factors_address
+        experts.kept = (*experts.kept, gate_up, down)
+        self.num_bytes = gate_up.num_bytes + down.num_bytes
+        super().__init__(library, experts, dtype, top_k)
+
+
+def _experts(weights: ExpertWeights | QuantisedExpertWeights, dtype: torch.dtype, top_k: int) -> Experts:
+    """What C reads of ``weights``, without the panels."""
+    num_experts, hidden, inner = weights.down.shape
+    biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
+    assert all(one is None or one.dtype is dtype for one in biases)
+    experts = Experts(
+        gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
+        down_bias=None if biases[1] is None else biases[1].data_ptr(),
+        first=weights.first,
+        num_experts=num_experts,
+        hidden=hidden,
+        inner=inner,
+        top_k=top_k,
+        kind=weights.activation.code,
+        dtype=DTYPE_CODES[dtype],
+        alpha=weights.activation.alpha,
+        limit=weights.activation.limit,
+    )
+    experts.kept = tuple(biases)
+    return experts
 
 
 def takes_experts(weights: ExpertWeights) -> bool:

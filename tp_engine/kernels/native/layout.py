@@ -1,4 +1,4 @@
-"""The structures of ``attention_types.h``, ``routing.c`` and ``experts.c``, field by field."""
+"""The structures of ``attention_types.h``, ``routing.c``, ``experts.c`` and ``quantised.h``, field by field."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
+        ("block_bytes", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("num_heads", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
@@ -66,9 +67,9 @@ class Routing(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """``experts.c``: the experts from ``first`` on, in panels; ``tensors`` keeps the memory at its addresses alive."""
+    """``experts.c``: the experts from ``first`` on, in panels; ``kept`` has the memory at its addresses."""
 
-    tensors: tuple[object, ...]
+    kept: tuple[object, ...]
 
     _fields_ = (
         ("gate_up", ctypes.c_void_p),
@@ -84,4 +85,23 @@ class Experts(ctypes.Structure):
         ("dtype", ctypes.c_int64),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("quantised_gate_up", ctypes.c_void_p),
+        ("quantised_down", ctypes.c_void_p),
+        ("gate_up_factors", ctypes.c_void_p),
+        ("down_factors", ctypes.c_void_p),
+    )
+
+
+class Quantised(ctypes.Structure):
+    """``quantised.h``: what all panels of a quantised weight share."""
+
+    _fields_ = (
+        ("codes", ctypes.c_int64),
+        ("scales", ctypes.c_int64),
+        ("has_zeros", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("values", ctypes.c_float * 16),
+        ("high", ctypes.c_uint8 * 128),
+        ("low", ctypes.c_uint8 * 128),
     )

@@ -10,7 +10,7 @@ import torch
 
 from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
-from tp_engine.kernels.native.layout import Experts, Layer, Routing, Step
+from tp_engine.kernels.native.layout import Experts, Layer, Quantised, Routing, Step
 from tp_engine.kernels.native.self_check import disagreement
 from tp_engine.kernels.native.tape import Recordable
 from tp_engine.log import get_logger
@@ -35,6 +35,17 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "embed": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
     "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, _INT, _INT),
+    "quantised_linear": (
+        ctypes.POINTER(Quantised),
+        _POINTER,
+        _INT,
+        *[_POINTER] * 5,
+        *[_INT] * 3,
+        _FLOAT,
+        _FLOAT,
+        _INT,
+        _INT,
+    ),
     "route_tokens": (ctypes.POINTER(Routing), _POINTER, _INT, *[_POINTER] * 5, _INT, _INT),
     "widen_rows_to_float32": (_POINTER, _POINTER, *[_INT] * 3),
     "mix_experts": (ctypes.POINTER(Experts), *[_POINTER] * 5, _INT, _INT),
@@ -42,28 +53,42 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "experts_work_bytes": (ctypes.POINTER(Experts), _INT),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
+    "pack_quantised": (ctypes.POINTER(Quantised), _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),
+    "quantised_panel_bytes": (ctypes.POINTER(Quantised),),
+    "quantised_row_bytes": (ctypes.POINTER(Quantised), _INT),
     "panel_width": (),
+    "vector_numbers": (),
+    "pairs_columns": (_INT,),
+    "max_group": (),
     "attention_lanes": (),
     "widens": (_INT,),
     "has_bfloat16_matrices": (),
     "quantise_rows": (*[_POINTER] * 3, *[_INT] * 4),
     "scale_rows": (*[_POINTER] * 4, *[_INT] * 4),
+    "copy_blocks": (*[_POINTER] * 3, *[_INT] * 3),
     "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
     "run_tape": (_POINTER, _INT, _POINTER),
     "max_words": (),
 }
-_RESULTS = {"experts_work_bytes": _INT}
+_RESULTS = dict.fromkeys(("experts_work_bytes", "quantised_panel_bytes", "quantised_row_bytes"), _INT)
 # A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
     "experts_work_bytes",
     "pack_weight",
+    "pack_quantised",
+    "quantised_panel_bytes",
+    "quantised_row_bytes",
     "panel_width",
+    "vector_numbers",
+    "pairs_columns",
+    "max_group",
     "attention_lanes",
     "widens",
     "has_bfloat16_matrices",
     "quantise_rows",
     "scale_rows",
+    "copy_blocks",
     "shared_all_reduce",
     "shared_all_gather",
     "run_tape",

@@ -23,6 +23,7 @@ typedef struct {
     int64_t x_stride; /* in bytes */
     int64_t rows, items, part_size; /* part_size: outputs of a part */
     float alpha, limit; /* of the activation */
+    const float *factors; /* of quantised weights: of the sums, in the order of panels, or NULL */
 } Linear;
 
 /* Parts of a weight: gate and up, if there is an activation. */

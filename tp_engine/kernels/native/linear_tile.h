@@ -6,8 +6,6 @@
 
 enum { TILE_ROWS = 6 };
 
-typedef float item_memory __attribute__((aligned(2), may_alias));
-
 typedef vf Sums[TILE_ROWS][VECTORS];
 
 /* A tile's part of some items: rows of x, a panel, and memory that is fetched meanwhile, `lines` lines per item: into the
@@ -25,6 +23,12 @@ typedef struct {
 /* Bytes from one item of x to the next. */
 INLINE int64_t item_step(const int dtype) { return is_widened(dtype) ? 8 : 4; }
 
+/* `sum` and the product of an item. */
+INLINE vf add_product(vf sum, vf item, vf weight, const int by_pairs)
+{
+    return by_pairs ? add_pair_products(sum, item, weight) : multiply_add(sum, item, weight);
+}
+
 /* Adds the products of an item of `rows` rows. */
 INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float *panel, const int rows, const int dtype)
 {
@@ -39,10 +43,9 @@ INLINE void add_products(Sums sums, const char *x, int64_t x_stride, const float
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const vf item = splat(*(const item_memory *)(x + r * x_stride));
-            const int by_pairs = dtype == BFLOAT16 && !is_widened(dtype);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = by_pairs ? add_pair_products(sums[r][v], item, weight[v]) : sums[r][v] + item * weight[v];
+                sums[r][v] = add_product(sums[r][v], item, weight[v], dtype == BFLOAT16 && !is_widened(dtype));
         }
     }
 }

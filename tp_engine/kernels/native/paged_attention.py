@@ -78,8 +78,8 @@ class PagedAttention:
         """Store ``new`` keys and values (N, KV heads, head_dim) unless it is None, then attend.
 
         ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (2, blocks, block_size, KV heads,
-        head_dim), each block in the order of ``in_kernel_order``; ``out``, contiguous and shaped as ``query``, is
-        written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as in plain_attention.py.
+        head_dim) as in layer_kv.py, each block in the order of ``in_kernel_order``; ``out``, contiguous and shaped as
+        ``query``, is written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as for ``attend``.
         """
         states: tuple[int | None, ...] = (None, None)
         strides = (0, 0)
@@ -103,16 +103,16 @@ class PagedAttention:
         """The kernel's description of a layer, made when it is first seen; ``rule``: scale, window, softcap."""
         address, num_heads = kv_cache.data_ptr(), query.shape[1]
         sinks_address = None if sinks is None else sinks.data_ptr()
-        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, rule, sinks_address)
+        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, kv_cache.stride(1), rule, sinks_address)
         known = self._layers.get(address)
         if known is not None and known[0] == facts:
             return known[1]
-        assert kv_cache[0].is_contiguous()
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == num_heads)
         scale, window, softcap = rule
         description = Layer(
             key_cache=address,
             value_cache=kv_cache[1].data_ptr(),
+            block_bytes=kv_cache.stride(1) * kv_cache.itemsize,
             block_size=kv_cache.shape[2],
             num_heads=num_heads,
             num_kv_heads=kv_cache.shape[3],

@@ -19,6 +19,9 @@ enum { VECTORS = 2 };
 #endif
 enum { PANEL = VECTORS * VW, PANEL_LINES = PANEL * 4 / CACHE_LINE };
 
+/* Of x, at any address. */
+typedef float item_memory __attribute__((aligned(2), may_alias));
+
 /* Multiplications, or numbers copied, below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_PRODUCTS = 1 << 15 };
 

@@ -12,16 +12,24 @@ import torch.nn.functional as F
 
 from tp_engine.kernels import heads as head_twins
 from tp_engine.kernels import layer_ops, routing
-from tp_engine.kernels.experts import ExpertWeights, add_gated, mix_experts
+from tp_engine.kernels.experts import (
+    ExpertWeights,
+    QuantisedExpertWeights,
+    add_gated,
+    mix_experts,
+    mix_quantised_experts,
+)
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native import experts, ops
-from tp_engine.kernels.native.experts import NativeExperts
+from tp_engine.kernels.native.experts import NativeExperts, NativeQuantisedExperts
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
 from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_order
+from tp_engine.kernels.native.quantised import QuantisedPanels
 from tp_engine.kernels.plain_attention import attend
+from tp_engine.kernels.quantised import Codes, QuantisedWeight, multiply_quantised, values_per_byte
 from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 
 _ACTIVATIONS = tuple(Activation(kind) for kind in get_args(ActivationKind))
@@ -36,6 +44,8 @@ _ROUTING_RULES = (
     RoutingRule(top_k=3, renormalises=True, factor=2.0),
 )
 
+_LARGEST: dict[Codes, float] = {"int4": 16.0, "int8": 136.0, "e4m3": 448.0, "e2m1": 6.0}
+
 Check: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
 """A kernel's name, its result, and the right one."""
 
@@ -48,6 +58,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_rows(library, dtype, generator),
             *_heads(library, dtype, generator),
             *_linear(library, dtype, generator),
+            *_quantised(library, dtype, generator),
             *_experts(library, dtype, generator),
             *_attention(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
@@ -125,6 +136,33 @@ def _linear(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator
     yield "embed_panels", PackedWeight(library, weight).rows(ids, None, 2.0), wanted
 
 
+def _quantised_weight(kind: Codes, shape: tuple[int, ...], generator: torch.Generator) -> QuantisedWeight:
+    """Groups of 8 columns; zeros if the kind may have them."""
+    *outer, in_size = shape
+    codes = torch.randint(256, (*outer, in_size // values_per_byte(kind)), generator=generator).to(torch.uint8)
+    groups = (*outer, -(-in_size // 8))
+    zeros = torch.randint(-8, 8, groups, generator=generator).to(torch.int8)
+    return QuantisedWeight(
+        kind=kind,
+        codes=codes.masked_fill(codes & 127 == 127, 1),  # no NaN
+        scales=((torch.rand(groups, generator=generator) + 0.5) / _LARGEST[kind]).bfloat16(),
+        group=8,
+        zeros=zeros if kind.startswith("int") else None,
+        factors=torch.rand(outer, generator=generator) + 0.5,
+    )
+
+
+def _quantised(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """Two rows, and more than a tile, times a weight of odd sizes."""
+    x, bias = ((torch.randn(*shape, generator=generator) / 3).to(dtype) for shape in ((7, 88), (37,)))
+    for kind in get_args(Codes):
+        weight = _quantised_weight(kind, (37, 88), generator)
+        expected = multiply_quantised(x.double(), weight, bias.double())
+        product = QuantisedPanels(library, weight, dtype).product
+        for rows in (2, 7):
+            yield f"quantised_linear of {kind}", product(x[:rows], bias), expected[:rows]
+
+
 def _experts(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
     """Routing, and the experts that are routed to."""
     logits, x = torch.randn(5, 8, generator=generator).to(dtype), torch.randn(5, 24, generator=generator).to(dtype)
@@ -145,6 +183,16 @@ def _experts(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generato
         activation=_ACTIVATIONS[0],
     )
     yield "mix_experts", NativeExperts(library, weights, 3)(x, ids, shares), mix_experts(x, ids, shares, weights)
+    quantised = QuantisedExpertWeights(
+        gate_up=_quantised_weight("int4", (8, 40, 24), generator),
+        down=_quantised_weight("e4m3", (8, 24, 20), generator),
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        first=0,
+        activation=_ACTIVATIONS[0],
+    )
+    found_mix = NativeQuantisedExperts(library, quantised, dtype, 3)(x, ids, shares)
+    yield "mix_experts, quantised", found_mix, mix_quantised_experts(x, ids, shares, quantised)
     found_sum, expected_sum = x.clone(), x.clone()
     experts.add_gated(library, found_sum, x, logits[:, 2:3])
     add_gated(expected_sum, x, logits[:, 2:3])

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * VW)));
 /* For memory that is aligned to its elements only. */
 typedef float vf_memory __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * VW), aligned(2), may_alias));
+typedef uint8_t vb_memory __attribute__((vector_size(VW), aligned(1), may_alias));
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, CACHE_LINE = 64 };
 
@@ -40,6 +41,22 @@ INLINE vf load_vector(const float *p) { return *(const vf_memory *)p; }
 INLINE void store_vector(float *p, vf x) { *(vf_memory *)p = x; }
 
 INLINE vf select_vector(vi where, vf yes, vf no) { return (vf)(((vi)yes & where) | ((vi)no & ~where)); }
+
+/* sum + x * y, rounded once if the processor can: `sum + x * y` leaves that to the compiler, function by function. */
+INLINE vf multiply_add(vf sum, vf x, vf y)
+{
+#if VW == 16
+    return (vf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif VW == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__FP_FAST_FMAF)
+    for (int i = 0; i < VW; i++)
+        sum[i] = __builtin_fmaf(x[i], y[i], sum[i]);
+    return sum;
+#else
+    return sum + x * y;
+#endif
+}
 
 /* b where one of them is NaN. */
 INLINE vf max_vector(vf a, vf b)
@@ -184,10 +201,30 @@ INLINE vf tanh_vector(vf x)
     return select_vector(size < 1.0f, near, signed_far);
 }
 
-INLINE vf load_bfloat16(const uint16_t *p)
+/* VW numbers of 16 bits, or of 8, as numbers of 32. */
+INLINE vu load_halves(const void *p)
 {
-    return (vf)(__builtin_convertvector(*(const vh_memory *)p, vu) << 16);
+#if VW == 16
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
+#elif VW == 8
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
+#else
+    return __builtin_convertvector(*(const vh_memory *)p, vu);
+#endif
 }
+
+INLINE vu load_bytes(const void *p)
+{
+#if VW == 16
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+#elif VW == 8
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+#else
+    return __builtin_convertvector(*(const vb_memory *)p, vu);
+#endif
+}
+
+INLINE vf load_bfloat16(const uint16_t *p) { return (vf)(load_halves(p) << 16); }
 
 /* Rounds to the nearest, ties to even; NaN stays NaN. */
 INLINE void store_bfloat16(uint16_t *p, vf x)

@@ -27,21 +27,24 @@ used.  If C or oneDNN is missing, the other one is used, or ``F.linear``, which 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tp_engine.kernels.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.experts_grouped import grouped_experts
 from tp_engine.kernels.native.experts import NativeExperts, takes_experts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import PackedWeight, fits_panels
 from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.context import LayerContext
-from tp_engine.layers.formats.base import ExpertsProduct, LinearShape, Product
+from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.experts import ExpertsShape
-from tp_engine.model_config.mlp import Activation
+from tp_engine.layers.formats.stored import LinearShape
+from tp_engine.model_config.mlp import Activation, StoredExperts
+from tp_engine.weights.source import Source
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -49,27 +52,32 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 class Dense:
     """One parameter, ``weight`` (out, in); of experts two, and their biases."""
 
+    experts_block = 1
+
     def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
-        return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources("weight"))}
+        return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources())}
 
-    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         """See ``LinearFormat``."""
         return choose_product(parameters["weight"], shape.activation)
 
     def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
         num_experts, hidden, room = shape.experts.size, shape.hidden_size, shape.room
-        found = {
-            "gate_up": context.parameter((num_experts, 2 * room, hidden), *shape.gate_up_sources()),
-            "down": context.parameter((num_experts, hidden, room), *shape.down_sources()),
-        }
-        if shape.spec.bias:
-            found["gate_up_bias"] = context.parameter((num_experts, 2 * room), *shape.gate_up_bias_sources())
-            found["down_bias"] = context.parameter((num_experts, hidden), *shape.down_bias_sources())
-        return found
 
-    def finish_experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertsProduct:
+        def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
+            return [shape.weight_sources(one, side(one)) for one in shape.spec.stored]
+
+        found = {
+            "gate_up": context.parameter((num_experts, 2 * room, hidden), *sources(shape.gate_up)),
+            "down": context.parameter((num_experts, hidden, room), *sources(shape.down)),
+        }
+        return found | expert_biases(context, shape)
+
+    def finish_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
+    ) -> ExpertsProduct:
         """See ``LinearFormat``."""
         weights = ExpertWeights(
             gate_up=parameters["gate_up"],
@@ -80,6 +88,21 @@ class Dense:
             activation=shape.spec.activation,
         )
         return choose_experts(weights, shape.spec.rule.top_k)
+
+
+def expert_biases(context: LayerContext, shape: ExpertsShape) -> dict[str, nn.Parameter]:
+    """The parameters of experts' biases, in the model's type: (experts, 2 * room) and (experts, hidden)."""
+    if not shape.spec.bias:
+        return {}
+    count = shape.experts.size
+
+    def sources(side: Callable[[StoredExperts], LinearShape]) -> list[tuple[Source, ...]]:
+        return [shape.bias_sources(one, side(one)) for one in shape.spec.stored]
+
+    return {
+        "gate_up_bias": context.parameter((count, 2 * shape.room), *sources(shape.gate_up)),
+        "down_bias": context.parameter((count, shape.hidden_size), *sources(shape.down)),
+    }
 
 
 class PlainExperts:
@@ -186,7 +209,7 @@ def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
     if runs_triton(weights.gate_up.device.type) and has_triton():
         from tp_engine.kernels.experts_triton import TritonExperts
 
-        return TritonExperts(weights)
+        return TritonExperts(weights, grouped=grouped_experts(weights))
     library = native_library() if weights.gate_up.device.type == "cpu" and takes_experts(weights) else None
     return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k)
 

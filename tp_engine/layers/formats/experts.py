@@ -5,20 +5,30 @@
     parameter       (experts, 2 * room, hidden)    gate rows, zeros, up rows, zeros
                     (experts, hidden, room)        down: columns of this rank, zeros
 
+Each expert is a linear layer of gate and up, and one of down (``stored.LinearShape``); a checkpoint has tensors for
+each of them, or stacks of all experts.
+
 Experts are split by their inner size, or, with expert parallelism, each is whole on one rank.  Inner sizes that do
-not divide by the ranks are split in blocks (``weights/source.block_share``); every rank has room for the largest part.
+not divide by the ranks are split in blocks (``model_config.mlp.block_bounds``); every rank has room for the largest
+part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
+from tp_engine.layers.formats.stored import WEIGHT, LinearShape, Part
 from tp_engine.model_config.mlp import ExpertsSpec, StoredExperts, local_inner_size
-from tp_engine.weights.source import Source, Span, Spans, block_share, whole
+from tp_engine.weights.source import Decode, Source, Span, block_share
 
 _NOWHERE = Span(0, 0)
+
+DecodeStack: TypeAlias = Callable[[torch.Tensor, Decode], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,112 +47,73 @@ class ExpertsShape:
     room: int
     adds_down_bias: bool
 
-    def gate_up_sources(self) -> tuple[tuple[Source, ...], ...]:
-        """The alternatives for a parameter (experts, 2 * room, hidden): gate rows, then up rows."""
-        return tuple(self._both(one, is_bias=False) for one in self.spec.stored)
-
-    def gate_up_bias_sources(self) -> tuple[tuple[Source, ...], ...]:
-        """The alternatives for a parameter (experts, 2 * room)."""
-        return tuple(self._both(one, is_bias=True) for one in self.spec.stored)
-
-    def down_sources(self) -> tuple[tuple[Source, ...], ...]:
-        """The alternatives for a parameter (experts, hidden, room)."""
-        hidden, inner = Span(0, self.hidden_size), self.inner
-        sizes = (self.hidden_size, self.spec.inner_size)
-        target = (hidden, Span(0, inner.size))
-        return tuple(
-            self._sources(one, one.down + one.weight_suffix, sizes, (hidden, inner), target) for one in self.spec.stored
-        )
-
-    def down_bias_sources(self) -> tuple[tuple[Source, ...], ...]:
-        """The alternatives for a parameter (experts, hidden)."""
-        hidden = Span(0, self.hidden_size)
-        return tuple(
-            self._sources(one, one.down + one.bias_suffix, (self.hidden_size,), (hidden,), (hidden,))
-            for one in self.spec.stored
-        )
-
-    def _both(self, stored: StoredExperts, *, is_bias: bool) -> tuple[Source, ...]:
-        """Gate, then up."""
-        inner, size = self.inner, self.spec.inner_size
-        suffix = stored.bias_suffix if is_bias else stored.weight_suffix
-        columns = () if is_bias else (self.hidden_size,)
-        sources: tuple[Source, ...] = ()
+    def gate_up(self, stored: StoredExperts) -> LinearShape:
+        """One expert's gate and up: (2 * room, hidden); {} in the names of its parts is for its number."""
+        size, inner = self.spec.inner_size, self.inner
+        parts = []
         for index, name in enumerate((stored.gate, stored.up)):
-            rows, total, step = inner, size, 1
-            if stored.kind != "each":
-                total = 2 * size
-                if stored.interleaved:
-                    rows, step = Span(2 * inner.start, 2 * inner.size), 2
-                else:
-                    rows = Span(inner.start + index * size, inner.size)
-            sources += self._sources(
-                stored,
-                name + suffix,
-                (total, *columns),
-                (rows, *whole(columns)),
-                (Span(index * self.room, inner.size), *whole(columns)),
-                first=index if stored.interleaved else 0,
-                step=step,
-            )
-        return sources
+            part = Part(name=f"{self.path}.{name}", stored_rows=size, rows=inner, room=self.room)
+            if stored.interleaved:
+                part = replace(part, stored_rows=2 * size, first=index, step=2)
+            elif stored.kind != "each":
+                part = replace(part, stored_rows=2 * size, rows=Span(inner.start + index * size, inner.size))
+            parts.append(part)
+        whole_rows = Span(0, self.hidden_size)
+        return LinearShape(stored_columns=self.hidden_size, columns=whole_rows, parts=tuple(parts))
 
-    def _sources(
-        self,
-        stored: StoredExperts,
-        name: str,
-        shape: tuple[int, ...],
-        taken: Spans,
-        target: Spans,
-        *,
-        first: int = 0,
-        step: int = 1,
+    def down(self, stored: StoredExperts) -> LinearShape:
+        """One expert's down: (hidden, room)."""
+        rows = Span(0, self.hidden_size)
+        part = Part(name=f"{self.path}.{stored.down}", stored_rows=rows.size, rows=rows, room=rows.size)
+        return LinearShape(stored_columns=self.spec.inner_size, columns=self.inner, parts=(part,), room=self.room)
+
+    def weight_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
+        """The sources of a parameter (experts, rows, columns), in the model's own type."""
+        tensor = replace(WEIGHT, suffix=stored.weight_suffix, is_turned=stored.kind == "transposed")
+        return self.of_all(stored, of_one.sources(tensor), _decode_together)
+
+    def bias_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
+        """The sources of a parameter (experts, rows)."""
+        return self.of_all(stored, of_one.vector_sources(stored.bias_suffix), _decode_together)
+
+    def of_all(
+        self, stored: StoredExperts, of_one: Sequence[Source], decode_stack: DecodeStack | None = None
     ) -> tuple[Source, ...]:
-        """The sources of each expert's tensor of ``shape`` (rows, columns) or (rows,): ``taken`` goes to ``target``."""
-        path = f"{self.path}.{name}"
+        """What the sources ``of_one`` expert are for all experts; ``decode_stack`` decodes a stack of them."""
         if stored.kind == "each":
-            return tuple(
-                self._source_of_one(number, path, shape, taken, target) for number in range(self.spec.num_experts)
-            )
-        is_turned = stored.kind == "transposed" and len(shape) == 2
+            return tuple(self._numbered(one, number) for number in range(self.spec.num_experts) for one in of_one)
+        return tuple(self._stacked(one, decode_stack or _decode_each) for one in of_one)
 
-        def decode(values: torch.Tensor) -> torch.Tensor:
-            rows_first = values.transpose(1, 2) if is_turned else values
-            return rows_first[:, first::step]
-
-        if is_turned:
-            shape, taken = shape[::-1], taken[::-1]
-        experts = (self.experts, Span(0, self.experts.size))
-        return (
-            Source(
-                name=path,
-                shape=(self.spec.num_experts, *shape),
-                taken=(experts[0], *taken),
-                target=(experts[1], *target),
-                decode=decode,
-            ),
+    def _stacked(self, one: Source, decode_stack: DecodeStack) -> Source:
+        return replace(
+            one,
+            shape=(self.spec.num_experts, *one.shape),
+            taken=(self.experts, *one.taken),
+            target=(Span(0, self.experts.size), *one.target),
+            decode=lambda values: decode_stack(values, one.decode),
         )
 
-    def _source_of_one(self, number: int, path: str, shape: tuple[int, ...], taken: Spans, target: Spans) -> Source:
+    def _numbered(self, one: Source, number: int) -> Source:
         """Expert ``number``'s own tensor; nothing is taken if the expert is on another rank."""
-        place = number - self.experts.start
-        if not 0 <= place < self.experts.size:
+        place, taken, target = number - self.experts.start, one.taken, one.target
+        is_here = 0 <= place < self.experts.size
+        if not is_here:
             place, taken, target = 0, (_NOWHERE,) * len(taken), (_NOWHERE,) * len(target)
-        return Source(
-            name=path.format(number),
-            shape=shape,
+        return replace(
+            one,
+            name=one.name.format(number),
             taken=taken,
-            target=(Span(place, min(1, taken[0].size)), *target),
-            decode=_as_one_expert,
+            target=(Span(place, int(is_here)), *target),
+            decode=partial(_decode_one, decode=one.decode),
         )
 
 
 def share_experts(
-    spec: ExpertsSpec, hidden_size: int, path: str, *, rank: int, world_size: int, splits: bool
+    spec: ExpertsSpec, hidden_size: int, path: str, *, rank: int, world_size: int, splits: bool, block: int = 1
 ) -> ExpertsShape:
-    """This rank's experts: a part of each if ``splits``, else some of them whole."""
+    """This rank's experts: a part of each if ``splits``, in whole blocks of ``block``, else some of them whole."""
     if splits:
-        experts, inner = Span(0, spec.num_experts), block_share(spec.inner_size, rank, world_size)
+        experts, inner = Span(0, spec.num_experts), block_share(spec.inner_size, rank, world_size, block=block)
     else:
         experts, inner = block_share(spec.num_experts, rank, world_size), Span(0, spec.inner_size)
     return ExpertsShape(
@@ -151,11 +122,21 @@ def share_experts(
         path=path,
         experts=experts,
         inner=inner,
-        room=local_inner_size(spec.inner_size, world_size if splits else 1),
+        room=local_inner_size(spec.inner_size, world_size if splits else 1, block=block),
         adds_down_bias=not splits or rank == 0,
     )
 
 
-def _as_one_expert(values: torch.Tensor) -> torch.Tensor:
-    """A tensor of one expert as a stack of one."""
-    return values.unsqueeze(0)
+def _decode_each(values: torch.Tensor, decode: Decode) -> torch.Tensor:
+    """A stack of experts' tensors, each decoded."""
+    return torch.stack([decode(one) for one in values])
+
+
+def _decode_together(values: torch.Tensor, decode: Decode) -> torch.Tensor:
+    """The same for decodings that only choose and turn rows and columns: a view."""
+    return decode(values.movedim(0, -1)).movedim(-1, 0)
+
+
+def _decode_one(values: torch.Tensor, decode: Decode) -> torch.Tensor:
+    """A tensor of one expert, decoded, as a stack of one."""
+    return decode(values).unsqueeze(0)

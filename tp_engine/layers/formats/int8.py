@@ -29,8 +29,9 @@ import torch
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.int8_rows import CODE_OFFSET, LARGEST_CODE
 from tp_engine.kernels.ops import int8_rows
-from tp_engine.layers.formats.base import LinearShape, Product
+from tp_engine.layers.formats.base import Product
 from tp_engine.layers.formats.dense import Dense, ThenGate
+from tp_engine.layers.formats.stored import LinearShape
 
 _REMEDY = "leave quantization out, or use a PyTorch for x86 with oneDNN on a CPU with VNNI"
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
@@ -41,11 +42,10 @@ _trusted: dict[torch.Size, bool] = {}
 class Int8(Dense):
     """Weights that are loaded as dense, then quantised."""
 
-    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> Product:
+    def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         """See ``LinearFormat``."""
-        weight = parameters["weight"]
-        product = make_int8_linear(weight)
-        return product if shape.activation is None else ThenGate(product, shape.activation, weight.device.type)
+        product = make_int8_linear(*quantise_weight(parameters["weight"]))
+        return product if shape.activation is None else ThenGate(product, shape.activation, "cpu")
 
 
 class Int8Linear:
@@ -85,18 +85,26 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
-def make_int8_linear(weight: torch.Tensor) -> Int8Linear:
-    """The product of ``weight``, compared with plain arithmetic once per shape.  Raises ``ConfigError``."""
-    codes, scales = quantise_weight(weight)
+def make_int8_linear(codes: torch.Tensor, scales: torch.Tensor) -> Int8Linear:
+    """The product of a weight, compared with plain arithmetic once per shape.  Raises ``ConfigError``.
+
+    ``codes`` (out, in) int8, ``scales`` (out,) float32.
+    """
+    shape = codes.shape
     try:
         product = Int8Linear(codes, scales)
-        if weight.shape not in _trusted:
-            _trusted[weight.shape] = _agrees(product, codes, scales)
+        if shape not in _trusted:
+            _trusted[shape] = _agrees(product, codes, scales)
     except (AttributeError, RuntimeError) as error:
-        raise _refusal(f"oneDNN refuses a weight of shape {tuple(weight.shape)}: {error}") from error
-    if not _trusted[weight.shape]:
-        raise _refusal(f"oneDNN's product with a weight of shape {tuple(weight.shape)} is wrong")
+        raise _refusal(f"oneDNN refuses a weight of shape {tuple(shape)}: {error}") from error
+    if not _trusted[shape]:
+        raise _refusal(f"oneDNN's product with a weight of shape {tuple(shape)} is wrong")
     return product
+
+
+def takes_int8_products(device_type: str) -> bool:
+    """Whether this machine's products of 8-bit integers are exact, so that checkpoints with them can be served so."""
+    return device_type == "cpu" and _problem() is None
 
 
 def check_int8(device_type: str) -> None:

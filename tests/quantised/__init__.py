@@ -1,0 +1,1 @@
+"""Quantised checkpoints as their makers write them, for tests."""

@@ -1,0 +1,119 @@
+"""Quantise a tiny float32 checkpoint: the files as a format's makers write them, and a twin in float32."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.quantised.configs import Kept
+from tests.quantised.formats import FORMATS, Format
+from tests.quantised.numbers import Numbers, quantise_int
+from tests.quantised.packing import Tensors
+
+# Routers and the gates of shared experts are never quantised, nor is the output layer.
+KEPT_MODULES = re.compile(r"lm_head|.*\.(gate|router|shared_expert_gate)")
+EXPERTS_OF_GPT_OSS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+SAME_NUMBERS = ("pack-quantized-asym", "awq", "gptq-asym", "gptq-v2-asym")
+
+
+def compress(
+    folder: Path,
+    target: Path,
+    twin: Path,
+    name: str,
+    *,
+    group: int | None = None,
+    kept_layers: Sequence[int] = (),
+    with_patterns: bool = False,
+) -> None:
+    """Write the checkpoint ``folder`` in the format ``name`` of ``FORMATS``.
+
+    ``target`` gets the quantised checkpoint, ``twin`` a float32 one with the weights that the codes stand for.
+    ``group`` is the group or block size, if the format has one (None: its usual one).  The layers ``kept_layers`` stay
+    as they are, which the configuration says ``with_patterns`` if the format has any.
+
+    Raises ``ValueError`` if a weight's columns are no multiple of the group.
+    """
+    how = FORMATS[name]
+    if group is not None and how.group is None:
+        raise ValueError(f"{name} has no groups: leave out group={group}")
+    how = replace(how, group=group or how.group)
+    _write(folder, target, twin, how, kept_layers, with_patterns, lambda weight: how.quantise(weight, how.group))
+
+
+def compress_alike(folder: Path, targets: dict[str, Path], twin: Path, *, group: int = 32) -> None:
+    """Write the same codes, scales and zero points in several packings, ``targets`` by a name of ``SAME_NUMBERS``."""
+
+    def quantise(weight: torch.Tensor) -> Numbers:
+        return quantise_int(weight, group, has_zeros=True, scale_type=torch.float16)
+
+    for name, target in targets.items():
+        if name not in SAME_NUMBERS:
+            raise ValueError(f"{name} cannot hold 4-bit codes with zero points: choose from {SAME_NUMBERS}")
+        _write(folder, target, twin, replace(FORMATS[name], group=group), (), False, quantise)
+
+
+def _write(
+    folder: Path,
+    target: Path,
+    twin: Path,
+    how: Format,
+    kept_layers: Sequence[int],
+    with_patterns: bool,
+    quantise: Callable[[torch.Tensor], Numbers],
+) -> None:
+    from safetensors.torch import load_file
+
+    stored: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(file)
+    quantised: Tensors = {}
+    floats: Tensors = {}
+    kept = ["lm_head"]
+    outside = tuple(f"model.layers.{layer}." for layer in kept_layers)
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        is_linear = last == "weight" and tensor.dim() == 2 and "embed" not in module
+        if how.fused and EXPERTS_OF_GPT_OSS.fullmatch(name):
+            packed, floats[name] = _fused(tensor, how, quantise)
+            quantised |= {name + suffix: values for suffix, values in packed.items()}
+        elif how.fused or not is_linear or KEPT_MODULES.fullmatch(module) or name.startswith(outside):
+            if is_linear and module != "lm_head":
+                kept.append(module)
+            quantised[name] = floats[name] = tensor
+        else:
+            numbers = quantise(tensor)
+            floats[name] = numbers.weight()
+            own = how.pack(numbers) | how.extra.get("", {}) | how.extra.get(module.rpartition(".")[2], {})
+            quantised |= {f"{module}.{suffix}": values for suffix, values in own.items()}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    what = Kept(kept, kept_layers, with_patterns)
+    _save(twin, floats, {"config.json": config})
+    config["quantization_config"] = how.describe(how.group, what)
+    _save(target, quantised, {"config.json": config, **how.files(how.group, what)})
+
+
+def _fused(
+    weight: torch.Tensor, how: Format, quantise: Callable[[torch.Tensor], Numbers]
+) -> tuple[Tensors, torch.Tensor]:
+    """gpt-oss's experts (experts, in, out), which are stored as (experts, out, in): packed, and their values."""
+    numbers = [quantise(one.T.contiguous()) for one in weight]
+    packed = [how.pack(one) for one in numbers]
+    stacked = {suffix: torch.stack([one[suffix] for one in packed]) for suffix in packed[0]}
+    return stacked, torch.stack([one.weight().T for one in numbers]).contiguous()
+
+
+def _save(folder: Path, tensors: Tensors, files: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    owned = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(owned, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -1,0 +1,167 @@
+"""Every quantised format, dense and with experts, on 1, 2, 4 and 8 ranks equals transformers on the float32 twin.
+
+The twin has the weights that the codes and scales stand for.  Groups have 32 columns if the format lets us choose, so
+shards of 96, 64 and 12 columns begin and end inside of groups and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike
+from tests.quantised.formats import FORMATS
+from tests.ranks.test_families import (
+    LEAST_MARGIN,
+    VOCAB_SIZE,
+    is_of_experts,
+    make_prompts,
+    oracle,
+    problem_of,
+    routing_margin,
+    run_cases,
+    settings_of,
+)
+
+GROUP = 32
+SHAPES: dict[str, dict[str, Any]] = {
+    # A seed with which no token is near the border between two experts, in any format.
+    "qwen3-moe": {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2, "num_layers": 2, "seed": 6},
+    "gpt-oss": {"intermediate_size": 288},  # 9 blocks of 32, which 2, 4 and 8 ranks share unequally
+}
+# Fused projections (phi3), biases (qwen2) and other names of experts (mixtral), once per way of packing.
+MORE_ROWS = [
+    ("fp8-block", "phi3"),
+    ("fp8-channel", "mixtral"),
+    ("fp8-tensor-static", "phi3"),
+    ("pack-quantized-asym", "phi3"),
+    ("pack-quantized", "mixtral"),
+    ("awq", "qwen2"),
+    ("gptq", "phi3"),
+    ("gptq-v2-asym", "mixtral"),
+    ("nvfp4-pack-quantized", "phi3"),
+    ("nvfp4-modelopt", "mixtral"),
+]
+ROWS = [
+    *((name, "qwen3") for name, how in FORMATS.items() if not how.fused),
+    *((name, "gpt-oss" if how.fused else "qwen3-moe") for name, how in FORMATS.items()),
+    *MORE_ROWS,
+]
+ROUNDED_INPUTS = ("w8a8-int8",)  # on CPUs, only these round activations to 8 bits
+ROUNDED_TOLERANCE = 0.02  # a sum in another order may round an activation to the next code
+PARTS = 2  # jobs per number of ranks: the start of 8 ranks takes most of a short one
+
+Written = Callable[[str, str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="session")
+def quantised(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """``quantised(format, architecture)`` -> a quantised checkpoint and its twin; made once."""
+    made: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def get(name: str, architecture: str) -> tuple[Path, Path]:
+        if (name, architecture) not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name, architecture] = own, twin = folder / "own", folder / "twin"
+            source = checkpoint(architecture, vocab_size=VOCAB_SIZE, **SHAPES.get(architecture, {}))
+            compress(source, own, twin, name, group=GROUP if FORMATS[name].group == 128 else None)
+        return made[name, architecture]
+
+    return get
+
+
+def whole_prompts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Whole prompts, with tapes or graphs."""
+    return {"ahead": settings_of(folder)["ahead"]}
+
+
+def also_chunks(folder: Path) -> dict[str, dict[str, Any]]:
+    """Whole prompts; and chunks of prompts, without tapes and graphs."""
+    return {name: options for name, options in settings_of(folder).items() if name in ("ahead", "chunked")}
+
+
+@contextmanager
+def rounded_inputs(model: torch.nn.Module, world_size: int) -> Iterator[None]:
+    """Round the inputs of linear layers, but not of experts, to 8 bits by the largest value of each token.
+
+    Where ranks share the columns, each rank has its own largest value.
+    """
+    num_shards = {
+        values.untyped_storage().data_ptr(): world_size if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+        for name, values in model.named_parameters()
+        if name.endswith("_proj.weight") and "experts" not in name
+    }
+    linear = F.linear
+
+    def of_rounded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if shards := num_shards.get(weight.untyped_storage().data_ptr()):
+            parts = x.reshape(*x.shape[:-1], shards, -1)
+            steps = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+            x = ((parts / steps).round() * steps).reshape(x.shape)
+        return linear(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", of_rounded)
+        yield
+
+
+def problem_of_rounded(architecture: str, twin: Path, result: dict[str, Any], world_size: int) -> str | None:
+    """``problem_of`` for products whose inputs are rounded to 8 bits: tokens may be nearly the best."""
+    model = oracle(twin, architecture)
+    for prompt, tokens, logprobs in zip(make_prompts(), result["tokens"], result["logprobs"], strict=True):
+        with torch.inference_mode(), rounded_inputs(model, world_size):
+            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        of_tokens = expected.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        error = max((of_tokens - torch.tensor(logprobs)).abs().max(), (expected.max(-1).values - of_tokens).max())
+        if error > ROUNDED_TOLERANCE:
+            return f"prompt of {len(prompt)}: log-probabilities off by {error:.1e}"
+    return None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_formats_equal_their_twins(
+    world_size: int, part: int, quantised: Written, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Oracle: transformers' logits of the twin, given our tokens."""
+    rows = ROWS[part::PARTS]
+    folders = [quantised(*row) for row in rows]
+    problems = []
+    settings = also_chunks if world_size == 1 else whole_prompts
+    results = run_cases(world_size, [own for own, _ in folders], tmp_path, settings)
+    for (name, architecture), (_, twin), found in zip(rows, folders, results, strict=True):
+        for setting, result in found.items():
+            if name in ROUNDED_INPUTS:
+                problem = problem_of_rounded(architecture, twin, result, world_size)
+            else:
+                problem = problem_of(architecture, twin, result)
+            if is_of_experts(twin) and (margin := routing_margin(architecture, twin, result)) < LEAST_MARGIN:
+                problem = f"the routing margin is {margin:.1e}; choose another seed"
+            record_property("parity", [f"{name}, {architecture}", world_size, setting, problem is None])
+            if problem is not None:
+                problems.append(f"{name}, {architecture}, {setting}: {problem}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_same_numbers_in_four_packings_give_equal_results(
+    world_size: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: one another, to the last bit; and transformers on the twin."""
+    for architecture in ("qwen3", "qwen3-moe"):
+        folder = tmp_path / architecture
+        source = checkpoint(architecture, vocab_size=VOCAB_SIZE, **SHAPES.get(architecture, {}))
+        targets = {name: folder / name for name in SAME_NUMBERS}
+        compress_alike(source, targets, folder / "twin", group=GROUP)
+        results = run_cases(world_size, list(targets.values()), folder, whole_prompts)
+        assert all(found == results[0] for found in results)
+        assert problem_of(architecture, folder / "twin", results[0]["ahead"]) is None

@@ -1,0 +1,237 @@
+"""Parameters of one rank, and the bytes of its weights: in the model's type, or as codes and scales."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import repeat
+from math import gcd
+from typing import TypeAlias
+
+from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_vocab_size
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
+from tp_engine.model_config.quantization import Packing, WeightScheme
+from tp_engine.model_config.spec import LayerSpec, ModelSpec
+from tp_engine.units import ceil_div
+
+_FLOAT32 = 4
+# Bytes of a scale; packed integers have scales of the model's type.
+_SCALES: dict[Packing, int] = {
+    "plain": _FLOAT32,
+    "awq": 2,
+    "gptq": 2,
+    "gptq_v2": 2,
+    "mxfp4": 1,
+    "mxfp4-packed": 1,
+    "nvfp4": 1,
+    "modelopt-nvfp4": 1,
+}
+_WITH_FACTORS: tuple[Packing, ...] = ("nvfp4", "modelopt-nvfp4")
+
+Schemes: TypeAlias = tuple[WeightScheme | None, ...]
+
+_PER_ROW = WeightScheme(packing="plain", kind="int8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Online:
+    """What ``--quantization`` makes of linear layers, of experts and of the output head (``layers/formats/``)."""
+
+    linear: WeightScheme
+    experts: WeightScheme | None
+    head: WeightScheme | None = None
+
+
+_E4M3 = WeightScheme(packing="plain", kind="e4m3")
+_INT4 = WeightScheme(packing="gptq", kind="int4", group=32)
+_ONLINE = {
+    "int8": _Online(_PER_ROW, None),
+    "fp8": _Online(_E4M3, _E4M3),
+    "int4": _Online(_INT4, _INT4, _PER_ROW),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """``count`` weights of ``rows`` x ``columns`` on this rank.
+
+    ``modules`` are its parts, below the layer.  ``row_cuts`` and ``column_cuts`` are the places, in stored tensors and
+    on this rank, at which parts or shares end.
+    """
+
+    modules: tuple[str, ...]
+    rows: int
+    columns: int
+    row_cuts: tuple[int, ...] = ()
+    column_cuts: tuple[int, ...] = ()
+    count: int = 1
+    is_expert: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        return self.count * self.rows * self.columns
+
+
+def local_parameters(model: ModelSpec, world_size: int, *, active_only: bool = False) -> int:
+    """Parameters of one of ``world_size`` ranks, with the padding of the vocabulary.
+
+    ``active_only`` counts those that one token meets: of experts, the ones that it goes to.
+    """
+    found = _outside_of_layers(model, world_size)
+    for layer, count in model.distinct_layers.items():
+        products = _products(model.hidden_size, layer, world_size, active_only=active_only)
+        found += count * sum(one.num_parameters for one in products)
+        found += count * _others(model.hidden_size, layer, world_size, active_only=active_only)
+    return found
+
+
+def local_weight_bytes(
+    model: ModelSpec, world_size: int, *, dtype: str, quantization: str | None = None, active_only: bool = False
+) -> int:
+    """Bytes of the weights of one of ``world_size`` ranks, as the checkpoint or ``quantization`` (online) keeps them.
+
+    Embedding, output head, norms, routers and biases have ``dtype``; only with int4 the head has 8 bits.
+    """
+    itemsize, hidden = ITEMSIZES[dtype], model.hidden_size
+    found = _outside_of_layers(model, world_size) * itemsize
+    online = None if quantization is None or model.quantization is not None else _ONLINE[quantization]
+    if online is not None and online.head is not None:
+        head = _Product(modules=(), rows=local_vocab_size(model, world_size), columns=hidden)
+        dense = 0 if model.tie_word_embeddings else head.num_parameters * itemsize
+        found += _weight_bytes(head, online.head, itemsize) - dense
+    for (layer, schemes), count in _kinds(model, online).items():
+        products = _products(hidden, layer, world_size, schemes=schemes, active_only=active_only)
+        if online is not None:  # each rank's groups begin at its first column
+            products = [replace(one, column_cuts=()) for one in products]
+        found += count * _others(hidden, layer, world_size, active_only=active_only) * itemsize
+        found += count * sum(map(_bytes_of_all, products, schemes, repeat(itemsize)))
+    return found
+
+
+def _kinds(model: ModelSpec, online: _Online | None) -> dict[tuple[LayerSpec, Schemes], int]:
+    """Each kind of layer with the schemes of its products, and how many there are."""
+
+    def schemes_of(index: int, layer: LayerSpec) -> Schemes:
+        products = _products(model.hidden_size, layer, 1)
+        if online is not None:
+            return tuple(online.experts if one.is_expert else online.linear for one in products)
+        return tuple(model.scheme_of(*(f"model.layers.{index}.{name}" for name in one.modules)) for one in products)
+
+    if model.quantization is None:
+        return {(layer, schemes_of(0, layer)): count for layer, count in model.distinct_layers.items()}
+    return Counter((layer, schemes_of(index, layer)) for index, layer in enumerate(model.layers))
+
+
+def _bytes_of_all(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
+    return product.count * _weight_bytes(product, scheme, itemsize)
+
+
+def _weight_bytes(product: _Product, scheme: WeightScheme | None, itemsize: int) -> int:
+    """Codes, scales, zeros and factors of one weight (``kernels/quantised.py``)."""
+    rows, columns = product.rows, product.columns
+    if scheme is None:
+        return rows * columns * itemsize
+    # An odd number of codes of 4 bits is kept in 8.
+    found = rows * columns * scheme.bits // 8 if columns % 2 == 0 else rows * columns
+    if scheme.packing == "plain" and scheme.group is None:
+        return found + rows * _FLOAT32
+    groups = ceil_div(columns, gcd(scheme.group, *product.column_cuts)) if scheme.group else 1
+    row_block = gcd(scheme.row_block or 1, *product.row_cuts)
+    found += ceil_div(rows, row_block) * groups * _SCALES.get(scheme.packing, itemsize)
+    found += rows * groups if scheme.has_zeros else 0
+    return found + (rows * _FLOAT32 if scheme.packing in _WITH_FACTORS else 0)
+
+
+def _products(
+    hidden: int, layer: LayerSpec, world_size: int, *, schemes: Schemes | None = None, active_only: bool = False
+) -> list[_Product]:
+    """The linear weights of a layer that can be quantised; ``schemes`` are theirs, in the same order."""
+    attention = layer.attention
+    queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
+    return [
+        _Product(
+            modules=_below("self_attn", attention.fused_name, "q_proj", "k_proj", "v_proj"),
+            rows=queries + 2 * keys,
+            columns=hidden,
+            row_cuts=(queries, keys),
+        ),
+        _Product(
+            modules=("self_attn.o_proj",),
+            rows=hidden,
+            columns=queries,
+            row_cuts=(hidden,),
+            column_cuts=_cuts(world_size, queries),
+        ),
+        *_products_of_mlp(
+            hidden, layer.mlp, layer.mlp.name, world_size, None if schemes is None else schemes[2], active_only
+        ),
+    ]
+
+
+def _products_of_mlp(
+    hidden: int, mlp: MlpSpec | ExpertsSpec, path: str, world_size: int, scheme: WeightScheme | None, active_only: bool
+) -> Iterator[_Product]:
+    """Gate and up, then down; of experts, then those of the shared MLP.  ``scheme`` is that of gate and up."""
+    if isinstance(mlp, MlpSpec):
+        inner = mlp.inner_size // world_size
+        modules = _below(path, mlp.fused_name, "gate_proj", "up_proj")
+        yield _Product(modules=modules, rows=2 * inner, columns=hidden, row_cuts=(inner,))
+        cuts = _cuts(world_size, inner)
+        yield _Product(modules=(f"{path}.down_proj",), rows=hidden, columns=inner, row_cuts=(hidden,), column_cuts=cuts)
+        return
+    block = 1 if scheme is None else scheme.experts_block
+    room = local_inner_size(mlp.inner_size, world_size, block=block)
+    cuts = tuple(block_bounds(mlp.inner_size, world_size, block=block)[1:-1])
+    stored = mlp.stored[0]
+    modules = tuple(dict.fromkeys(f"{path}.{name.format(0)}" for name in (stored.gate, stored.up, stored.down)))
+    count = mlp.rule.top_k if active_only else mlp.num_experts
+    yield _Product(modules=modules, rows=2 * room, columns=hidden, row_cuts=(room, *cuts), count=count, is_expert=True)
+    yield _Product(
+        modules=modules,
+        rows=hidden,
+        columns=room,
+        row_cuts=(hidden,),
+        column_cuts=cuts,
+        count=count,
+        is_expert=True,
+    )
+    if mlp.shared is not None:
+        yield from _products_of_mlp(hidden, mlp.shared, f"{path}.{mlp.shared.name}", world_size, None, active_only)
+
+
+def _below(path: str, fused: str | None, *names: str) -> tuple[str, ...]:
+    return tuple(f"{path}.{name}" for name in ((fused,) if fused else names))
+
+
+def _cuts(world_size: int, share: int) -> tuple[int, ...]:
+    return (share,) if world_size > 1 else ()
+
+
+def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool) -> int:
+    """Parameters of a layer that are never quantised: norms, biases, sinks, router."""
+    attention = layer.attention
+    queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
+    found = (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias + hidden * len(list(layer.norms))
+    if attention.qk_norm is not None:
+        found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
+    found += queries // attention.head_dim * attention.has_sinks
+    return found + _others_of_mlp(hidden, layer.mlp, world_size, active_only=active_only)
+
+
+def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, active_only: bool) -> int:
+    if isinstance(mlp, MlpSpec):
+        return (2 * mlp.inner_size // world_size + hidden) * mlp.bias
+    biases = (2 * local_inner_size(mlp.inner_size, world_size) + hidden) * mlp.bias
+    found = biases * (mlp.rule.top_k if active_only else mlp.num_experts)
+    found += (hidden + mlp.router_bias + (mlp.correction is not None)) * mlp.num_experts
+    if mlp.shared is not None:
+        found += _others_of_mlp(hidden, mlp.shared, world_size, active_only=active_only)
+        found += hidden * (mlp.shared_gate is not None)
+    return found
+
+
+def _outside_of_layers(model: ModelSpec, world_size: int) -> int:
+    """The embedding, the output head unless it is the same, and the last norm."""
+    vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    return model.hidden_size + vocabulary

@@ -1,0 +1,61 @@
+"""Rows of activations as 8-bit floats (e4m3) with scales, and products of them, in plain PyTorch.
+
+::
+
+    x[n, i]  ~  value(code[n, i]) * scale[n, i / group]      scale = largest magnitude of the group / 448
+
+A token's scales are its own, so a row's result does not depend on the rest of the step.  Some checkpoints have one
+scale for all activations of a layer instead.  NaN stays: the scale of a group with NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tp_engine.kernels.layer_kv import LARGEST_VALUE, dequantise, quantise
+from tp_engine.kernels.layer_ops import gate
+from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
+from tp_engine.model_config.mlp import Activation
+
+CODE_DTYPE = torch.float8_e4m3fn
+LARGEST_CODE = LARGEST_VALUE[CODE_DTYPE]
+
+
+def quantise_rows(
+    x: torch.Tensor, group: int = 0, scale: torch.Tensor | None = None, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` (N, in) -> codes (N, in) float8_e4m3fn, scales (N, ceil(in / group)) float32; for ``group`` 0 (N, 1).
+
+    ``scale``, a float32 scalar, is the scale of all; ``group`` is then 0.  With an ``activation``, ``x`` (N, 2 * in) is
+    gate and up, and the rows are ``layer_ops.gate`` of it, rounded to its type.
+    """
+    if activation is not None:
+        x = gate(x, activation)
+    if scale is not None:
+        codes = (x.float() / scale).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODE_DTYPE)
+        return codes, scale.reshape(1, 1).expand(len(x), 1)
+    num_rows, size = x.shape
+    width = group or size
+    padded = F.pad(x, (0, -size % width)).reshape(num_rows, -1, width)
+    codes, scales = quantise(padded, CODE_DTYPE)
+    return codes.reshape(num_rows, -1)[:, :size].contiguous(), scales
+
+
+def rounded_rows(x: torch.Tensor, group: int = 0, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The values of ``quantise_rows``, (N, in) float32."""
+    codes, scales = quantise_rows(x, group, scale)
+    width = group or x.shape[1]
+    padded = F.pad(codes.float(), (0, -x.shape[1] % width)).reshape(len(x), -1, width)
+    return dequantise(padded, scales).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def multiply_rounded(
+    x: torch.Tensor,
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None,
+    group: int = 0,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``multiply_quantised`` of the values of ``quantise_rows``: the twin of products of codes (W8A8)."""
+    return multiply_quantised(rounded_rows(x, group, scale), weight, bias).to(x.dtype)

@@ -1,0 +1,207 @@
+"""Which values of stored modules a linear layer takes: rows and columns of this rank, of weights in any packing.
+
+::
+
+    weight (rows, columns)        tensor: each element holds or covers rows x columns of the weight
+
+    +----+----+----+----+         taken     the elements that this rank's rows and columns touch
+    |    | ########|##  |         unpacked  values apart, scales repeated down to `unit`
+    +----+----+----+----+         cut       to this rank's rows and columns
+    |    | ########|##  |         packed    as the parameter keeps them
+    +----+----+----+----+
+
+A shard may begin or end inside of a scale's block, or of a word with several values: it takes the whole element and
+cuts afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+from tp_engine.model_config.mlp import Activation
+from tp_engine.units import ceil_div
+from tp_engine.weights.source import Decode, Source, Span, as_stored, whole
+
+
+class Unit(NamedTuple):
+    """Rows and columns of a weight that an element of a parameter stands for."""
+
+    rows: int
+    columns: int
+
+
+ONE = Unit(1, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a stored module, named by its ``suffix``; an element is for ``unit`` of the weight.
+
+    It is rows first, or columns first if ``is_turned``; each element is ``tail`` numbers.  ``unpack`` takes the tensor
+    rows first and returns (rows, columns), one value for each ``unpacked`` of the weight.  ``dtype`` is the type on
+    disk, None: any float.
+    """
+
+    suffix: str
+    unit: Unit = ONE
+    unpacked: Unit = ONE
+    unpack: Decode = as_stored
+    is_turned: bool = False
+    tail: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    init: float | None = None
+
+
+WEIGHT = StoredTensor(suffix=".weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows of a product that come from one stored module: ``rows`` of the ``stored_rows`` of module ``name``.
+
+    They fill the first of ``room`` rows; the rest are zero.  ``order`` decodes them.  With a ``step`` above 1, the
+    module's rows are those of several parts in turn, and this part's are every ``step``-th one, from ``first`` on.
+    """
+
+    name: str
+    stored_rows: int
+    rows: Span
+    room: int
+    order: Decode = as_stored
+    first: int = 0
+    step: int = 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the rows stay as they lie on disk."""
+        return self.order is as_stored and self.step == 1
+
+    @property
+    def taken(self) -> Span:
+        """The stored rows to read."""
+        return Span(self.rows.start * self.step, self.rows.size * self.step)
+
+    def decode(self, values: torch.Tensor) -> torch.Tensor:
+        """The rows of this part from the rows that were read."""
+        return self.order(values[self.first :: self.step])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """One product on this rank: its ``parts`` one above the other, ``columns`` of their ``stored_columns``.
+
+    There is room for ``room`` columns, or exactly for those; the rest are zero.  With an ``activation``, the parts are
+    gate and up, and the product ends with the activation of both.
+    """
+
+    stored_columns: int
+    columns: Span
+    parts: tuple[Part, ...]
+    activation: Activation | None = None
+    room: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts."""
+        return sum(part.room for part in self.parts)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that have memory here."""
+        return self.columns.size if self.room is None else self.room
+
+    def placed_parts(self) -> list[tuple[Part, int]]:
+        """Each part and its first row in the product."""
+        found, first = [], 0
+        for part in self.parts:
+            found.append((part, first))
+            first += part.room
+        return found
+
+    def refine(self, block: Unit) -> Unit:
+        """The largest unit that divides ``block`` and begins anew where this rank's rows, parts and columns begin.
+
+        Scales of blocks that a shard cuts are repeated down to it, which changes no value.
+        """
+        rows = block.rows
+        for part, first in self.placed_parts():
+            rows = 1 if not part.is_contiguous else gcd(rows, part.rows.start, first, part.room)
+        start, end = self.columns.start, self.columns.start + self.columns.size
+        return Unit(rows, gcd(block.columns, start, 0 if end == self.stored_columns else end))
+
+    def sources(self, tensor: StoredTensor = WEIGHT, unit: Unit = ONE, pack: Decode = as_stored) -> tuple[Source, ...]:
+        """The sources of a parameter (rows, columns) in ``unit``; ``pack`` joins values that are one element of it."""
+        return tuple(self._source(part, first, tensor, unit, pack) for part, first in self.placed_parts())
+
+    def _source(self, part: Part, first: int, tensor: StoredTensor, unit: Unit, pack: Decode) -> Source:
+        spans, cuts, repeats = [], [], []
+        for span, held, unpacked, wanted in zip(
+            (part.taken, self.columns), tensor.unit, tensor.unpacked, unit, strict=True
+        ):
+            covered, skipped = cover(span, held)
+            step = min(unpacked, wanted)
+            spans.append(covered)
+            cuts.append((skipped // step, ceil_div(span.size, step)))
+            repeats.append(unpacked // step)
+
+        def decode(values: torch.Tensor) -> torch.Tensor:
+            found = tensor.unpack(values.transpose(0, 1) if tensor.is_turned else values)
+            for dim in (0, 1):
+                found = found.repeat_interleave(repeats[dim], dim) if repeats[dim] > 1 else found
+                found = found.narrow(dim, *cuts[dim])
+            return pack(part.decode(found))
+
+        sizes = [ceil_div(part.stored_rows, tensor.unit.rows), ceil_div(self.stored_columns, tensor.unit.columns)]
+        if tensor.is_turned:
+            spans.reverse()
+            sizes.reverse()
+        counts = ceil_div(part.rows.size, unit.rows), ceil_div(self.columns.size, unit.columns)
+        return Source(
+            name=part.name + tensor.suffix,
+            shape=(*sizes, *tensor.tail),
+            taken=(*spans, *whole(tensor.tail)),
+            target=(Span(first // unit.rows, counts[0]), Span(0, counts[1])),
+            decode=part.decode if tensor == WEIGHT else decode,
+            dtype=tensor.dtype,
+            init=tensor.init,
+        )
+
+    def vector_sources(self, suffix: str) -> tuple[Source, ...]:
+        """The sources of a parameter (rows,), of tensors with one value for each row: biases."""
+        return tuple(
+            Source(
+                name=part.name + suffix,
+                shape=(part.stored_rows,),
+                taken=(part.taken,),
+                target=(Span(first, part.rows.size),),
+                decode=part.decode,
+            )
+            for part, first in self.placed_parts()
+        )
+
+    def scalar_sources(self, suffix: str, shape: tuple[int, ...], decode: Decode, init: float) -> tuple[Source, ...]:
+        """The sources of a parameter (rows, 1), of tensors with one value for a whole module."""
+
+        def of_part(part: Part, first: int) -> Source:
+            count = part.rows.size
+            return Source(
+                name=part.name + suffix,
+                shape=shape,
+                taken=whole(shape),
+                target=(Span(first, count), Span(0, 1)),
+                decode=lambda values: decode(values.float()).reshape(1, 1).expand(count, 1),
+                init=init,
+            )
+
+        return tuple(of_part(part, first) for part, first in self.placed_parts())
+
+
+def cover(span: Span, unit: int) -> tuple[Span, int]:
+    """The elements of ``unit`` that ``span`` touches, and how far into the first one it begins."""
+    first = span.start // unit
+    end = ceil_div(span.start + span.size, unit) if span.size else first
+    return Span(first, end - first), span.start - first * unit

@@ -1,0 +1,73 @@
+"""The methods of quantisation that the engine reads: one file per method, found automatically.  No torch.
+
+A file lists the ``METHODS`` of ``quantization_config`` that it describes, and its ``read`` turns that object into a
+``QuantizationSpec``.  docs/models.md has the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.quantization import QuantizationSpec
+
+_REMEDY = (
+    "use another quantisation of the model (FP8, AWQ, GPTQ, MXFP4, NVFP4, or w4a16 and w8a8 of compressed-tensors), "
+    "or the unquantised one with --quantization"
+)
+
+# Methods that are refused: why.
+REFUSED = {
+    "bitsandbytes": "its blocks run over the ends of rows, so that ranks can not share a weight",
+    "gguf": "its files are llama.cpp's",
+    "hqq": "its layout is not read",
+    "exl2": "its layout is ExLlama's",
+    "exl3": "its layout is ExLlama's",
+    "aqlm": "its codebooks are not read",
+    "quip": "its codebooks are not read",
+    "vptq": "its codebooks are not read",
+    "eetq": "its layout is not read",
+    "quanto": "its layout is not read",
+    "torchao": "its layout is not read",
+    "quark": "its layout is not read",
+    "fbgemm_fp8": "its layout is not read",
+    "auto-round": "its own layout is not read; export it as auto_gptq or auto_awq",
+    "bitnet": "its weights of 2 bits are not read",
+    "spqr": "its layout is not read",
+    "higgs": "its layout is not read",
+}
+
+
+@cache
+def quant_methods() -> dict[str, Callable[[ConfigJson], QuantizationSpec]]:
+    """The reader of each ``quant_method``."""
+    readers: dict[str, Callable[[ConfigJson], QuantizationSpec]] = {}
+    for found in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        module = importlib.import_module(f"{__name__}.{found}")
+        readers |= dict.fromkeys(module.METHODS, module.read)
+    return readers
+
+
+def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
+    """The quantisation that ``config`` describes; None without one.
+
+    Raises ``ConfigError`` for a method, a value or a key that the engine does not serve.
+    """
+    own = config.take_object("quantization_config") or config.take_object("compression_config")
+    if own is None:
+        return None
+    method = own.require("quant_method", str).lower()
+    reader = quant_methods().get(method)
+    if reader is None:
+        why = f": {REFUSED[method]}" if method in REFUSED else ""
+        raise ConfigError(
+            f"config.json: quantization_config: quant_method is {method!r}, which this engine does not serve{why}; it "
+            f"serves {', '.join(quant_methods())}: {_REMEDY}"
+        )
+    found = reader(own)
+    own.finish()
+    return found

@@ -1,0 +1,171 @@
+"""How a checkpoint's linear weights are quantised, as data, and which modules are.  No torch.
+
+``quant_methods/`` reads it from ``quantization_config``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from tp_engine.errors import ConfigError
+
+Packing: TypeAlias = Literal[
+    "plain", "pack-quantized", "awq", "gptq", "gptq_v2", "mxfp4", "mxfp4-packed", "nvfp4", "modelopt-nvfp4"
+]
+CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
+Activations: TypeAlias = Literal["token", "tensor", "group"]
+
+REGEX = "re:"
+EVERY_MODULE = "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScheme:
+    """How one module's weight (N, K) is stored.
+
+    ::
+
+        packing           codes                              scales                    zeros, second scales
+        plain             weight (N, K), int8 or float8      ``scale_name``, by rule
+        pack-quantized    weight_packed int32 (N, K b/32)    weight_scale (N, K/g)     weight_zero_point (N b/32, K/g)
+        awq               qweight int32 (K, N/8)             scales (K/g, N)           qzeros int32 (K/g, N/8)
+        gptq              qweight int32 (K b/32, N)          scales (K/g, N)           qzeros (K/g, N b/32), minus 1
+        gptq_v2           as gptq                            as gptq                   qzeros as they are
+        mxfp4             _blocks uint8 (E, N, K/32, 16)     _scales uint8 (E, N, K/32)
+        mxfp4-packed      weight_packed uint8 (N, K/2)       weight_scale uint8 (N, K/32)
+        nvfp4             weight_packed uint8 (N, K/2)       weight_scale e4m3         divided by weight_global_scale
+        modelopt-nvfp4    weight uint8 (N, K/2)              weight_scale e4m3         times weight_scale_2
+
+    b are the bits of a code, g is ``group``.  A scale covers ``group`` columns (None: all) of ``row_block`` rows (None:
+    all).  ``has_zeros``: codes have zero points.  ``activations``: how the checkpoint's makers quantised the inputs:
+    ``token`` a scale per token, found while running; ``group`` the same for each ``group`` columns of a token;
+    ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix of the scales' tensor.
+    """
+
+    packing: Packing
+    kind: CodeKind
+    group: int | None = None
+    row_block: int | None = 1
+    has_zeros: bool = False
+    activations: Activations | None = None
+    scale_name: str = "weight_scale"
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return 4 if self.kind in ("int4", "e2m1") else 8
+
+    @property
+    def experts_block(self) -> int:
+        """Inner elements of an expert that stay on one rank: blocks of MXFP4, which lie on disk as bytes."""
+        return 32 if self.packing == "mxfp4" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationSpec:
+    """A checkpoint's quantisation.
+
+    ``method`` is the name in errors and logs.  ``rules`` are pairs of a pattern for modules' names and their scheme
+    (None: not quantised); the first one that matches holds, and a module that none matches is not quantised::
+
+        re:...         a regular expression for the beginning of the name
+        with * ? [     a pattern of the shell for the name or for the first of its parts: a.*.b matches a.0.b.c
+        any other      consecutive parts of the name: b.c and b.c. match a.b.c.d, not a.b.cd
+
+    ``skipped`` are the last parts of names of tensors that may be left unread.  ``has_kv_scales``: the checkpoint has
+    scales for an fp8 KV cache.  ``is_found_by_tensors``: the rules may name too many modules; a module whose tensors
+    are those of an unquantised one is not quantised.
+    """
+
+    method: str
+    rules: tuple[tuple[str, WeightScheme | None], ...]
+    skipped: tuple[str, ...] = ()
+    has_kv_scales: bool = False
+    is_found_by_tensors: bool = False
+
+    def scheme_of(self, *names: str) -> WeightScheme | None:
+        """The scheme of a module, by any of its ``names`` (usual spelling, checkpoint's spelling)."""
+        index = min(self._matcher.first(name) for name in names)
+        return self.rules[index][1] if index < len(self.rules) else None
+
+    def scheme_of_parts(self, parts: Sequence[Sequence[str]]) -> WeightScheme | None:
+        """The scheme that the ``parts`` of one product share, each given by its names.
+
+        Raises ``ConfigError`` if two differ.
+        """
+        first, *others = parts
+        scheme = self.scheme_of(*first)
+        for part in others:
+            if (other := self.scheme_of(*part)) != scheme:
+                raise ConfigError(
+                    f"config.json: quantization_config stores {first[0]} {_described(scheme)} and {part[0]} "
+                    f"{_described(other)}; they are parts of one product, which is quantised as a whole or not at "
+                    "all: use a checkpoint that quantises, or ignores, all its parts alike"
+                )
+        return scheme
+
+    def found_among(self, names: Set[str]) -> QuantizationSpec:
+        """The same, without the modules that have a plain weight among the tensors ``names``.
+
+        For specs with ``is_found_by_tensors``; a quantised module has ``qweight``.
+        """
+        modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+        plain = tuple((module, None) for module in sorted(modules) if f"{module}.qweight" not in names)
+        return replace(self, rules=plain + self.rules) if self.is_found_by_tensors else self
+
+    @cached_property
+    def _matcher(self) -> _Matcher:
+        return _Matcher([pattern for pattern, _ in self.rules])
+
+
+class _Matcher:
+    """Finds the first of ``patterns`` that matches a name."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._num_patterns = len(patterns)
+        self._plain: dict[str, int] = {}
+        self._regexes: list[tuple[int, re.Pattern[str]]] = []
+        self._found: dict[str, int] = {}
+        for index, pattern in enumerate(patterns):
+            if pattern.startswith(REGEX):
+                self._regexes.append((index, re.compile(pattern.removeprefix(REGEX))))
+            elif any(mark in pattern for mark in "*?["):
+                whole = fnmatch.translate(pattern)
+                self._regexes.append((index, re.compile(f"{whole}|{fnmatch.translate(pattern + '.*')}")))
+            else:
+                self._plain.setdefault(pattern.strip("."), index)
+        self._lengths = sorted({name.count(".") + 1 for name in self._plain})
+
+    def first(self, name: str) -> int:
+        """The pattern's index; the number of patterns if none matches."""
+        index = self._found.get(name)
+        if index is None:
+            index = self._found[name] = self._search(name)
+        return index
+
+    def _search(self, name: str) -> int:
+        segments = name.split(".")
+        runs = (
+            ".".join(segments[start : start + length])
+            for length in self._lengths
+            for start in range(len(segments) - length + 1)
+        )
+        best = min((self._plain.get(run, self._num_patterns) for run in runs), default=self._num_patterns)
+        for index, regex in self._regexes:
+            if index >= best:
+                break
+            if regex.match(name):
+                return index
+        return best
+
+
+def _described(scheme: WeightScheme | None) -> str:
+    if scheme is None:
+        return "unquantised"
+    group = "" if scheme.group is None else f" in groups of {scheme.group}"
+    return f"as {scheme.kind}{group} ({scheme.packing})"
