@@ -88,8 +88,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     settings = list(dict.fromkeys(setting for row in found.values() for setting in row))
     terminalreporter.section("parity with transformers: numbers of ranks with equal tokens, by setting")
-    terminalreporter.line(f"{'family':<18}" + "".join(f"{setting:<14}" for setting in settings))
+    width = max(len(family) for family in found) + 2
+    terminalreporter.line(f"{'family':<{width}}" + "".join(f"{setting:<14}" for setting in settings))
     for family, row in sorted(found.items()):
         cells = (row.get(setting, {}) for setting in settings)
         texts = (" ".join(f"{size}{'' if cell[size] else '!'}" for size in sorted(cell)) for cell in cells)
-        terminalreporter.line(f"{family:<18}" + "".join(f"{text:<14}" for text in texts))
+        terminalreporter.line(f"{family:<{width}}" + "".join(f"{text:<14}" for text in texts))

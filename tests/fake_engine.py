@@ -31,6 +31,7 @@ from tp_engine.engine.report import (
 from tp_engine.engine.service import EngineLike, EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
+from tp_engine.kv_layout import MoveCounters
 from tp_engine.plan import Control, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
@@ -266,6 +267,7 @@ class FakeEngine:
             step_skew=fake_distribution(WAIT_S, self.num_steps),
             num_missed_steps=0,
             experts=ExpertBalance(num_experts=[0, 0, 1, 2, 3, 1, 1, 0, 0, 0, 0], largest_load=1.5),
+            moves=MoveCounters(stored_bytes=3000, loaded_bytes=2000, store_s=0.5, load_s=0.25, wait_s=0.125),
             view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
         )
 

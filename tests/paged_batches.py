@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv, layer_view
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import in_kernel_order
 from tp_engine.plan import PAD_SLOT
@@ -41,7 +41,7 @@ class PagedBatch:
     def cache_for(self, backend: AttentionBackend) -> torch.Tensor:
         """A copy of the cache, each block in the backend's own order."""
         library = native_library() if backend.name == "native" else None
-        return self.kv_cache.clone() if library is None else in_kernel_order(library, self.kv_cache)
+        return among_layers(self.kv_cache if library is None else in_kernel_order(library, self.kv_cache))
 
     def expected(self) -> torch.Tensor:
         """Output (N, heads, head_dim) in float32: token by token, head by head."""
@@ -66,6 +66,15 @@ class PagedBatch:
                         out[token, head] = weights / (weights.sum() + sunk) @ values
                 token += 1
         return out
+
+
+def among_layers(states: torch.Tensor) -> torch.Tensor:
+    """A copy of one layer's cache or scales (2, blocks, ...) as a pool has it: between other layers, here all NaN."""
+    blocks = states.new_zeros((states.shape[1], 3, *states[:, 0].shape))
+    if states.dtype.is_floating_point:
+        blocks = torch.full(blocks.shape, torch.nan, device=states.device).to(states.dtype)
+    layer_view(blocks, 1).copy_(states)
+    return layer_view(blocks, 1)
 
 
 def make_batch(
@@ -117,7 +126,7 @@ def make_batch(
     return PagedBatch(
         metadata=metadata,
         shape=shape,
-        kv_cache=kv_cache.to(device),
+        kv_cache=among_layers(kv_cache.to(device)),
         query=query.to(device),
         key=key,
         value=value,

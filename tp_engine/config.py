@@ -7,6 +7,7 @@ files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from th
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "fp8", "int4")
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
@@ -56,8 +57,8 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "int8: the decoder's linear weights in 8 bits, on CPUs; the embedding and the output head keep dtype "
-        "(default: none)",
+        "quantise the decoder's linear weights while loading: int8 (on CPUs, with activations), fp8, or int4 (the "
+        "output head int8); of an unquantised model (default: none)",
         choices=QUANTIZATIONS,
         flags=("-q",),
     )
@@ -94,6 +95,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of KV cache per rank, instead of what profiling finds", size=True
+    )
+    kv_offloading_size: float = option(
+        0.0, "GiB of host memory, over all ranks, for KV blocks of prefixes that the cache has no room for (0: none)"
     )
     max_model_len: int | None = option(
         None,
@@ -176,6 +180,15 @@ class EngineConfig:
             raise ConfigError(
                 f"hang_soft_limit_s is {self.hang_soft_limit_s} and hang_hard_limit_s is {self.hang_hard_limit_s}; the "
                 "soft limit must not be above the hard one"
+            )
+        if not 0.0 <= self.kv_offloading_size < math.inf:
+            raise ConfigError(
+                f"kv_offloading_size is {self.kv_offloading_size}; it is a number of GiB, at least 0: set 0 for none"
+            )
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_offloading_size is {self.kv_offloading_size:g} GiB, but only cached prefixes move to the host, "
+                f"and enable_prefix_caching is off: switch it on, or set kv_offloading_size to 0"
             )
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")

@@ -164,6 +164,17 @@ class KvCapacity:
         return self.layout.blocks_for(num_tokens, self.block_size, self.chunk_tokens)
 
 
+@dataclass(slots=True, kw_only=True)
+class MoveCounters:
+    """What has been moved since the start: bytes, and the seconds that it took; ``wait_s``: steps waited for moves."""
+
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_s: float = 0.0
+    load_s: float = 0.0
+    wait_s: float = 0.0
+
+
 def kv_cache_lines(*, num_bytes: int, num_tokens: int, max_model_len: int) -> tuple[str, str, str]:
     """The log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.
 

@@ -4,7 +4,8 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    released -> admitted -> new blocks -> copies -> forward pass over decodes, then prefills -> sample
+    released -> admitted -> new blocks -> stores -> loads -> wait -> copies
+             -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
@@ -30,6 +31,12 @@ belong to other rows.
 
 A copy is a pair of blocks of the pool, source and target, of any group.  All copies of a plan are made at once: each
 source is read as it was before any of them.
+
+*Moves* are copies between the pool and the slots of the host tier, numbered from 0: a store is a pair (block, slot), a
+load a pair (slot, block).  They may run beside forward passes, in the order of the plans.  Those of one plan are a
+*batch*; batches are numbered from 1 on by the plans that have any.  A move begins after the forward passes of all plans
+before its own; none writes what a copy of its own plan reads.  ``wait_load`` is the number of a batch: copies and
+forward pass of this plan begin when the moves of all batches up to it have ended; 0 waits for none.
 """
 
 from __future__ import annotations
@@ -131,6 +138,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_samples: BoolArray = NO_FLAGS
     mask_rows: IntArray = NO_IDS
     masks: IntArray = NO_MASKS
+    stores: IntArray = NO_PAIRS
+    loads: IntArray = NO_PAIRS
+    wait_load: int = 0
 
     @property
     def num_tokens(self) -> int:

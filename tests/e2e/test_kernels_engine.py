@@ -16,6 +16,14 @@ def test_interpreted_engine() -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_interpreted_engine_with_quantised_weights(quantization: str) -> None:
+    """Oracle: the tokens of the same engine on C, greedy and sampled."""
+    interpreted("kernel_cases_engine", quantization, timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_masks() -> None:
     """Oracle: the tokens of the same engine on plain PyTorch; one row follows a grammar."""
     interpreted("kernel_cases_masks", timeout_s=270)

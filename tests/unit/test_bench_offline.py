@@ -210,7 +210,7 @@ def test_nano_vllm_gets_the_same_work(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "engine" / "nanovllm" / "__init__.py").write_text(NANO_VLLM)
     args = parse_arguments(["--shape", "qwen3-0.6b", "--no-peer", "--nano-vllm-path", str(tmp_path / "engine")])
     small_config(tmp_path)
-    engine = contenders.engine_makers(args, str(tmp_path))["nano-vllm"]()
+    engine = contenders.engine_makers(args, str(tmp_path), {})["nano-vllm"]()
     try:
         assert engine.run(Workload("one", [[5, 6, 7]], [4])).first_token_s is not None
         assert engine.run(Workload("two", [[5], [6, 7]], [4, 2])).token_ids == []

@@ -162,6 +162,9 @@ def test_a_checkpoint_without_a_tokenizer_gets_one(tmp_path: Path) -> None:
 
 
 LLAMA_CPP = """
+import ctypes
+
+
 class Llama:
     def __init__(self, path, n_ctx, n_threads, n_threads_batch, verbose):
         assert open(path, "rb").read(4) == b"GGUF" and n_ctx == 64 and n_threads > 0 and not verbose
@@ -175,6 +178,24 @@ class Llama:
 
     def reset(self):
         self.kept = None
+
+
+LLAMA_FTYPE_MOSTLY_Q4_K_M = 15
+
+
+class llama_model_quantize_params(ctypes.Structure):
+    _fields_ = [("ftype", ctypes.c_int)]
+
+
+llama_model_quantize_default_params = llama_model_quantize_params
+
+
+def llama_model_quantize(source, target, params):
+    if params._obj.ftype != 15:
+        return 1
+    with open(target, "wb") as file:
+        file.write(open(source, "rb").read())
+    return 0
 """
 GGUF = """
 from enum import IntEnum
@@ -244,13 +265,14 @@ def test_rows_of_a_head_change_places() -> None:
     assert interleave(rows, 2).ravel().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
-def test_llama_cpp_gets_a_converted_checkpoint(stand_in: Path) -> None:
+@pytest.mark.parametrize("further", [{}, {"quantization": "Q4_K_M"}])
+def test_llama_cpp_gets_a_converted_checkpoint(stand_in: Path, further: dict[str, str]) -> None:
     """Oracle: stand-ins for llama_cpp and gguf: the file is written first, one request follows the other."""
     (stand_in / "packages" / "llama_cpp.py").write_text(LLAMA_CPP)
     (stand_in / "packages" / "gguf.py").write_text(GGUF)
     tiny_llama(stand_in / "model")
     assert isinstance(find_peer("llama.cpp", sys.executable), Found)
-    load = {"dtype": "float32", "max_model_len": 64, "options": {}}
+    load = {"dtype": "float32", "max_model_len": 64, "options": {}} | further
     engine = PeerProcess("llama.cpp", sys.executable, str(stand_in / "model"), threads=1, timeout_s=60, **load)
     try:
         assert engine.run(WORK).token_ids == [[3] * 4]

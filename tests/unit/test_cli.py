@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from importlib import metadata
 from pathlib import Path
@@ -114,6 +115,8 @@ def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -
     assert "attention torch" in usable and usable == {**named_only, f"attention {chosen}": "usable"}
     assert {"python", "packages", "processor", "memory", "shared memory", "open files", "malloc"} <= by_topic.keys()
     assert all(finding["status"] in ("ok", "note") for finding in report["findings"])
+    for name in ("int4", "int8", "int8 of w8a8", "fp8", "fp4"):
+        assert re.search(rf"\b{name}\b", by_topic["quantised weights"]["detail"])
     assert main(["doctor"]) == 0
     assert "nothing needed is missing" in capsys.readouterr().out
 

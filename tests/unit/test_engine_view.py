@@ -22,7 +22,7 @@ SHAPE = {
     "model": "block_size device dtype max_model_len max_num_seqs name num_blocks tensor_parallel_size",
     "pool": "cached fragmentation free grid live_tokens used",
     "requests": "omitted running shown waiting",
-    "totals": "preemptions prefix_hit_tokens prefix_query_tokens recomputed_tokens steps_not_observed",
+    "totals": "host_hit_tokens preemptions prefix_hit_tokens prefix_query_tokens recomputed_tokens steps_not_observed",
     "history": "age_s cached fragmentation free generation_tokens_per_s interval_s live_tokens prompt_tokens_per_s "
     "running used waiting",
 }

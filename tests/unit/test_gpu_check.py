@@ -120,6 +120,25 @@ def test_last_json() -> None:
     assert last_json(["nothing\n"]) == {}
 
 
+def test_figures_of_quantised_weights() -> None:
+    """Oracle: by hand: 4 GB in 2.5 ms are 1,600 GB/s, 80 % of 2,000 GB/s; 3 ms become 2.5, and twice the tokens."""
+    names = ("tp_engine TP 1", "tp_engine TP 1 int4")
+    single = [{"ms_per_token": ms, "share_of_roofline": 0.5} for ms in (3.0, 2.5)]
+    batch = [{"tokens_per_s": rate, "share_of_roofline": 0.5} for rate in (100.0, 200.0)]
+    report = {
+        "shape": "qwen3-8b", "decode_roofline_ms": 2.0, "copy_gb_per_s": 2000.0, "weight_bytes": {"int4": 4 * 10**9},
+        "workloads": [
+            {"workload": workload, "engines": dict(zip(names, found, strict=True)), "speedup_over": {names[1]: ratio}}
+            for workload, found, ratio in (("latency", single, 0.8), ("32 requests", batch, 0.5))
+        ],
+    }  # fmt: skip
+    found = [figure for figure in figures_of(report) if figure.label.endswith("int4")]
+    assert [(one.value, one.unit, one.verdict) for one in found] == [
+        (1.25, "times unquantised", ""), (2.5, "ms/token", ""), (pytest.approx(0.8), "of the copy bandwidth", "met"),
+        (2.0, "times unquantised", ""), (200.0, "tokens/s", ""),
+    ]  # fmt: skip
+
+
 def test_figures_and_goals() -> None:
     """Oracle: the issue's goals, by hand: 26,000 tokens/s and 60 % missed and met, 80 % of a copy, 50 us."""
     batch, single = {"tokens_per_s": 25e3, "share_of_roofline": 0.7}, {"ms_per_token": 0.4, "share_of_roofline": 0.7}

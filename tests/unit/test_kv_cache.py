@@ -9,7 +9,7 @@ import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvKind, lay_out
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, allocate_kv_scales, bind_kv_cache, resident_bytes
+from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape, resident_bytes
 
 CPU = torch.device("cpu")
 
@@ -32,25 +32,55 @@ def small_shape(dtype: torch.dtype = torch.bfloat16) -> KvCacheShape:
     return KvCacheShape(layers_per_block=3, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=dtype)
 
 
+def small_blocks(dtype: torch.dtype = torch.bfloat16, count: int = 5) -> KvBlocks:
+    """Blocks of three layers."""
+    return KvBlocks.allocate(small_shape(dtype), count, CPU)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
-    """Oracle: the documented shape; block_bytes is what the tensor takes per block."""
-    cache = allocate_kv_cache(small_shape(dtype), 5, CPU)
-    assert cache.shape == (2, 3, 5, 16, 2, 64)
-    assert (cache.dtype, cache.device, cache.is_contiguous()) == (dtype, CPU, True)
-    assert cache.numel() * cache.itemsize == 5 * small_shape(dtype).block_bytes
-    assert not cache.any()
+    """Oracle: the documented shapes; block_bytes is what the tensor takes per block."""
+    blocks = small_blocks(dtype)
+    assert blocks.cache.shape == (5, 3, 2, 16, 2, 64) and blocks.scales is None
+    assert (blocks.cache.dtype, blocks.cache.device, blocks.cache.is_contiguous()) == (dtype, CPU, True)
+    assert blocks.cache.nbytes == blocks.raw.nbytes == 5 * small_shape(dtype).block_bytes
+    assert not blocks.raw.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_block_is_one_piece(dtype: torch.dtype) -> None:
+    """Oracle: a block of all layers, filled through the views, is one row of ``raw``, and no other row changes."""
+    blocks = small_blocks(dtype)
+    blocks.cache[3] = blocks.cache.new_ones((), dtype=torch.float32).to(dtype)
+    if blocks.scales is not None:
+        blocks.scales[3] = 1.0
+    assert not blocks.raw[[0, 1, 2, 4]].any() and blocks.raw.is_contiguous()
+    expected = [torch.ones(3 * 2 * 16 * 2 * 64).to(dtype).view(torch.uint8)]
+    if blocks.scales is not None:
+        expected.append(torch.ones(3 * 2 * 2 * 16).view(torch.uint8))
+    assert torch.equal(blocks.raw[3], torch.cat(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_strides_do_not_depend_on_the_number_of_blocks(dtype: torch.dtype) -> None:
+    """Oracle: those of five blocks: strides are constants of compiled kernels, which are compiled with one block."""
+    one, five = small_blocks(dtype, 1), small_blocks(dtype)
+    assert one.cache.stride() == five.cache.stride()
+    if one.scales is not None and five.scales is not None:
+        assert one.scales.stride() == five.scales.stride() and one.scales.stride(0) * 4 == one.raw.stride(0)
 
 
 def test_layers_are_bound_by_index_to_views() -> None:
     """Oracle: layer i's writes appear at [:, i] and nowhere else."""
-    cache, layers = allocate_kv_cache(small_shape(), 5, CPU), [Layer() for _ in range(3)]
-    bind_kv_cache(cache, layers, THREE_ALIKE)
+    blocks, layers = small_blocks(), [Layer() for _ in range(3)]
+    blocks.bind(layers, THREE_ALIKE)
     for index, layer in enumerate(layers):
-        assert layer.kv_cache.shape == (2, 5, 16, 2, 64)
+        assert layer.kv_cache.shape == (2, 5, 16, 2, 64) and layer.kv_scales is None
         layer.kv_cache.fill_(index + 1)
-    assert [int(cache[:, index].min()) for index in range(3)] == [1, 2, 3]
-    assert [int(cache[:, index].max()) for index in range(3)] == [1, 2, 3]
+    assert [int(blocks.cache[:, index].min()) for index in range(3)] == [1, 2, 3]
+    assert [int(blocks.cache[:, index].max()) for index in range(3)] == [1, 2, 3]
+    layers[1].kv_cache[1, 4] = 7.0
+    assert bool((blocks.cache[4, 1, 1] == 7.0).all()) and int((blocks.cache == 7.0).sum()) == 16 * 2 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -59,10 +89,10 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
     windows = (8, None, 8, 8, 8, None)
     layout = lay_out([KvKind(window=window, num_kv_heads=2, head_dim=64) for window in windows])
     shape = dataclasses.replace(small_shape(dtype), layers_per_block=layout.layers_per_block)
-    cache, scales = allocate_kv_cache(shape, 5, CPU), allocate_kv_scales(shape, 5, CPU)
-    layers = [Layer() for _ in windows]
-    bind_kv_cache(cache, layers, layout, scales)
-    assert cache.shape == (2, 2, 5, 16, 2, 64) and 5 * shape.block_bytes == cache.nbytes + (
+    blocks, layers = KvBlocks.allocate(shape, 5, CPU), [Layer() for _ in windows]
+    blocks.bind(layers, layout)
+    cache, scales = blocks.cache, blocks.scales
+    assert cache.shape == (5, 2, 2, 16, 2, 64) and 5 * shape.block_bytes == cache.nbytes + (
         scales.nbytes if scales is not None else 0
     )
     for layer, place in zip(layers, (0, 0, 1, 0, 1, 1), strict=True):
@@ -75,52 +105,53 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_cache_has_scales_that_are_counted(dtype: torch.dtype) -> None:
     """Oracle: the documented shapes; block_bytes is what both tensors take per block; zeros; layers get their views."""
-    shape, layers = small_shape(dtype), [Layer() for _ in range(3)]
-    cache, scales = allocate_kv_cache(shape, 5, CPU), allocate_kv_scales(shape, 5, CPU)
-    assert scales is not None and (cache.dtype, scales.dtype) == (dtype, torch.float32)
-    assert cache.shape == (2, 3, 5, 16, 2, 64) and scales.shape == (2, 3, 5, 2, 16)
-    assert 5 * shape.block_bytes == cache.numel() + 4 * scales.numel() == 5 * 2 * 3 * 16 * 2 * (64 + 4)
-    assert not cache.float().any() and not scales.any()
-    bind_kv_cache(cache, layers, THREE_ALIKE, scales)
+    blocks, layers = small_blocks(dtype), [Layer() for _ in range(3)]
+    scales = blocks.scales
+    assert scales is not None and (blocks.cache.dtype, scales.dtype) == (dtype, torch.float32)
+    assert blocks.cache.shape == (5, 3, 2, 16, 2, 64) and scales.shape == (5, 3, 2, 2, 16)
+    assert 5 * small_shape(dtype).block_bytes == blocks.raw.nbytes == 5 * 2 * 3 * 16 * 2 * (64 + 4)
+    assert not blocks.raw.any()
+    blocks.bind(layers, THREE_ALIKE)
     for index, layer in enumerate(layers):
         assert layer.kv_scales is not None and layer.kv_scales.shape == (2, 5, 2, 16)
         layer.kv_scales.fill_(index + 1)
     assert [float(scales[:, index].mean()) for index in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_other_caches_have_no_scales() -> None:
-    """Oracle: None, also for the layers."""
-    assert allocate_kv_scales(small_shape(), 5, CPU) is None
-    layers = [Layer() for _ in range(3)]
-    bind_kv_cache(allocate_kv_cache(small_shape(), 5, CPU), layers, THREE_ALIKE)
-    assert [layer.kv_scales for layer in layers] == [None, None, None]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_copies_read_every_source_first(dtype: torch.dtype) -> None:
+    """Oracle: the blocks before; a cycle of copies, and a block that is read twice."""
+    blocks = small_blocks(dtype)
+    before = blocks.raw.copy_(torch.randint(0, 256, blocks.raw.shape, dtype=torch.uint8)).clone()
+    blocks.copy(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 4]))
+    assert torch.equal(blocks.raw, before[[1, 0, 2, 3, 1]])
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_another_number_of_layers_is_our_fault(count: int) -> None:
     """Oracle: an assertion about the number of layers."""
     with pytest.raises(AssertionError, match=f"{count} attention layers for a cache of 3"):
-        bind_kv_cache(allocate_kv_cache(small_shape(), 1, CPU), [Layer() for _ in range(count)], THREE_ALIKE)
+        small_blocks().bind([Layer() for _ in range(count)], THREE_ALIKE)
 
 
 def test_pages_are_taken_when_blocks_are_used() -> None:
-    """Oracle: a cache of 1.5 GiB occupies nothing at first, then the page of each layer's first block."""
-    cache = allocate_kv_cache(small_shape(), 65_536, CPU)
-    assert resident_bytes(cache) == 0
-    cache[:, :, 0] = 1.0
-    assert 6 * 4096 <= resident_bytes(cache) <= 6 * (2 << 20)
+    """Oracle: a cache of 1.5 GiB occupies nothing at first, then the pages of the first block."""
+    blocks = small_blocks(count=65_536)
+    assert resident_bytes(blocks.raw) == 0
+    blocks.cache[0] = 1.0
+    assert 6 * 4096 <= resident_bytes(blocks.raw) <= 2 << 20
 
 
 def test_works_under_inference_mode() -> None:
     """Oracle: values written inside inference mode can be read outside."""
-    cache = allocate_kv_cache(small_shape(), 2, CPU)
+    blocks = small_blocks(count=2)
     with torch.inference_mode():
-        cache[:, 0] = 3.0
-    assert int(cache.sum()) == 2 * 2 * 16 * 2 * 64 * 3
+        blocks.cache[:, 0] = 3.0
+    assert int(blocks.cache.sum()) == 2 * 2 * 16 * 2 * 64 * 3
 
 
 @pytest.mark.parametrize("num_blocks", [10**12, 10**18])
 def test_too_large_a_cache_is_a_budget_error(num_blocks: int) -> None:
     """Oracle: our error with the numbers and the remedy, not the allocator's own."""
     with pytest.raises(MemoryBudgetError, match=rf"for {num_blocks} KV blocks on cpu.*lower gpu_memory_utilization"):
-        allocate_kv_cache(small_shape(), num_blocks, CPU)
+        KvBlocks.allocate(small_shape(), num_blocks, CPU)

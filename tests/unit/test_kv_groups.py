@@ -26,8 +26,9 @@ from tp_engine.ranks.collectives import SingleRank
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
+from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
+from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.step_inputs import digest_inputs
 from tp_engine.worker.trial_steps import warm_up
@@ -60,8 +61,9 @@ class Engine:
             head_dim=layout.head_dim,
             dtype=torch.float32,
         )
-        self.cache = allocate_kv_cache(shape, NUM_BLOCKS, CPU).fill_(torch.nan)  # no row may read another slot
-        bind_kv_cache(self.cache, model.attention_layers, layout)
+        blocks = KvBlocks.allocate(shape, NUM_BLOCKS, CPU)
+        self.cache = blocks.cache.fill_(torch.nan)  # no row may read another slot
+        blocks.bind(model.attention_layers, layout)
         self.runner = ModelRunner(
             model=model,
             backends=self.backends,
@@ -72,8 +74,8 @@ class Engine:
                 num_groups=len(layout.groups),
                 device=CPU,
             ),
-            kv_cache=self.cache,
-            kv_scales=None,
+            blocks=blocks,
+            tier=HostTier(blocks.raw, NUM_BLOCKS),
             communicator=alone,
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
             progress=RankProgress(),
@@ -135,7 +137,7 @@ class Engine:
                 continue
             for blocks in self.tables[row][: max(0, self.computed[row] + 1 - window - TILE_TOKENS) // BLOCK_SIZE]:
                 if blocks[group]:
-                    self.cache[:, :, blocks[group]] = torch.nan
+                    self.cache[blocks[group]] = torch.nan
                     self.free.append(blocks[group])
                     blocks[group] = 0
                     self.freed += 1
@@ -201,7 +203,45 @@ def test_a_copy_is_of_all_layers_of_a_block(checkpoint: Callable[..., Path]) -> 
     engine.cache.normal_()
     before = engine.cache.clone()
     engine.runner.run(StepPlan(step_id=1, copies=np.array([[5, 9], [6, 2]], dtype=np.int32)))
-    before[:, :, [9, 2]] = before[:, :, [5, 6]]
+    before[[9, 2]] = before[[5, 6]]
+    assert torch.equal(engine.cache, before)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_blocks_that_were_on_the_host_are_as_before(
+    make_backend: Callable[[], AttentionBackend], is_recorded: bool, checkpoint: Callable[..., Path]
+) -> None:
+    """Blocks of both rows go to slots, are overwritten, and come back with the step that needs them, three times.
+    Oracle: the same steps without moves, bit by bit."""
+    folder = checkpoint(**WINDOWED)
+    found = []
+    for has_moves in (True, False):
+        engine = Engine(folder, make_backend)
+        if is_recorded:
+            engine.runner.capture((1, 2, 4), RepeatingRecorder())
+        results = serve(engine, 3)
+        for batch in (2, 4, 6):
+            held = sorted({block for row in (1, 3) for blocks in engine.tables[row] for block in blocks if block})
+            pairs = np.stack((held, np.random.default_rng(batch).permutation(NUM_BLOCKS)[: len(held)]), 1)
+            options: dict[str, Any] = {}
+            if has_moves:
+                engine.runner.run(StepPlan(step_id=1, stores=pairs.astype(np.int32)))
+                engine.cache[held] = torch.nan
+                options = {"loads": pairs[::-1, ::-1].astype(np.int32), "wait_load": batch}
+            results.append(engine.step([3, 1], {}, **options))
+        found.append(results)
+    compare(*found)
+
+
+def test_moves_come_before_copies(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: bytes by hand, of a plan that stores a block, loads it into another one, and copies that."""
+    engine = Engine(checkpoint(**WINDOWED), TorchBackend)
+    engine.cache.normal_()
+    before = engine.cache.clone()
+    store, load, copy = (np.array([pair], dtype=np.int32) for pair in ((5, 1), (1, 6), (6, 2)))
+    engine.runner.run(StepPlan(step_id=1, stores=store, loads=load, wait_load=1, copies=copy))
+    before[[6, 2]] = before[[5, 5]]
     assert torch.equal(engine.cache, before)
 
 

@@ -55,5 +55,8 @@ def test_random_acts_match_an_ordered_dictionary(num_blocks: int) -> None:
             given.append((queue.pop(len(chosen)), chosen))
             for block in chosen:
                 del model[block]
+        count = rng.randint(-1, num_blocks + 1)
+        given.append((queue.peek(count), list(model)[: max(count, 0)]))
         assert queue.order().tolist() == list(model) and len(queue) == len(model)
+        assert queue.holds(np.arange(num_blocks)).tolist() == [block in model for block in range(num_blocks)]
     assert all(popped.tolist() == chosen for popped, chosen in given)

@@ -78,9 +78,10 @@ def test_single_snapshot_formula() -> None:
 
 
 def test_size_of_the_guides_cache() -> None:
-    """GOLDEN A6: (2, 80, 10800, 16, 8, 64) fp16 is 28,311,552,000 bytes, 26.37 GiB, 172,800 tokens."""
+    """GOLDEN A6: (10800, 80, 2, 16, 8, 64) fp16 is 28,311,552,000 bytes, 26.37 GiB, 172,800 tokens."""
     shape = KvCacheShape(layers_per_block=80, block_size=16, local_num_kv_heads=8, head_dim=64, dtype=torch.float16)
-    assert shape.with_blocks(10_800) == (2, 80, 10_800, 16, 8, 64)
+    cache, scales = shape.views_of(torch.empty(10_800, shape.block_bytes, dtype=torch.uint8, device="meta"))
+    assert cache.shape == (10_800, 80, 2, 16, 8, 64) and scales is None
     assert 10_800 * shape.block_bytes == 28_311_552_000
     assert format_gib(28_311_552_000) == "26.37 GiB"
 

@@ -69,5 +69,5 @@ def test_limiting_rank_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         agree([9, 4, 8])
     assert [record.getMessage() for record in caplog.records] == [
-        "KV blocks: 4 on every rank (limited by rank 1; the roomiest has 9)"
+        "blocks of the KV cache: 4 on every rank (limited by rank 1; the roomiest has 9)"
     ]

@@ -16,7 +16,7 @@ from tp_engine.units import MIB
 from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
 from tp_engine.worker.host_memory import HostMemory, host_memory, process_memory, reset_peak
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache
+from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory import MemoryMonitor
 
 GB = 1 << 30
@@ -188,10 +188,10 @@ def test_monitor_counts_what_the_process_gained() -> None:
 def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
     """Oracle: a used cache of 64 MiB enlarges the process's memory, but not the monitor's figure."""
     shape = KvCacheShape(layers_per_block=2, block_size=16, local_num_kv_heads=4, head_dim=64, dtype=torch.float32)
-    cache = allocate_kv_cache(shape, 64 * MIB // shape.block_bytes, torch.device("cpu"))
-    monitor = MemoryMonitor(CpuDevice(1), cache)
+    blocks = KvBlocks.allocate(shape, 64 * MIB // shape.block_bytes, torch.device("cpu"))
+    monitor = MemoryMonitor(CpuDevice(1), blocks.raw)
     before = process_memory().resident
-    cache.fill_(1.0)
+    blocks.cache.fill_(1.0)
     assert process_memory().resident - before > 60 * MIB
     assert abs(monitor.growth()) < 4 * MIB
 

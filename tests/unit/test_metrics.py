@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.asgi import App, run_served, until
 from tests.fake_engine import FakeEngine, arith
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.metrics import ServerMetrics
 from tp_engine.server.metrics.families import FAMILIES, PREFIX, token_buckets
 from tp_engine.server.metrics.figures import Histogram
 
@@ -49,7 +51,12 @@ inter_token_latency_seconds histogram - {NEXT}
 iteration_tokens_total histogram - {ITERATION}
 kv_cache_usage_peak_perc gauge
 kv_cache_usage_perc gauge
+kv_dropped_blocks counter
 kv_fragmentation gauge
+kv_host_usage_perc gauge
+kv_offload_bytes counter direction
+kv_offload_seconds counter direction
+kv_offload_wait_seconds counter
 num_cached_blocks gauge
 num_free_blocks gauge
 num_live_tokens gauge
@@ -61,6 +68,7 @@ plan_size_bytes histogram - {PLAN}
 prefix_cache_hits counter
 prefix_cache_queries counter
 prompt_tokens counter
+prompt_tokens_by_source counter source
 rank_collective_seconds counter rank
 rank_collective_wait_seconds histogram rank {WAIT}
 rank_cpu_seconds counter rank
@@ -252,6 +260,9 @@ def test_the_engine_and_its_ranks() -> None:
         assert num_steps == app.service.engine.num_steps >= 4  # type: ignore[attr-defined]
         assert value(families["num_free_blocks"]) == 256 and value(families["kv_cache_usage_perc"]) == 0
         assert value(families["rank_memory_bytes"], rank="1", line="kv_cache") == 1001
+        assert value(families["kv_offload_bytes"], "_total", direction="store") == 3000
+        assert value(families["kv_offload_seconds"], "_total", direction="load") == 0.25
+        assert value(families["kv_offload_wait_seconds"], "_total") == 0.125
         assert value(families["startup_phase_seconds"], rank="1", phase="loading weights") == 0.75
         assert value(families["rank_collective_seconds"], "_total", rank="1") == 0.125
         assert value(families["rank_last_to_begin"], "_total", rank="1") == num_steps
@@ -263,6 +274,21 @@ def test_the_engine_and_its_ranks() -> None:
         assert config.value == 1 and config.labels["num_gpu_blocks"] == "256" and config.labels["block_size"] == "16"
 
     served(scenario)
+
+
+def test_the_host_tier() -> None:
+    """By hand: of 100 prompt tokens 60 were cached, 20 of these on the host; 3 of 12 slots hold a block."""
+    engine = FakeEngine()
+    report = engine.report()
+    figures = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60, "num_host_hit_tokens": 20}
+    tier = {"num_host_slots": 12, "num_used_host_slots": 3, "num_dropped_blocks": 5}
+    metrics = ServerMetrics("tiny")
+    text = metrics.exposition(replace(report, stats=replace(report.stats, **figures, **tier))).decode()
+    families = {one.name.removeprefix(PREFIX): one for one in text_string_to_metric_families(text)}
+    sources = {sample.labels["source"]: sample.value for sample in families["prompt_tokens_by_source"].samples}
+    assert sources == {"device": 40, "host": 20, "computed": 40}
+    assert value(families["kv_host_usage_perc"]) == 0.25
+    assert value(families["kv_dropped_blocks"], "_total") == 5
 
 
 def test_a_silent_engine_leaves_the_servers_own_figures() -> None:

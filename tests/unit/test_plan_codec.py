@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 
 from tp_engine.errors import PlanError
 from tp_engine.ipc.plan_codec import PlanCodec, decode_plan, encode_plan, encoded_size
-from tp_engine.ipc.plan_sections import SECTIONS, ArraySection
+from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, NumberSection
 from tp_engine.plan import NO_PAIRS, Admission, Control, IntArray, RowSampling, StepPlan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -85,6 +85,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_samples=draw(arrays.arrays(np.bool_, num_prefills)),
         mask_rows=draw(ids(num_masks)),
         masks=draw(arrays.arrays(np.int32, (num_masks, num_words if num_masks else 0), elements=INT32)),
+        stores=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
+        loads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
+        wait_load=draw(st.integers(0, 2**63 - 1)),
     )
 
 
@@ -157,7 +160,15 @@ def small_plan_of_three_groups() -> StepPlan:
     )
 
 
-SMALL_PLANS = pytest.mark.parametrize("plan", [small_plan(), small_plan_of_three_groups()], ids=["one", "three"])
+def moving(plan: StepPlan) -> StepPlan:
+    """A plan with two stores and a load of the host tier besides, that waits for batch 5 of the moves."""
+    stores, loads = int32(8, 1, 9, 2).reshape(2, 2), int32(3, 7).reshape(1, 2)
+    return msgspec.structs.replace(plan, stores=stores, loads=loads, wait_load=5)
+
+
+SMALL_PLANS = pytest.mark.parametrize(
+    "plan", [small_plan(), small_plan_of_three_groups(), moving(small_plan())], ids=["one", "three", "moving"]
+)
 
 
 def resealed(data: bytes) -> bytes:
@@ -166,7 +177,7 @@ def resealed(data: bytes) -> bytes:
 
 
 GOLDEN = (
-    "5450535003000000d14b9c341eb2c12f20010000020000002a000000000000000700000000000000ff04000004000000"
+    "5450535004000000d14b9c341eb2c12f20010000020000002a000000000000000700000000000000ff04000004000000"
     "040000000400000008000000080000000400000004000000010000008c00000002000000000000000000000000000000"
     "080000000000000005000000060000000000000001000000030000000000000003000000000000000100000000000000"
     "01000000030000000300000000000000000000000000e03f000000000000f03f00000000000000000000000000000000"
@@ -176,7 +187,7 @@ GOLDEN = (
 
 
 GOLDEN_OF_THREE_GROUPS = (
-    "545053500300000071f72f0d1e12330e48010000020000002a000000000000000700000000000000ff04000004000000"
+    "545053500400000071f72f0d1e12330e48010000020000002a000000000000000700000000000000ff04000004000000"
     "080000001800000018000000080000000400000004000000010000009400000002000000000000000000000000000000"
     "0a0000000b0000000c0000000d0000000e0000000f000000050000000600000003000000040000000100000002000000"
     "000000000100000003000000000000000300000000000000010000000000000001000000030000000300000000000000"
@@ -185,7 +196,7 @@ GOLDEN_OF_THREE_GROUPS = (
     "0b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf00000000"
 )
 GOLDEN_STEADY_OF_TWO_GROUPS = (
-    "5450535003000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
+    "5450535004000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
     "080000000000000001000000000000000700000008000000"
 )
 
@@ -233,30 +244,32 @@ def test_rows_without_an_epoch_are_always_sent() -> None:
 class WiderPlan(StepPlan, frozen=True, kw_only=True, gc=False):
     """A plan with one section more."""
 
-    moves: IntArray = NO_PAIRS
+    shards: IntArray = NO_PAIRS
 
 
 def test_a_new_section_is_a_field_and_a_line() -> None:
     """Oracle: a plan with a new section; without that section, its bytes are those of today."""
-    codec = PlanCodec((*SECTIONS, ArraySection("moves", columns=2)), WiderPlan)
+    numbers = SECTIONS.index(next(section for section in SECTIONS if isinstance(section, NumberSection)))
+    codec = PlanCodec((*SECTIONS[:numbers], ArraySection("shards", columns=2), *SECTIONS[numbers:]), WiderPlan)
     fields = msgspec.structs.asdict(small_plan())
-    plan = WiderPlan(**fields, moves=int32(1, 2, 3, 4).reshape(2, 2))
+    plan = WiderPlan(**fields, shards=int32(1, 2, 3, 4).reshape(2, 2))
     data = codec.encode(plan)
     assert_equal(codec.decode(data), plan)
     assert codec.encode(WiderPlan(**fields)) == encode_plan(small_plan())
     assert codec.encoded_size(plan) == len(data)
-    with pytest.raises(PlanError, match="malformed step plan: it has sections 0xcff, 11 are known"):
-        decode_plan(data)
+    wider = PlanCodec((*SECTIONS, NumberSection("step_id")))
+    with pytest.raises(PlanError, match="malformed step plan: it has sections 0x44ff, 14 are known"):
+        decode_plan(wider.encode(small_plan()))
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 3 was defined; if they change, the version must change."""
+    """Oracle: bytes written down when version 4 was defined; if they change, the version must change."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when version 3 was defined: as in the drawing, with G ids for each new block."""
+    """Oracle: bytes written down when version 4 was defined: as in the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
@@ -328,7 +341,7 @@ def test_steady_plans_are_decoded_as_all_others(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_section_that_is_too_long_is_named() -> None:
     """Oracle: each section of a plan of everything in turn, made as long as the plan; and a section of half an item."""
-    plan = msgspec.structs.replace(small_plan(), mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
+    plan = msgspec.structs.replace(moving(small_plan()), mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
     data, names = encode_plan(plan), [section.name for section in SECTIONS]
     for place, name in enumerate(names):
         longer = bytearray(data)
@@ -369,7 +382,7 @@ def test_errors_give_both_values() -> None:
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
-    with pytest.raises(PlanError, match=r"must be 3, received 1"):
+    with pytest.raises(PlanError, match=r"must be 4, received 1"):
         decode_plan(data[:4] + struct.pack("<I", 1) + data[8:])
     wrong = xxhash.xxh3_64_intdigest(data[16:]) ^ 1
     with pytest.raises(PlanError, match=rf"says {wrong:#018x}, its bytes give {wrong ^ 1:#018x}"):
@@ -431,6 +444,22 @@ def test_masks_are_a_section_of_their_own() -> None:
     assert_equal(decode_plan(after), masked)
     with pytest.raises(PlanError, match="masks end at byte"):
         decode_plan(resealed(after[:80] + b"\xff\xff" + after[82:]))
+
+
+def test_moves_take_eight_bytes_each_and_nothing_where_there_are_none() -> None:
+    """Oracle: by hand: three sizes in the header; 16 bytes of stores, 8 of a load, 8 of a number, behind the rest.  A
+    number that is 0, or of another size, is not what ``encode_plan`` writes."""
+    plan = StepPlan(step_id=1, rows_epoch=5, decode_rows=int32(0, 1))
+    before, after = encode_plan(plan, 5), encode_plan(moving(plan), 5)
+    assert (len(before), len(after)) == (48, 48 + 8 + 32)
+    assert after[40:56] == struct.pack("<IIII", 0b111 << 11, 16, 8, 8)
+    assert after[56:] == struct.pack("<6iq", 8, 1, 9, 2, 3, 7, 5)
+    assert_equal(decode_plan(after, 5, plan.decode_rows), moving(plan))
+    for place, number, error in ((80, 0, "wait_load is there, and is 0"), (52, 4, "wait_load takes 4 bytes")):
+        wrong = bytearray(after)
+        struct.pack_into("<I", wrong, place, number)
+        with pytest.raises(PlanError, match=error):
+            decode_plan(resealed(bytes(wrong)), 5, plan.decode_rows)
 
 
 def test_wrong_dtypes_are_our_own_fault() -> None:

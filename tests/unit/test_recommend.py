@@ -13,8 +13,9 @@ import tp_engine
 from tests.tiny_models import make_checkpoint
 from tp_engine import recommend
 from tp_engine.advice import sizes
-from tp_engine.advice.advise import choose_block_size
+from tp_engine.advice.block_size import choose_block_size
 from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload
+from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
@@ -72,7 +73,7 @@ def model(config: dict[str, Any]) -> ModelSpec:
 )
 def test_parameters_of_real_models(config: dict[str, Any], num_parameters: int) -> None:
     """Oracle: the published numbers of parameters of these models."""
-    assert sizes.local_parameters(model(config), 1) == num_parameters
+    assert local_parameters(model(config), 1) == num_parameters
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_parameters_of_checkpoints(tmp_path: Path, architecture: str, tie: bool)
         found = sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118  (not a dict)
     # 100 inner elements of 6 experts in 2 layers have room for 104: gate, up and down for 64 hidden elements, 2 biases.
     padding = 2 * 6 * 4 * (3 * 64 + 2) if architecture == "gpt-oss" else 0
-    assert sizes.local_parameters(load_model_config(str(folder))[0], 1) == found + padding
+    assert local_parameters(load_model_config(str(folder))[0], 1) == found + padding
 
 
 QWEN3_30B = QWEN3_06B | {
@@ -109,8 +110,8 @@ QWEN3_30B = QWEN3_06B | {
 def test_parameters_of_experts() -> None:
     """Oracle: Qwen3-30B-A3B is published with 30.5 billion parameters, of which 3.3 billion are active."""
     spec = model(QWEN3_30B)
-    assert round(sizes.local_parameters(spec, 1) / 1e9, 1) == 30.5
-    assert round(sizes.local_parameters(spec, 1, active_only=True) / 1e9, 1) == 3.4  # with the embedding
+    assert round(local_parameters(spec, 1) / 1e9, 1) == 30.5
+    assert round(local_parameters(spec, 1, active_only=True) / 1e9, 1) == 3.4  # with the embedding
     found = recommend(spec, workload="chat", gpu="h100", tensor_parallel_size=1)
     assert found.fits and found.active_weight_bytes * 8 < found.weight_bytes
     assert "for one token: the experts that it goes to" in found.explain()
@@ -223,14 +224,14 @@ def test_a_request_that_is_too_long_for_the_pool_gets_remedies() -> None:
 
 
 def test_block_sizes_follow_lengths() -> None:
-    """Oracle: half a block is at most 2 % of a mean request, where a size allows it."""
-    assert {name: choose_block_size(workload) for name, workload in WORKLOADS.items()} == {
+    """Oracle: half of the last block is at most 2 % of a mean request, where a size allows it."""
+    assert {name: choose_block_size(workload.lengths) for name, workload in WORKLOADS.items()} == {
         "chat": 16,
         "code": 64,
         "long-doc": 64,
     }
-    assert choose_block_size(Workload(name="w", prompt=900, output=200, longest=2000)) == 32
-    assert choose_block_size(Workload(name="w", prompt=20, output=10, longest=2000)) == 16
+    assert choose_block_size(Workload(name="w", prompt=900, output=200, longest=2000).lengths) == 32
+    assert choose_block_size(Workload(name="w", prompt=20, output=10, longest=2000).lengths) == 8
 
 
 def test_illegal_questions_are_refused() -> None:

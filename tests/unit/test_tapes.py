@@ -40,7 +40,7 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, bind_kv_cache
+from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 
 LIBRARY = native_library()
@@ -85,8 +85,9 @@ class Rows:
             dtype=dtype,
         )
         num_blocks = columns * NUM_ROWS * num_groups
-        self.cache = allocate_kv_cache(shape, num_blocks, CPU).normal_()
-        bind_kv_cache(self.cache, self.model.attention_layers, layout)
+        pool = KvBlocks.allocate(shape, num_blocks, CPU)
+        self.cache = pool.cache.normal_()
+        pool.bind(self.model.attention_layers, layout)
         self.batch = InputBatch(
             max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_groups=num_groups, device=CPU
         )
@@ -188,7 +189,7 @@ class EveryOperation:
         )
         batch = make_batch([(1, 40), (1, 3), (1, 300)], self.shape, dtype=dtype)
         self.backend, self.metadata = NativeBackend(), batch.metadata
-        self.kv = LayerKv(batch.cache_for(self.backend).nan_to_num(0.5))
+        self.kv = LayerKv(batch.cache_for(self.backend).nan_to_num_(0.5))
         self.ids, self.counts = torch.zeros(3, dtype=torch.int32), (heads, kv_heads)
         self.embedding, self.weights = random(50, hidden), random(heads + kv_heads, head_dim)
         self.rule = NormRule(random(hidden), 1e-5, offset=1.0, is_centred=True)

@@ -42,7 +42,8 @@ class PlanReader:
 def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int, num_groups: int) -> None:
     """Oracle: the limits; each step releases the rows that the one before admitted, and lies in block 0."""
     runner: Any = PlanReader(num_groups)
-    warm_up(runner, EngineConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, block_size=block_size))
+    limits: dict[str, Any] = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "max_model_len": 256}
+    warm_up(runner, EngineConfig(block_size=block_size, **limits))
     for plan in runner.plans:
         scheduled = [*plan.decode_rows, *plan.prefill_rows]
         assert 0 < len(scheduled) <= rows and plan.num_tokens <= tokens
@@ -55,6 +56,8 @@ def test_first_steps_keep_to_the_limits(rows: int, tokens: int, block_size: int,
     assert len(runner.plans[0].prefill_rows) == 1
     is_mixed = [bool(len(plan.decode_rows) and len(plan.prefill_rows)) for plan in runner.plans]
     assert any(is_mixed) == (tokens >= 3 and rows >= 2)
+    sizes = {size for plan in runner.plans for size in plan.prefill_tokens.tolist()}
+    assert sizes - {1, 2} == ({32, 64, 128, 256} if tokens >= 256 else set())
 
 
 def test_gpus_warm_up() -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    block size      the largest whose half-empty last block wastes at most MAX_WASTE of a mean request
+    block size      the largest that wastes little of a mean request (block_size.py)
     KV cache        memory x utilization - weights - largest step - runtime
     blocks          KV cache / block bytes
     concurrency     (blocks - those of the shared prefix) / blocks of a mean request's own tokens; layers with a
@@ -15,22 +15,28 @@ from __future__ import annotations
 import dataclasses
 
 from tp_engine.advice import sizes
+from tp_engine.advice.block_size import choose_block_size, describe_waste
 from tp_engine.advice.question import Question, Workload
 from tp_engine.advice.recommendation import Recommendation
+from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvCapacity
-from tp_engine.model_config import MAX_WORLD_SIZE, check_tensor_parallel
+from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, check_tensor_parallel
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import format_gib
 
-BLOCK_SIZES = (16, 32, 64)
-MAX_WASTE = 0.02
 MAX_NUM_SEQS = 1024
 DEFAULT_NUM_SEQS = 256
+# The online formats to try where nothing fits, the most exact one first; int8 is for CPUs.
+_SMALLER = {True: ("fp8", "int4"), False: ("int8", "int4")}
 
 
 def advise(question: Question) -> Recommendation:
-    """The recommendation, with remedies if nothing fits.  Raises ``ConfigError`` for an illegal number of ranks."""
+    """The recommendation, with remedies if nothing fits.
+
+    Raises ``ConfigError`` for an illegal number of ranks, and for options that contradict the checkpoint.
+    """
+    check_quantization_options(question.model, question.quantization, question.kv_cache_dtype)
     if question.tensor_parallel_size is not None:
         check_tensor_parallel(question.model, question.tensor_parallel_size)
         return _with_remedies(question, _for_ranks(question, question.tensor_parallel_size))
@@ -55,12 +61,6 @@ def legal_sizes(model: ModelSpec) -> list[int]:
     return found
 
 
-def choose_block_size(workload: Workload) -> int:
-    """The largest size with half a block at most ``MAX_WASTE`` of a mean request, else the smallest size."""
-    good = [size for size in BLOCK_SIZES if size / 2 <= MAX_WASTE * workload.live_tokens]
-    return max(good, default=BLOCK_SIZES[0])
-
-
 def _for_ranks(question: Question, world_size: int) -> Recommendation:
     first = _attempt(question, world_size, DEFAULT_NUM_SEQS)
     return _attempt(question, world_size, first.max_num_seqs)
@@ -71,10 +71,10 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     dtype = model.dtype if question.dtype == "auto" else question.dtype
     kv_dtype = dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     utilization = question.gpu_memory_utilization or hardware.utilization
-    block_size = question.block_size or choose_block_size(workload)
+    block_size = question.block_size or choose_block_size(workload.lengths)
     num_batched_tokens = max(workload.step_tokens, num_sequences)
     weights, active = (
-        sizes.local_parameters(model, world_size, active_only=active_only) * sizes.ITEMSIZES[dtype]
+        local_weight_bytes(model, world_size, dtype=dtype, quantization=question.quantization, active_only=active_only)
         for active_only in (False, True)
     )
     activations = sizes.activation_bytes(
@@ -100,6 +100,8 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         workload=workload.name,
         tensor_parallel_size=world_size,
         dtype=dtype,
+        quantization=question.quantization,
+        weight_format=_weight_format(question, dtype),
         kv_cache_dtype=kv_dtype,
         gpu_memory_utilization=utilization,
         total_bytes=memory,
@@ -123,6 +125,11 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         reasons=_reasons(question, capacity, concurrency),
         problems=problems,
     )
+
+
+def _weight_format(question: Question, dtype: str) -> str:
+    own = question.model.quantization
+    return question.quantization or (dtype if own is None else own.method)
 
 
 def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int) -> float:
@@ -157,25 +164,29 @@ def _problems(question: Question, available: int, capacity: KvCapacity, num_bloc
 
 
 def _reasons(question: Question, capacity: KvCapacity, concurrency: float) -> tuple[str, ...]:
-    workload, model = question.workload, question.model
-    block_size, max_model_len = capacity.block_size, capacity.max_model_len
-    waste = block_size / 2 / workload.live_tokens
+    workload, model, max_model_len = question.workload, question.model, capacity.max_model_len
     length = f"the longest request of {workload.name}"
     if max_model_len == model.max_position and max_model_len < workload.longest:
         length = "all positions that the model has"
     elif question.max_model_len is not None:
         length = "as asked"
-    shared = f", of which {workload.shared_prefix:,} are shared" if workload.shared_prefix else ""
     sequences = f"max_num_seqs {_num_sequences(concurrency)}: {concurrency:.1f} mean requests fit"
     limit = "more than that gain little speed" if concurrency > MAX_NUM_SEQS else "more would only preempt each other"
     return (
-        f"block_size {block_size}: half a block is {waste:.1%} of the {workload.live_tokens:,} tokens that a request "
-        f"holds on the average{shared}",
+        *_weight_reasons(question),
+        f"block_size {describe_waste(workload.lengths, capacity.block_size)}",
         f"max_model_len {max_model_len:,}: {length}; the model could {model.max_position:,}",
         f"{sequences}; {limit}",
         f"max_num_batched_tokens {capacity.chunk_tokens:,}: a step holds that much of the prompts, and a token of each "
         "running request",
     )
+
+
+def _weight_reasons(question: Question) -> tuple[str, ...]:
+    own, name = question.model.quantization, question.quantization
+    if own is not None:
+        return (f"weights: {own.method}, as the checkpoint has them; embedding, output head and norms stay in dtype",)
+    return () if name is None else (f"quantization {name}: linear weights, quantised while they are loaded",)
 
 
 def _with_remedies(question: Question, found: Recommendation) -> Recommendation:
@@ -187,9 +198,16 @@ def _with_remedies(question: Question, found: Recommendation) -> Recommendation:
     enough = next((size for size in more_ranks if _for_ranks(question, size).fits), None)
     if enough is not None:
         remedies.append(f"tensor_parallel_size {enough}")
-    half = dataclasses.replace(question, kv_cache_dtype="fp8")
+    own = question.model.quantization
+    smaller_cache = "int8" if own is not None and own.has_kv_scales else "fp8"
+    half = dataclasses.replace(question, kv_cache_dtype=smaller_cache)
     if found.kv_cache_dtype not in sizes.QUANTISED and _for_ranks(half, found.tensor_parallel_size).fits:
-        remedies.append("kv_cache_dtype fp8, which halves the KV cache")
+        remedies.append(f"kv_cache_dtype {smaller_cache}, which halves the KV cache")
+    if own is None and question.quantization is None:
+        for name in _SMALLER[question.hardware.is_gpu]:
+            if _for_ranks(dataclasses.replace(question, quantization=name), found.tensor_parallel_size).fits:
+                remedies.append(f"quantization {name}, or a checkpoint that is quantised to as many bits")
+                break
     workload = question.workload
     mean, longest = workload.prompt + workload.output, found.longest_request
     if longest < found.max_model_len and mean <= longest <= question.model.max_position:

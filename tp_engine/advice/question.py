@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tp_engine.advice.block_size import Lengths
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.options.flags import did_you_mean
@@ -85,6 +86,11 @@ class Workload:
         """Tokens that a request holds on average during its life: its prompt and half of its output."""
         return self.prompt + self.output // 2
 
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths as they are for the choice of a block size."""
+        return Lengths(prompt=self.prompt, output=self.output, prefixes={self.shared_prefix: 1})
+
 
 WORKLOADS = {
     "chat": Workload(name="chat", prompt=512, output=256, longest=4096, shared_prefix=128),
@@ -111,6 +117,7 @@ class Question:
     workload: Workload
     tensor_parallel_size: int | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None

@@ -24,6 +24,7 @@ _OPTIONS = (
 class Recommendation:
     """Options for one model, device and workload, with the arithmetic behind them.
 
+    ``weight_format`` is how linear weights are kept: ``quantization`` (online), the checkpoint's method, or ``dtype``.
     Bytes are those of one rank; ``active_weight_bytes`` are those of the weights that one token needs, which are fewer
     if the model has experts.  If ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and
     ``command`` is None.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds
@@ -36,6 +37,8 @@ class Recommendation:
     workload: str
     tensor_parallel_size: int
     dtype: str
+    quantization: str | None
+    weight_format: str
     kv_cache_dtype: str
     gpu_memory_utilization: float
     total_bytes: int
@@ -66,6 +69,8 @@ class Recommendation:
         if not self.fits:
             return {}
         given = {name: getattr(self, name) for name in _OPTIONS}
+        if self.quantization is not None:
+            given["quantization"] = self.quantization
         return given if self.kv_cache_dtype == self.dtype else given | {"kv_cache_dtype": self.kv_cache_dtype}
 
     @property
@@ -95,7 +100,7 @@ class Recommendation:
         rows = {
             "memory of a device": self.total_bytes,
             f"of it used ({self.gpu_memory_utilization:g})": self.requested_bytes,
-            "weights": self.weight_bytes,
+            f"weights ({self.weight_format})": self.weight_bytes,
             "largest step (estimate)": self.activation_bytes,
             "runtime (estimate)": self.overhead_bytes,
             "left for the KV cache": self.kv_cache_bytes,

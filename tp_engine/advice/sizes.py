@@ -1,11 +1,11 @@
-"""Bytes that a model needs on one rank.  Weights and blocks are exact, the rest is an estimate."""
+"""Bytes that a model needs on one rank beside its weights.  Blocks are exact, the rest is an estimate."""
 
 from __future__ import annotations
 
 from tp_engine.kv_layout import kv_block_bytes, kv_scale_bytes
 from tp_engine.model_config import local_num_kv_heads, padded_vocab_size
-from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, local_inner_size
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
+from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.units import GIB, MIB
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -13,49 +13,7 @@ QUANTISED = ("fp8", "int8")
 _LOGITS_COPIES = 3  # raw, edited and sorted, in float32
 
 
-def local_parameters(model: ModelSpec, world_size: int, *, active_only: bool = False) -> int:
-    """Parameters of one of ``world_size`` ranks, with the padding of the vocabulary.
-
-    ``active_only`` counts those that one token meets: of experts, the ones that it goes to.
-    """
-    layers = sum(
-        count * _layer_parameters(model.hidden_size, layer, world_size, active_only=active_only)
-        for layer, count in model.distinct_layers.items()
-    )
-    vocabulary = local_vocab_size(model, world_size) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    return layers + model.hidden_size + vocabulary
-
-
-def _layer_parameters(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool) -> int:
-    attention = layer.attention
-    queries, keys = (heads * attention.head_dim for heads in _local_heads(attention, world_size))
-    qkv = queries + 2 * keys
-    found = hidden * (qkv + queries) + qkv * attention.qkv_bias + hidden * attention.out_bias
-    if attention.qk_norm is not None:
-        found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
-    found += queries // attention.head_dim * attention.has_sinks
-    return (
-        found
-        + _mlp_parameters(hidden, layer.mlp, world_size, active_only=active_only)
-        + hidden * len(list(layer.norms))
-    )
-
-
-def _mlp_parameters(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, active_only: bool = False) -> int:
-    """Of an MLP on one rank; ``active_only`` counts the experts that one token goes to."""
-    if isinstance(mlp, MlpSpec):
-        inner = mlp.inner_size // world_size
-        return 3 * hidden * inner + (2 * inner + hidden) * mlp.bias
-    inner = local_inner_size(mlp.inner_size, world_size)
-    one = 3 * hidden * inner + (2 * inner + hidden) * mlp.bias
-    found = one * (mlp.rule.top_k if active_only else mlp.num_experts)
-    found += (hidden + mlp.router_bias + (mlp.correction is not None)) * mlp.num_experts
-    if mlp.shared is not None:
-        found += _mlp_parameters(hidden, mlp.shared, world_size) + hidden * (mlp.shared_gate is not None)
-    return found
-
-
-def _local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
+def local_heads(attention: AttentionSpec, world_size: int) -> tuple[int, int]:
     """Query heads and KV heads of one rank."""
     return attention.num_heads // world_size, local_num_kv_heads(attention.num_kv_heads, world_size)
 
@@ -83,7 +41,7 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     """Estimate of the largest step's peak: one layer's tensors for ``num_tokens``, and the logits of all sequences."""
     per_token = 0
     for layer in model.distinct_layers:
-        num_heads, num_kv_heads = _local_heads(layer.attention, world_size)
+        num_heads, num_kv_heads = local_heads(layer.attention, world_size)
         heads = (num_heads + 2 * num_kv_heads) * layer.attention.head_dim
         per_token = max(per_token, _mlp_elements(model.hidden_size, layer.mlp, world_size), 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES

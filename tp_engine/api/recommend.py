@@ -11,7 +11,7 @@ from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import parse_bytes
 from tp_engine.worker.host_memory import host_memory
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
 
 
 def recommend(
@@ -22,6 +22,7 @@ def recommend(
     gpu: str | None = None,
     device_memory: int | str | None = None,
     dtype: str = "auto",
+    quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     gpu_memory_utilization: float | None = None,
     max_model_len: int | None = None,
@@ -32,7 +33,8 @@ def recommend(
 
     The device is ``gpu`` (a name such as ``h100``), or one with ``device_memory`` (bytes, or ``"24GiB"``), or else this
     machine's.  ``workload`` is chat, code, long-doc, or another ``Workload``.  ``tensor_parallel_size`` None takes the
-    smallest number of ranks that fits.  Raises ``ConfigError`` for a question without an answer.  A model that does not
+    smallest number of ranks that fits.  ``quantization`` is that of ``LLM``; a quantised checkpoint's own format needs
+    no option.  Raises ``ConfigError`` for a question without an answer.  A model that does not
     fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to do.
     """
     config = model if isinstance(model, ModelSpec) else load_model_config(model, revision, files=CONFIG_FILES)[0]
@@ -44,6 +46,7 @@ def recommend(
             workload=find_workload(workload) if isinstance(workload, str) else workload,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
+            quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=max_model_len,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionShape
-from tp_engine.attention.gathering import SlotReader, SlotSelection
+from tp_engine.attention.gathering import RowReader
 from tp_engine.kernels import plain_attention
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
 from tp_engine.plan import IntArray
@@ -38,11 +38,11 @@ class LayerInput:
     new: KeyValue | None
     kv: LayerKv
     shape: AttentionShape
-    reader: SlotReader
+    reader: RowReader
 
-    def cached(self, part: int, selection: SlotSelection) -> torch.Tensor:
+    def cached(self, part: int, rows: torch.Tensor) -> torch.Tensor:
         """Keys (part 0) or values (part 1) of the cache: (keys, KV heads, head_dim)."""
-        return self.reader.read(self.kv, part, selection)
+        return self.reader.read(self.kv, part, rows)
 
 
 class AttentionCall(Protocol):
@@ -64,7 +64,7 @@ class GroupCall:
     """
 
     tokens: TokenSelection
-    selection: SlotSelection
+    rows: torch.Tensor
     mask: torch.Tensor | None
     num_requests: int
     query_len: int
@@ -78,7 +78,7 @@ class GroupCall:
         query = query[self.tokens] if isinstance(self.tokens, slice) else query.index_select(0, self.tokens)
         query = query.to(dtype).view(batch, length, kv_heads, group, head_dim).transpose(1, 2)
         keys, values = (
-            layer.cached(part, self.selection).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            layer.cached(part, self.rows).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
             for part in (0, 1)
         )
         sinks = sinks_by_kv_head(shape)
@@ -96,13 +96,13 @@ class GroupCall:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCall:
-    """One request of many queries: its keys are positions ``first_key`` to ``seq_len``, at ``selection``.
+    """One request of many queries: its keys are positions ``first_key`` to ``seq_len``, at ``rows`` of the cache.
 
-    Without a ``selection`` it is a fresh prompt, whose keys are this step's own: the cache is not read.
+    Without ``rows`` it is a fresh prompt, whose keys are this step's own: the cache is not read.
     """
 
     tokens: slice
-    selection: SlotSelection | None
+    rows: torch.Tensor | None
     first_key: int
     seq_len: int
     masks: StaircaseMasks
@@ -122,10 +122,10 @@ class ChunkCall:
 
     def _read(self, layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (keys, KV heads, head_dim) from ``first_key`` on."""
-        if self.selection is None:
+        if self.rows is None:
             assert layer.new is not None
             return layer.new.key[self.tokens], layer.new.value[self.tokens]
-        return layer.cached(0, self.selection), layer.cached(1, self.selection)
+        return layer.cached(0, self.rows), layer.cached(1, self.rows)
 
     def _tile(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape

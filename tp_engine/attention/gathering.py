@@ -1,4 +1,4 @@
-"""What one attention call gathers: the requests that share it, the slots of their keys, and the keys themselves.
+"""What one attention call gathers: the requests that share it, where their keys lie, and the keys themselves.
 
 The groups follow from lengths alone, on the host, once per step.  Requests share a call if their query lengths are
 equal (all decodes: 1) and their contexts are of similar length, because every request of a call gathers as many keys as
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.kernels.layer_kv import LayerKv, dequantise, scales_at
+from tp_engine.kernels.layer_kv import LayerKv, states_at
 from tp_engine.plan import IntArray
 
 # Longest query that is batched: a longer one is enough work to hide the cost of its own call.
@@ -26,8 +25,6 @@ CALL_COST_TOKENS = 512
 MAX_CALL_TOKENS = {"cpu": 4096, "cuda": 16384}
 # Contexts of one call differ by less than this factor (until small calls are merged).
 _LENGTH_RATIO = 2.0**0.5
-# Which slots to read: a range where they are consecutive (a view, no copy), else their ids (B * keys,) int32.
-SlotSelection: TypeAlias = slice | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,35 +111,43 @@ class VisibleKeys:
     They may begin before the first visible key (at its block's start) and end after the request's end.  After the end
     they repeat the first key, because another request's memory may hold NaN, which passes through a mask.  A mask must
     hide both, unless ``is_exact``.
+
+    ``rows`` (B x num_keys,) int64: where they lie (``row_ids``).
     """
 
     first: IntArray
     num_keys: int
     is_exact: bool
-    selection: SlotSelection
+    rows: torch.Tensor
 
 
-def visible_keys(group: RequestGroup, window: int | None, metadata: AttentionMetadata, block_size: int) -> VisibleKeys:
-    """The keys that ``group`` reads in every layer of this ``window``."""
+def visible_keys(
+    group: RequestGroup, window: int | None, metadata: AttentionMetadata, block_size: int, rows_per_block: int
+) -> VisibleKeys:
+    """The keys that ``group`` reads in every layer of this ``window``; ``rows_per_block`` as ``row_ids`` takes it."""
     first = np.zeros_like(group.seq_lens)
     if window is not None:
         np.maximum(group.seq_lens - group.query_len - window + 1, 0, out=first)
-    if len(group.rows) == 1 and metadata.block_table.device.type == "cpu":
-        row, num_keys = metadata.block_table[int(group.rows[0])], int(group.seq_lens[0] - first[0])
-        run = _consecutive_slots(row, int(first[0]), num_keys, block_size)
-        if run is not None:
-            return VisibleKeys(first, num_keys, True, run)
     aligned = first // block_size * block_size
     counts = group.seq_lens - aligned
     num_keys = int(counts.max())
     is_exact = bool((counts == num_keys).all() and (aligned == first).all())
-    return VisibleKeys(aligned, num_keys, is_exact, _slots(group, aligned, counts, metadata.block_table, block_size))
+    rows = row_ids(group, aligned, counts, metadata.block_table, block_size, rows_per_block)
+    return VisibleKeys(aligned, num_keys, is_exact, rows)
 
 
-def _slots(
-    group: RequestGroup, first: IntArray, counts: IntArray, block_table: torch.Tensor, block_size: int
+def row_ids(
+    group: RequestGroup,
+    first: IntArray,
+    counts: IntArray,
+    block_table: torch.Tensor,
+    block_size: int,
+    rows_per_block: int,
 ) -> torch.Tensor:
-    """Slots (B x longest count,) int32 of ``counts[b]`` positions from ``first[b]`` on, where a block begins."""
+    """Rows (B x longest count,) int64 of ``counts[b]`` positions from ``first[b]`` on, where a block begins.
+
+    They are rows of ``LayerKv.token_rows``, or with ``block_size`` rows per block slots, for a quantised cache.
+    """
     device, num_keys = block_table.device, int(counts.max())
     num_blocks = -(-num_keys // block_size)
     tables = block_table.index_select(0, torch.from_numpy(group.rows).to(device))
@@ -150,26 +155,16 @@ def _slots(
         columns = first[:, np.newaxis].astype(np.int64) // block_size + np.arange(num_blocks)
         columns = np.minimum(columns, tables.shape[1] - 1)  # beyond a request's end
         tables = tables.gather(1, torch.from_numpy(columns).to(device))
-    starts = tables[:, :num_blocks, None] * block_size
-    slots = (starts + torch.arange(block_size, dtype=torch.int32, device=device)).flatten(1)[:, :num_keys]
+    starts = tables[:, :num_blocks, None].long() * rows_per_block
+    rows = (starts + torch.arange(block_size, device=device)).flatten(1)[:, :num_keys]
     if (counts < num_keys).any():
         count = torch.from_numpy(counts).to(device)[:, None]
         own = torch.arange(num_keys, dtype=torch.int32, device=device) < count
-        slots = torch.where(own, slots, slots[:, :1])
-    return slots.flatten()
+        rows = torch.where(own, rows, rows[:, :1])
+    return rows.flatten()
 
 
-def _consecutive_slots(block_table_row: torch.Tensor, first: int, num_keys: int, block_size: int) -> slice | None:
-    """The slots of ``num_keys`` positions from ``first`` on as a range, if the blocks lie one after another."""
-    first_block = first // block_size
-    blocks = block_table_row[first_block : (first + num_keys - 1) // block_size + 1].numpy()
-    if len(blocks) > 1 and not (np.diff(blocks) == 1).all():
-        return None
-    start = int(blocks[0]) * block_size + first % block_size
-    return slice(start, start + num_keys)
-
-
-class SlotReader:
+class RowReader:
     """Copies cached keys and values into a buffer that every call reuses: new memory would cost page faults.
 
     The next ``read`` of the same ``part`` overwrites what ``read`` returned.
@@ -178,29 +173,18 @@ class SlotReader:
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def read(self, kv: LayerKv, part: int, selection: SlotSelection) -> torch.Tensor:
-        """Keys (part 0) or values (part 1) at ``selection``: (keys, KV heads, head_dim), perhaps a view.
+    def read(self, kv: LayerKv, part: int, rows: torch.Tensor) -> torch.Tensor:
+        """Keys (part 0) or values (part 1) at ``rows`` (``row_ids``): (keys, KV heads, head_dim).
 
         A quantised cache is read as float32.
         """
         if kv.scales is not None:
-            return self._read_quantised(kv.cache, part, selection, kv.scales[part])
+            return states_at(kv, part, rows)
         _, _, _, num_kv_heads, head_dim = kv.cache.shape
-        slots = kv.cache[part].view(-1, num_kv_heads * head_dim)
-        if isinstance(selection, slice):
-            return slots[selection].view(-1, num_kv_heads, head_dim)
-        rows = self._buffer(part, len(selection) * slots.shape[1], slots).view(len(selection), -1)
-        torch.index_select(slots, 0, selection, out=rows)
-        return rows.view(-1, num_kv_heads, head_dim)
-
-    def _read_quantised(
-        self, kv_cache: torch.Tensor, part: int, selection: SlotSelection, scales: torch.Tensor
-    ) -> torch.Tensor:
-        """``read`` with the part's ``scales`` (blocks, KV heads, block_size)."""
-        values = self.read(LayerKv(kv_cache.view(torch.uint8)), part, selection).view(kv_cache.dtype)
-        if isinstance(selection, slice):
-            selection = torch.arange(selection.start, selection.stop, device=scales.device)
-        return dequantise(values, scales_at(scales, selection))
+        tokens = kv.token_rows[part]
+        found = self._buffer(part, len(rows) * tokens.shape[1], tokens).view(len(rows), -1)
+        torch.index_select(tokens, 0, rows, out=found)
+        return found.view(-1, num_kv_heads, head_dim)
 
     def _buffer(self, part: int, size: int, like: torch.Tensor) -> torch.Tensor:
         """The first ``size`` elements of the part's buffer, which grows as needed."""

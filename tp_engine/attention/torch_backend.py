@@ -18,7 +18,7 @@ from tp_engine.attention.calls import (
     TokenSelection,
     batched_mask,
 )
-from tp_engine.attention.gathering import MAX_CALL_TOKENS, RequestGroup, SlotReader, group_requests, visible_keys
+from tp_engine.attention.gathering import MAX_CALL_TOKENS, RequestGroup, RowReader, group_requests, visible_keys
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
 from tp_engine.plan import IntArray
 
@@ -26,12 +26,14 @@ from tp_engine.plan import IntArray
 class _LayerKind(NamedTuple):
     """The properties that layers with the same calls share.  ``dtype`` is that of the computation.
 
+    ``rows_per_block`` as ``row_ids`` takes it.
     ``reads_fresh_keys``: the step's own keys are at hand, and equal to their copies in the cache.
     """
 
     window: int | None
     queries_per_kv_head: int
     block_size: int
+    rows_per_block: int
     dtype: torch.dtype
     reads_fresh_keys: bool
 
@@ -39,7 +41,7 @@ class _LayerKind(NamedTuple):
 class TorchBackend:
     """Gathers the keys of each group of similar requests, then calls ``scaled_dot_product_attention``.
 
-    Slots and masks are worked out once per step and shared by all layers with the same window.
+    Rows of the cache and masks are worked out once per step and shared by all layers with the same window.
     """
 
     name = "torch"
@@ -47,7 +49,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._masks = StaircaseMasks(TILE)
-        self._reader = SlotReader()
+        self._reader = RowReader()
         self._groups: list[RequestGroup] = []
         self._calls: dict[_LayerKind, list[AttentionCall]] = {}
         self._kept: torch.Tensor | None = None
@@ -98,7 +100,7 @@ class TorchBackend:
             scatter_kv(KeyValue(new.key[kept], new.value[kept]), kv, slots[kept])
 
     def _plan_call(self, group: RequestGroup, kind: _LayerKind, metadata: AttentionMetadata) -> AttentionCall:
-        """Slots and masks of one group for one kind of layer."""
+        """Rows and masks of one group for one kind of layer."""
         device = metadata.block_table.device
         tokens, batch, query_len = _tokens_of(group, device), len(group.rows), group.query_len
         if batch == 1 and query_len > 1:
@@ -106,16 +108,16 @@ class TorchBackend:
             seq_len = int(group.seq_lens[0])
             if kind.reads_fresh_keys and seq_len == query_len:
                 return ChunkCall(tokens, None, 0, seq_len, self._masks)
-            keys = visible_keys(group, kind.window, metadata, kind.block_size)
-            return ChunkCall(tokens, keys.selection, int(keys.first[0]), seq_len, self._masks)
-        keys = visible_keys(group, kind.window, metadata, kind.block_size)
+            keys = visible_keys(group, kind.window, metadata, kind.block_size, kind.rows_per_block)
+            return ChunkCall(tokens, keys.rows, int(keys.first[0]), seq_len, self._masks)
+        keys = visible_keys(group, kind.window, metadata, kind.block_size, kind.rows_per_block)
         mask = None
         if not keys.is_exact or query_len > 1:
             repeats = kind.queries_per_kv_head if query_len > 1 else 1
             offsets = np.arange(query_len * repeats, dtype=np.int32) // repeats
             own_key: IntArray = (group.seq_lens - query_len - keys.first)[:, np.newaxis] + offsets
             mask = batched_mask(own_key, keys.num_keys, kind.window, kind.dtype, device).unsqueeze(1)
-        return GroupCall(tokens, keys.selection, mask, batch, query_len)
+        return GroupCall(tokens, keys.rows, mask, batch, query_len)
 
 
 def _kind_of(layer: LayerInput) -> _LayerKind:
@@ -126,6 +128,7 @@ def _kind_of(layer: LayerInput) -> _LayerKind:
         window=shape.sliding_window,
         queries_per_kv_head=shape.num_heads // shape.num_kv_heads,
         block_size=cache.shape[2],
+        rows_per_block=layer.kv.rows_per_block if layer.kv.scales is None else cache.shape[2],
         dtype=torch.float32 if is_slow else query.dtype,
         reads_fresh_keys=layer.new is not None and cache.dtype == query.dtype,
     )

@@ -53,9 +53,17 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield from packages
     if any(one.status is Status.MISSING for one in packages):
         return
-    from tp_engine.cli.machine import check_choice, check_devices, check_host, check_kernels, has_gpu
+    from tp_engine.cli.machine import (
+        check_choice,
+        check_devices,
+        check_host,
+        check_kernels,
+        check_quantised_products,
+        has_gpu,
+    )
 
     yield from check_devices()
     yield from check_host(on_cpu=not has_gpu())
     yield from check_kernels(on_cpu=not has_gpu())
+    yield check_quantised_products(on_cpu=not has_gpu())
     yield from check_choice(EngineConfig(model=config.model, tensor_parallel_size=config.tensor_parallel_size))

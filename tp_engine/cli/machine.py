@@ -20,6 +20,9 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER
 from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.quantised import Codes, QuantisedWeight, values_per_byte
+from tp_engine.layers.formats.int8 import takes_int8_products
+from tp_engine.layers.formats.quantised_products import choose_quantised_product
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.host_memory import host_memory
@@ -30,6 +33,14 @@ _MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "sve", "bf16")
 _MAX_LISTED = 8
+# Name: kind of codes, and whether activations are quantised, too.
+_WEIGHT_FORMATS: dict[str, tuple[Codes, bool]] = {
+    "int4": ("int4", False),
+    "int8": ("int8", False),
+    "int8 of w8a8": ("int8", True),
+    "fp8": ("e4m3", True),
+    "fp4": ("e2m1", False),
+}
 
 
 def has_gpu() -> bool:
@@ -91,6 +102,24 @@ def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
     )
 
 
+def check_quantised_products(*, on_cpu: bool) -> Finding:
+    """Which products would be used for each format of quantised weights."""
+    device = "cpu" if on_cpu else "cuda"
+    made_by: dict[str, list[str]] = {}
+    for name, (kind, quantises) in _WEIGHT_FORMATS.items():
+        codes = torch.zeros(64, 128 // values_per_byte(kind), dtype=torch.uint8, device=device)
+        weight = QuantisedWeight(kind=kind, codes=codes, scales=torch.ones(64, 1, device=device), group=128)
+        product = choose_quantised_product(
+            weight, dtype=torch.bfloat16, activation=None, quantises_activations=quantises
+        )
+        maker = getattr(product, "made_by", type(product).__name__)
+        if quantises and kind == "int8" and takes_int8_products(device):
+            maker = "oneDNN"
+        made_by.setdefault(maker, []).append(name)
+    detail = "; ".join(f"{', '.join(names)}: {maker}" for maker, names in made_by.items())
+    return Finding(topic="quantised weights", status=Status.OK, detail=detail)
+
+
 def check_choice(config: EngineConfig) -> Iterator[Finding]:
     """What ``auto`` chooses for one model on this machine, and why."""
     try:
@@ -100,10 +129,11 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
         return
     yield Finding(topic="model", status=Status.OK, detail=f"{effective.model.architecture} at {effective.model_path}")
     yield from _backends(effective)
-    chosen = effective.config
+    chosen, own = effective.config, effective.model.quantization
     plain = {
         "device": chosen.device,
         "dtype": chosen.dtype,
+        "weights": chosen.dtype if own is None else own.method,
         "kv_cache_dtype": chosen.kv_cache_dtype,
         "attention_backend": chosen.attention_backend,
         "gpu_memory_utilization": effective.gpu_memory_utilization,

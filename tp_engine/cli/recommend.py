@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload, find_workload
 from tp_engine.api.recommend import recommend
-from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, check_type, option
+from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, check_type, option
 from tp_engine.errors import ConfigError
 from tp_engine.options import parse_options
 
@@ -32,6 +32,12 @@ class RecommendConfig:
     gpu: str | None = option(None, f"device by name (default: this machine's): {', '.join(GPU_GIB)}")
     device_memory: int | None = option(None, "memory of the device, such as 24GiB, instead of a name", size=True)
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    quantization: str | None = option(
+        None,
+        "format of linear weights (default: the checkpoint's own)",
+        choices=QUANTIZATIONS,
+        flags=("-q",),
+    )
     kv_cache_dtype: str = option("auto", "type of the KV cache; auto takes dtype", choices=KV_CACHE_DTYPES)
     gpu_memory_utilization: float | None = option(
         None, "share of the device's memory that may be used (default: 0.9 on GPUs, 0.3 on CPUs)"
@@ -80,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
         gpu=config.gpu,
         device_memory=config.device_memory,
         dtype=config.dtype,
+        quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,

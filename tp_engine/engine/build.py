@@ -17,6 +17,9 @@ from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
+#: What a step may move each way between pool and host tier, on each rank: some milliseconds of a GPU's link.
+_MOVED_BYTES = 128 << 20
+
 
 def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, leave: Callable[[bool], None]) -> Engine:
     """Start this rank's worker, open the plan channel to the other ranks, and add the scheduler.
@@ -41,7 +44,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
     grammars = GrammarQueue(compiler, effective.model.vocab_size)
     return Engine(
         worker=worker,
-        scheduler=Scheduler(_limits(effective, num_blocks), grammars.fill_masks),
+        scheduler=Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks),
         grammars=grammars,
         publisher=publisher,
         model_info=model_info(effective, num_blocks),
@@ -61,10 +64,12 @@ def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
         job.leave()
 
 
-def _limits(effective: EffectiveConfig, num_blocks: int) -> SchedulerLimits:
+def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> SchedulerLimits:
     config = effective.config
     return SchedulerLimits(
         num_blocks=num_blocks,
+        num_host_slots=worker.num_host_slots,
+        max_host_moves=max(1, _MOVED_BYTES // worker.block_bytes),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

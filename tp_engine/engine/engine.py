@@ -137,6 +137,7 @@ class Engine:
             step_skew=self._statistics.step_skew.distribution(),
             num_missed_steps=self._statistics.num_missed,
             experts=expert_balance(self._worker.expert_token_counts()),
+            moves=self._worker.moves(),
             view=None if view is None else self._scheduler.view(view),
         )
 

@@ -30,11 +30,11 @@ import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_sections import INT, SECTIONS, ArraySection, Buffer, Part, Section
+from tp_engine.ipc.plan_sections import INT, SECTIONS, ArraySection, Buffer, NumberSection, Part, Section
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 3
+VERSION = 4
 
 _ALIGNMENT = 8
 _HEADER = struct.Struct("<4sIQIIqqI")
@@ -59,6 +59,8 @@ class PlanCodec:
         self._values = attrgetter(*names)
         arrays = [section for section in sections if isinstance(section, ArraySection) and section.per]
         self._related = [(array, names.index(array.name), names.index(array.per)) for array in arrays]
+        self._num_sized = sum(not isinstance(section, NumberSection) for section in sections)
+        assert all(isinstance(section, NumberSection) for section in sections[self._num_sized :]), "numbers come last"
         self._rows_index = names.index(_ROWS)
         self._rows_bit = 1 << self._rows_index
         self._blocks_bits = sum(1 << names.index(name) for name in ("block_rows", "block_ids"))
@@ -71,7 +73,7 @@ class PlanCodec:
         ``known_epoch``: that of the last plan before that had one, or 0 for a plan that must stand alone.
         """
         values = self._values(plan)
-        counts = list(map(len, values))
+        counts = self._counts(values)
         for array, index, owner in self._related:
             if counts[index] != counts[owner]:
                 assert array.fits(counts[index], counts[owner]), array.misfit(counts[index], counts[owner])
@@ -98,8 +100,9 @@ class PlanCodec:
 
     def encoded_size(self, plan: StepPlan) -> int:
         """Bytes that ``encode`` makes of a plan that stands alone."""
-        pairs = zip(self._sections, self._values(plan), strict=True)
-        sizes = [section.num_bytes(value) for section, value in pairs if len(value)]
+        values = self._values(plan)
+        counts = self._counts(values)
+        sizes = [self._sections[index].num_bytes(values[index]) for index, count in enumerate(counts) if count]
         return _SUMMED_FROM + _head(len(sizes)).size + sum(size + -size % _ALIGNMENT for size in sizes)
 
     def decode(self, buffer: Buffer, known_epoch: int = 0, known_rows: IntArray = NO_IDS) -> StepPlan:
@@ -174,6 +177,10 @@ class PlanCodec:
             block_ids=ints[ids_start // 4 :],
             decode_rows=known_rows,
         )
+
+    def _counts(self, values: tuple[Any, ...]) -> list[int]:
+        """The length of each value, a number as it is: 0 for those that are absent."""
+        return [*map(len, values[: self._num_sized]), *values[self._num_sized :]]
 
     def _sections_of(self, present: int) -> tuple[Section, ...]:
         """Those whose bits are set; ``PlanError`` if one cannot be there without another that is not."""

@@ -1,9 +1,9 @@
 """The sections of an encoded step plan: one table, from which the codec, the sizes and the checks are made.
 
-A section is a field of ``StepPlan``: an array, or the admissions.  A plan has only those that are not empty.  To add an
-array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``; to add one of a row's
-parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either makes another
-``plan_codec.VERSION``.
+A section is a field of ``StepPlan``: an array, the admissions, or a number.  A plan has only those that are not empty,
+or 0.  To add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``; to add
+one of a row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either makes
+another ``plan_codec.VERSION``.
 """
 
 from __future__ import annotations
@@ -179,6 +179,31 @@ class AdmissionSection:
             raise PlanError(f"malformed step plan: its {self.name} have {place} array items, {len(items)} are there")
 
 
+class NumberSection:
+    """An int of 64 bits; 0 is absent."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def num_bytes(self, value: int) -> int:
+        """See ``Section``."""
+        return _NUMBER.size
+
+    def encode(self, value: int, parts: list[Part]) -> int:
+        """See ``Section``."""
+        parts.append(_NUMBER.pack(value))
+        return _NUMBER.size
+
+    def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> int:
+        """See ``Section``."""
+        if size != _NUMBER.size:
+            raise PlanError(f"malformed step plan: its {self.name} takes {size} bytes, it must be {_NUMBER.size}")
+        value: int = _NUMBER.unpack_from(buffer, offset)[0]
+        if not value:
+            raise PlanError(f"malformed step plan: its {self.name} is there, and is 0")
+        return value
+
+
 def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """An admission's own names, and those of its sampling."""
     own = [name for name in names if not name.startswith(_SAMPLING)]
@@ -187,6 +212,7 @@ def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 _COUNT = struct.Struct("<I")
+_NUMBER = struct.Struct("<q")
 
 ADMISSIONS = AdmissionSection(
     "admitted",
@@ -228,5 +254,8 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("mask_rows"),
     ArraySection("masks", columns=ANY, per="mask_rows"),
     ADMISSIONS,
+    ArraySection("stores", columns=2),
+    ArraySection("loads", columns=2),
+    NumberSection("wait_load"),
 )
-"""A section's place here is its bit in the header, and its place among the sections of a plan."""
+"""A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

@@ -8,7 +8,8 @@ import time
 from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.block_manager import Donation, Hits
 from tp_engine.sched.prefix_cache import BlockName
-from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
+from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
 from tp_engine.sched.step_builder import Batch, StepDraft
 
 #: Candidates that may be passed over in one step.  It bounds the work of a step, however many wait for one prompt.
@@ -36,11 +37,14 @@ class Admitter:
         self._entries: list[Entry] = []  # of this step, not seated yet
         self._names: set[BlockName] = set()  # of what they will publish
         self._num_owed = 0  # blocks that they will take
+        self._loading: dict[BlockName, Sequence] = {}  # what rows will publish that wait for their loads
 
     def admit(self, draft: StepDraft) -> None:
         """Admit while budget, rows and blocks last."""
         if draft.budget == 0 or not self._rows.num_vacant:
             return
+        if not self._rows.readiness.num_blocked:
+            self._loading.clear()
         self._blocks.expire_all()
         deferred: list[Sequence] = []
         while draft.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
@@ -69,6 +73,8 @@ class Admitter:
         if hits.next_name in self._names:
             self._seat(draft)
             hits = self._blocks.find_hits(sequence)
+        if self._loading and self._is_loading(hits.next_name):
+            return Verdict.DEFERRED  # a row that waits for its loads will compute that block
         return self._begin(draft, sequence, hits)
 
     def _begin(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
@@ -78,15 +84,18 @@ class Admitter:
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
         num_needed = blocks.most_blocks(reach)
         if len(held):
-            num_needed += blocks.pool.num_idle(held) - len(held)
+            num_needed -= blocks.num_in_use(held)
         if not self._has_room(num_needed):
             return Verdict.NO_ROOM
-        self._count_hits(sequence, hits.num_tokens)
+        self._count_hits(sequence, hits)
         entry = Entry(sequence, hits.shared, hits.num_tokens, end, hits.tail, num_shared, hits.place)
         self._enter(draft, entry)
         if hits.next_name is not None and end // blocks.block_size > num_shared:
-            self._names.add(hits.next_name)
-        if hits.tail is not None:  # before its blocks are given to others
+            if entry.must_load:
+                self._loading[hits.next_name] = sequence
+            else:
+                self._names.add(hits.next_name)
+        if hits.tail is not None or entry.must_load:  # before its blocks are given to others; others look for its bit
             self._seat(draft)
         return Verdict.ENTERED
 
@@ -103,10 +112,11 @@ class Admitter:
     def _enter(self, draft: StepDraft, entry: Entry) -> None:
         """The decision is made; siblings must see at once that one of them runs."""
         if len(entry.shared.held):
-            self._blocks.pool.share(entry.shared.held)
+            entry.shared, entry.must_load = self._blocks.hold(entry.shared)
         self._num_owed += (self._blocks.blocks_for(entry.end) - len(entry.shared.table)) * self._blocks.num_groups
         self._entries.append(entry)
-        draft.add_prefill(entry.sequence, entry.end - entry.num_computed)
+        if not entry.must_load:
+            draft.add_prefill(entry.sequence, entry.end - entry.num_computed)
         if len(entry.sequence.group.sequences) > 1:
             self._seat(draft)
 
@@ -123,7 +133,19 @@ class Admitter:
             if entry.source is not None:
                 draft.add_copies(entry.source, table[len(entry.shared.table)])
             draft.admitted.append(_admission(entry, table))
-        self._blocks.publish((entry.sequence, entry.end) for entry in entries)
+            if entry.must_load:
+                self._rows.readiness.block(entry.sequence.row, Blocked.LOADING)
+        self._blocks.publish((entry.sequence, entry.end) for entry in entries if not entry.must_load)
+
+    def _is_loading(self, name: BlockName | None) -> bool:
+        """Whether a row will compute the block of this name, and waits for its loads now."""
+        leader = None if name is None else self._loading.get(name)
+        if leader is None or name is None:
+            return False
+        if leader.row != NO_ROW and self._rows.readiness.has(leader.row, Blocked.LOADING):
+            return True
+        del self._loading[name]
+        return False
 
     def _donation(self, sequence: Sequence, siblings: list[Sequence], step_id: int) -> Donation | None:
         """From a running sibling that still holds all that a fork needs, and has computed it or will have once the
@@ -150,14 +172,16 @@ class Admitter:
         num_kept = self._num_owed + running // self._blocks.block_size * self._blocks.num_groups
         return num_blocks + num_kept <= self._blocks.pool.num_available or running == 0
 
-    def _count_hits(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        counters = self._batch.counters
+    def _count_hits(self, sequence: Sequence, hits: Hits) -> None:
+        counters, num_hit_tokens = self._batch.counters, hits.num_tokens
         if sequence.num_preemptions:
             counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_hit_tokens)
             sequence.num_lost_tokens = 0
         else:
             counters.num_prefix_query_tokens += len(sequence.token_ids)
             counters.num_prefix_hit_tokens += num_hit_tokens
+            num_loaded = self._blocks.num_host_tokens(hits.shared) + sequence.num_prefetched_tokens
+            counters.num_host_hit_tokens += min(num_loaded, num_hit_tokens)
             sequence.num_cached_tokens = num_hit_tokens
 
 

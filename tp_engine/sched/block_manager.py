@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
+from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
@@ -68,8 +69,10 @@ class BlockManager:
         self._has_windows = self.windows.has_windows
         self.pool = BlockPool(limits.num_blocks)
         block_bytes = limits.block_size * np.dtype(np.int32).itemsize
-        self.cache = PrefixCache(limits.num_blocks, block_bytes, self.windows.is_full)
+        self.cache = PrefixCache(limits.num_blocks + limits.num_host_slots, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
+        has_tier = limits.num_host_slots > 0 and self._caching
+        self.tier = HostTier(limits, self.pool, self.cache) if has_tier else None
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
         self._from_start = self.windows.first_needed(0)
@@ -128,11 +131,34 @@ class BlockManager:
         num_tokens = len(blocks) * self.block_size
         name = self.cache.next_name(place, token_bytes, num_tokens)
         tail, found = None, self.cache.match_tail(place, token_bytes, num_tokens)
-        if found is not None:
+        if found is not None and not self._must_load(blocks):  # a load might overwrite the tail before it is copied
             tail, num_in_tail = found
             num_tokens += num_in_tail
         shared = self._share(blocks, num_tokens) if len(blocks) else self._nothing
         return Hits(shared, place, num_tokens, tail, name)
+
+    def num_in_use(self, blocks: BlockIds) -> int:
+        """How many of ``blocks``, which may be on the host, some row holds."""
+        if self.tier is not None:
+            blocks = blocks[~self.tier.on_host(blocks)]
+        return len(blocks) - self.pool.num_idle(blocks)
+
+    def num_host_tokens(self, shared: Shared) -> int:
+        """Tokens of the logical blocks that are on the host, in any group."""
+        if self.tier is None:
+            return 0
+        return int(np.count_nonzero(self.tier.on_host(shared.table).any(axis=1))) * self.block_size
+
+    def hold(self, shared: Shared) -> tuple[Shared, bool]:
+        """One more row holds ``shared``: the blocks that it has now, and whether a load must go out before it runs."""
+        if self.tier is None:
+            self.pool.share(shared.held)
+            return shared, False
+        must_load = self.tier.must_load(shared.held)
+        shared = self.tier.hold(shared)
+        if not must_load:
+            self.tier.require(shared.held)
+        return shared, must_load
 
     def seat(self, entries: list[Entry]) -> list[IntArray]:
         """First tables of rows (n, G), int32: the blocks that they share, then new ones."""
@@ -154,12 +180,20 @@ class BlockManager:
         return tables
 
     def donation(self, row: int, num_tokens: int) -> Donation | None:
-        """What a fork gets that goes on after the first ``num_tokens`` of ``row``; None if a window left it behind."""
+        """What a fork gets that goes on after the first ``num_tokens`` of ``row``.
+
+        None if a window left it behind, or if a block to copy has not been loaded yet.
+        """
         if (self._rows.first_block[row] > self.windows.first_needed(num_tokens)).any():
             return None
         num_full, num_in_last = divmod(num_tokens, self.block_size)
         table = self._rows.tables(row).astype(np.intp)
-        return Donation(self._share(table[:num_full], num_tokens), table[num_full] if num_in_last else None)
+        source = table[num_full] if num_in_last else None
+        if source is not None and self.tier is not None:
+            if self.tier.must_load(source):
+                return None
+            self.tier.require(source)
+        return Donation(self._share(table[:num_full], num_tokens), source)
 
     def grow(self, row: int, count: int) -> IntArray:
         """``count`` more logical blocks at the end of one row's tables; their ids (count * G,), as in a plan."""
@@ -196,7 +230,10 @@ class BlockManager:
     def allocate(self, count: int) -> IntArray:
         """``count`` blocks, int32, that will be entered into tables."""
         taken, lost = self.pool.allocate(count)
-        if len(lost):
+        if self.tier is not None:
+            self.tier.give_up(lost)
+            self.tier.require(taken)
+        elif len(lost):
             self.cache.evict(lost)
         return taken.astype(np.int32)
 
@@ -244,6 +281,8 @@ class BlockManager:
     def clear_cache(self) -> None:
         """Forget all cached prefixes; no row may be running."""
         assert self.pool.num_used == 0
+        if self.tier is not None:
+            self.tier.clear()
         self.cache.clear()
         self.pool.forget_content()
 
@@ -263,10 +302,15 @@ class BlockManager:
             holders.update(held)
         for block in range(self.pool.num_blocks):
             assert self.pool.ref_count(block) == holders[block], f"block {block}"
-        cached = np.array(self.cache.cached_blocks(), dtype=np.intp)
-        assert np.flatnonzero(self.pool.contents()).tolist() == sorted(cached.tolist())
+        cached = [block for block in self.cache.cached_blocks() if block < self.pool.num_blocks]
+        assert np.flatnonzero(self.pool.contents()).tolist() == sorted(cached)
+        if self.tier is not None:
+            self.tier.check_integrity()
         for block, group in self.cache.groups().items():
             assert group_of.get(block, group) == group, f"block {block} is cached in another group than it is held in"
+
+    def _must_load(self, blocks: BlockIds) -> bool:
+        return self.tier is not None and self.tier.must_load(blocks)
 
     def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
         """The part of ``blocks`` (n, G) that a row needs whose next token is at ``num_tokens``."""

@@ -122,6 +122,10 @@ class BlockPool:
         self._free[: self.num_free] = free
         self._content[:] = _NOTHING
 
+    def next_taken(self, count: int) -> BlockIds:
+        """The full blocks, oldest first, among the next ``count`` that will be allocated."""
+        return self._kept.peek(count - self.num_free - len(self._tails))
+
     def ref_count(self, block: int) -> int:
         """How many rows hold ``block``."""
         return int(self._ref_count[block])
@@ -129,6 +133,11 @@ class BlockPool:
     def num_idle(self, blocks: BlockIds) -> int:
         """How many of these no row holds."""
         return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
+
+    def are_idle(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of these no row holds."""
+        idle: npt.NDArray[np.bool_] = self._ref_count[blocks] == 0
+        return idle
 
     def contents(self) -> npt.NDArray[np.bool_]:
         """Whether each block is in the prefix cache, used or not."""

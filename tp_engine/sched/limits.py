@@ -23,6 +23,9 @@ class SchedulerLimits:
     ``windows`` has an entry for each group of layers (``KvLayout.windows``): a sequence needs a block of the pool in
     each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
     that the first visible key is in.
+
+    ``num_host_slots`` blocks fit into the host tier, 0 without one; a plan moves at most ``max_host_moves`` blocks each
+    way, unless nothing else can run.
     """
 
     num_blocks: int
@@ -34,6 +37,8 @@ class SchedulerLimits:
     seed: int = 0
     windows: tuple[int | None, ...] = (None,)
     tile_tokens: int = TILE_TOKENS
+    num_host_slots: int = 0
+    max_host_moves: int = 64
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

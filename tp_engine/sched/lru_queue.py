@@ -57,6 +57,20 @@ class LruQueue:
         self.remove(blocks)
         return blocks
 
+    def peek(self, count: int) -> BlockIds:
+        """The first ``count`` blocks, or all of a shorter queue; they stay."""
+        count = min(count, self._length)
+        if count <= 0:
+            return NO_BLOCKS
+        blocks = self._first(count)
+        self._head = int(self._place_of[blocks[0]])
+        return blocks
+
+    def holds(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of these are in the queue."""
+        held: npt.NDArray[np.bool_] = self._place_of[blocks] >= 0
+        return held
+
     def order(self) -> BlockIds:
         """All blocks, in order."""
         entries, places = self._entries[self._head : self._end], self._numbers[self._head : self._end]

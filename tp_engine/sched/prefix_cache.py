@@ -31,10 +31,12 @@ the same way, by all of its token ids.  It is never shared: a sequence that goes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from tp_engine.plan import BoolArray
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
@@ -160,13 +162,34 @@ class PrefixCache:
         """These blocks, at least one, will be overwritten: they are not found any more."""
         serials = self._serial_of[blocks]
         self._serial_of[blocks] = 0
-        changes = (np.flatnonzero(serials[1:] != serials[:-1]) + 1).tolist()
-        for start, end in pairwise((0, *changes, len(blocks))):
+        for start, end in _stretches(serials):
             if serial := int(serials[start]):
                 self._evict_from(serial, blocks[start:end])
             else:
                 for block in blocks[start:end].tolist():
                     self._evict_tail(block)
+
+    def rename(self, old: BlockIds, new: BlockIds) -> None:
+        """The content of each block ``old`` in a run is in ``new`` from now on, which was in none."""
+        serials, places = self._serial_of[old], self._place_of[old]
+        self._serial_of[old] = 0
+        self._serial_of[new], self._place_of[new] = serials, places
+        for start, end in _stretches(serials):
+            run = self._runs.get(int(serials[start]))
+            if run is not None:
+                flat, numbers = run.blocks.reshape(-1), places[start:end]
+                kept = numbers < len(flat)
+                flat[numbers[kept]] = new[start:end][kept]
+
+    def are_found(self, blocks: BlockIds) -> BoolArray:
+        """Which of ``blocks``, full ones or tails, a sequence may find in a run."""
+        serials = self._serial_of[blocks]
+        ends = np.zeros(len(blocks), dtype=np.int64)
+        for start, end in _stretches(serials):
+            run = self._runs.get(int(serials[start]))
+            ends[start:end] = 0 if run is None else run.length * self._num_groups
+        found: BoolArray = self._place_of[blocks] < ends
+        return found
 
     def clear(self) -> None:
         """Forget everything."""
@@ -327,6 +350,12 @@ Place: TypeAlias = tuple[Run, int] | str
 
 #: A place behind a block that is not in the cache.
 LOST: Place = (Run((0, b""), 0, np.empty((0, 1), dtype=np.intp), b""), 0)
+
+
+def _stretches(serials: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Start and end of each stretch of equal serials, of which there is at least one."""
+    changes = (np.flatnonzero(serials[1:] != serials[:-1]) + 1).tolist()
+    return pairwise((0, *changes, len(serials)))
 
 
 def is_lost(place: Place) -> bool:

@@ -25,11 +25,12 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import NO_IDS, BoolArray, IntArray
+from tp_engine.plan import NO_IDS, IntArray
 from tp_engine.sched.decode_run import DecodeRun, RowSet
 from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
+from tp_engine.sched.readiness import Blocked, Readiness
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
 
 NO_ROWS = RowSet(NO_IDS, [], is_rising=True)
@@ -43,8 +44,8 @@ class RowState:
     int32 (rows, logical blocks, G), ``first_block`` int64 (rows, G).
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
-    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING, ``num_constrained`` those whose
-    occupant has a grammar (``is_constrained``).
+    ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING.  ``readiness`` says which rows
+    can not be scheduled now.
 
     ``run`` is the run of steps that the rows in DECODE are in.  What steady steps change is only noted there.  It is
     entered into the arrays when one of them is asked for, so that they always look complete from outside.
@@ -67,11 +68,10 @@ class RowState:
         self.num_logprobs = np.full(rows, -1, dtype=np.int64)
         self.since_step = np.full(rows, _VACANT_STEP, dtype=np.int64)
         self.phase: npt.NDArray[np.int8] = np.zeros(rows, dtype=np.int8)
-        self.is_constrained = np.zeros(rows, dtype=np.bool_)
         self.sequences: list[Sequence | None] = [None] * rows
         self.run: DecodeRun | None = None
         self.num_running = 0
-        self.num_constrained = 0
+        self.readiness = Readiness(rows)
         self.num_departures = 0
         self.num_ending = 0
         self._windows = limits.kv_windows
@@ -144,9 +144,7 @@ class RowState:
             sequence.phase = SequencePhase.PREFILL
             self.tokens[row, : len(sequence.token_ids)] = sequence.token_ids
             self.sequences[row] = self._prefilling[row] = sequence
-            if sequence.constraint is not None:
-                self.is_constrained[row] = True
-                self.num_constrained += 1
+            self.readiness.occupy(row, is_constrained=sequence.constraint is not None)
         seated = [entry.sequence for entry in entries]
         rows = np.array([sequence.row for sequence in seated])
         self.num_tokens[rows] = [len(sequence.token_ids) for sequence in seated]
@@ -244,8 +242,7 @@ class RowState:
         row = sequence.row
         self.num_departures += 1
         self.num_ending -= sequence.phase is SequencePhase.ENDING
-        self.num_constrained -= sequence.constraint is not None
-        self.is_constrained[row] = False
+        self.readiness.vacate(row)
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         sequence.phase = phase
         sequence.row = NO_ROW
@@ -264,15 +261,28 @@ class RowState:
             self.run = self._begin_run()
         return self.run.rows
 
+    def ready_decodes(self) -> RowSet:
+        """``decoding()`` without the rows that are blocked."""
+        chosen = self.decoding()
+        if self.readiness.num_blocked and not (are_ready := self.readiness.are_ready(chosen.rows)).all():
+            return self.row_set(chosen.rows[are_ready])
+        return chosen
+
     @property
     def num_prefilling(self) -> int:
         return len(self._prefilling)
 
     def prefilling(self) -> list[Sequence]:
-        """Sequences in PREFILL, first in order first."""
+        """Sequences in PREFILL that are not blocked, first in order first."""
         if not self._prefilling:
             return []
-        return sorted(self._prefilling.values(), key=lambda sequence: sequence.key)
+        found = [one for row, one in self._prefilling.items() if not self.readiness.bits[row]]
+        return sorted(found, key=lambda sequence: sequence.key)
+
+    def loading(self) -> list[Sequence]:
+        """Sequences that wait for loads from the host tier, first in order first."""
+        rows = np.flatnonzero(self.readiness.bits & Blocked.LOADING.value)
+        return sorted(self._look_up(rows), key=lambda sequence: sequence.key)
 
     def occupied(self) -> npt.NDArray[np.intp]:
         """The rows that have a sequence, in rising order."""
@@ -287,11 +297,6 @@ class RowState:
         if self.run is not None and epoch == self.run.rows.epoch:
             return self.run.rows
         return RowSet(rows, self._look_up(rows))
-
-    def awaits_token(self, rows: IntArray) -> BoolArray:
-        """Which of ``rows``, in DECODE, have a grammar and a token that is not known yet, on which the next depends."""
-        awaits: BoolArray = self.is_constrained[rows] & (self.num_scheduled[rows] >= self.num_tokens[rows])
-        return awaits
 
     def tables(self, row: int) -> IntArray:
         """A copy of the row's tables (n, G), logical block by logical block."""
@@ -320,8 +325,7 @@ class RowState:
         assert all(s.phase in (SequencePhase.PREFILL, SequencePhase.DECODE, SequencePhase.ENDING) for s in occupied)
         assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == SequencePhase.WAITING)
         assert np.all(self.num_blocks[vacant] == 0)
-        constrained = [s.row for s in occupied if s.constraint is not None]
-        assert np.flatnonzero(self.is_constrained).tolist() == constrained and len(constrained) == self.num_constrained
+        self.readiness.check_integrity([s.row for s in occupied if s.constraint is not None], vacant)
         assert self.num_ending == sum(s.phase is SequencePhase.ENDING for s in occupied)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)

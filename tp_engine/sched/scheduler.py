@@ -33,6 +33,7 @@ from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import (
@@ -43,7 +44,9 @@ from tp_engine.sched.outcome import (
     ending,
     slice_logprobs,
 )
-from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
+from tp_engine.sched.prefetch import Prefetcher
+from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.sequence import NO_ROW, RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_builder import Batch, StepBuilder, StepDraft
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, view_scheduler
@@ -63,9 +66,11 @@ class Scheduler:
         self._admitter = Admitter(self._batch)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._batch, self._stops)
+        tier = self._batch.blocks.tier
+        self._prefetcher = None if tier is None else Prefetcher(self._batch, tier)
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
-        self._num_compiling = 0
+        self._num_parked = 0  # sequences without a row that have a bit of ``Blocked``
         self._step_id = 0
         self._departures: deque[int] = deque()  # of each step in flight, before it was made
 
@@ -102,18 +107,26 @@ class Scheduler:
             for sequence in group.sequences:
                 self._batch.waiting.push(sequence)
             return
-        self._num_compiling += len(group.sequences)
+        self._num_parked += len(group.sequences)
         for sequence in group.sequences:
-            sequence.phase = SequencePhase.COMPILING
+            sequence.blocked = Blocked.GRAMMAR
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
         group = self._groups.get(request_id)
         for sequence in group.sequences if group is not None else ():
-            if sequence.phase is SequencePhase.COMPILING:
+            if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
                 sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
-                sequence.phase = SequencePhase.WAITING
-                self._num_compiling -= 1
+                self.ready(sequence, Blocked.GRAMMAR)
+
+    def ready(self, sequence: Sequence, reason: Blocked) -> None:
+        """``reason`` does not hold the sequence back any longer; what set the bit says so."""
+        if sequence.row != NO_ROW:
+            self._batch.rows.readiness.clear(sequence.row, reason)
+        elif sequence.phase is SequencePhase.WAITING and sequence.blocked:
+            sequence.blocked &= ~reason
+            if not sequence.blocked:
+                self._num_parked -= 1
                 self._batch.waiting.push(sequence)
 
     def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[SequenceDelta]:
@@ -141,21 +154,33 @@ class Scheduler:
         if plan is not None:
             self._step_id = plan.step_id
             self._departures.append(self._batch.rows.num_departures)
+            if self._prefetcher is not None and self._batch.waiting:
+                self._prefetcher.look(self._step_id)
         return plan
 
     def _schedule_any(self) -> StepPlan | None:
         budget = self._limits.max_num_batched_tokens
         draft = StepDraft(self.next_step_id, budget, may_preempt=not self._departures)
+        tier = self._batch.blocks.tier
+        if tier is not None and self._batch.rows.readiness.num_blocked:
+            self._end_loads(tier)
         self._builder.schedule_decodes(draft)
         if draft.stalled:
             return None
         self._builder.schedule_prefills(draft)
         if self._batch.waiting and not draft.short:
             self._admitter.admit(draft)
-        plan = draft.advance(self._batch.rows, self._batch.released, self._fill_masks)
-        if plan is not None:
-            self._batch.released = []
-        return plan
+        if tier is not None and draft.is_empty:
+            self._builder.hurry(draft, tier)
+        return draft.advance(self._batch, self._fill_masks)
+
+    def _end_loads(self, tier: HostTier) -> None:
+        """Rows all of whose loads have gone out may run; the plan in the making waits for these."""
+        for sequence in self._batch.rows.loading():
+            held = self._batch.rows.held(sequence.row)
+            if not tier.must_load(held):
+                tier.require(held)
+                self.ready(sequence, Blocked.LOADING)
 
     def skip_step(self) -> int:
         """The id of a plan without rows, which has no result.  No step may be in flight."""
@@ -201,7 +226,7 @@ class Scheduler:
         num_live = self._batch.rows.num_live_tokens(pool.num_used, self._limits.block_size)
         return SchedulerStats(
             num_running=self._batch.rows.num_running,
-            num_waiting=len(self._batch.waiting) + self._num_compiling,
+            num_waiting=len(self._batch.waiting) + self._num_parked,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_used_blocks=pool.num_used,
@@ -211,6 +236,8 @@ class Scheduler:
             num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_host_hit_tokens=counters.num_host_hit_tokens,
+            **({} if self._batch.blocks.tier is None else self._batch.blocks.tier.stats()),
         )
 
     def view(self, limits: ViewLimits) -> SchedulerView:
@@ -229,7 +256,7 @@ class Scheduler:
         self._batch.rows.check_integrity(self._limits.block_size)
         self._batch.blocks.check_integrity()
         self._batch.waiting.check_integrity()
-        num_running = num_waiting = num_compiling = 0
+        num_running = num_waiting = num_parked = 0
         for group in self._groups.values():
             phases = [sequence.phase for sequence in group.sequences]
             assert group.num_unfinished == sum(phase is not SequencePhase.FINISHED for phase in phases) > 0
@@ -239,10 +266,10 @@ class Scheduler:
             )
             num_running += len(group.running)
             num_waiting += phases.count(SequencePhase.WAITING)
-            num_compiling += phases.count(SequencePhase.COMPILING)
+            num_parked += sum(bool(sequence.blocked) for sequence in group.sequences)
         assert num_running == self._batch.rows.num_running
-        assert num_waiting == len(self._batch.waiting)
-        assert num_compiling == self._num_compiling
+        assert num_waiting == len(self._batch.waiting) + self._num_parked
+        assert num_parked == self._num_parked
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""
@@ -270,8 +297,9 @@ class Scheduler:
             may_end |= rows.phase[sampled.rows] == SequencePhase.ENDING
         if np.count_nonzero(may_end):
             self._find_endings(outcome, np.flatnonzero(may_end).tolist(), lengths)
-        if rows.num_constrained:
-            outcome.advance_constraints(rows.is_constrained)
+        if rows.readiness.num_constrained:
+            rows.readiness.clear(sampled.rows, Blocked.TOKEN)
+            outcome.advance_constraints(rows.readiness.is_constrained)
         return outcome
 
     def _find_endings(self, outcome: StepOutcome, positions: list[int], lengths: npt.NDArray[np.int64]) -> None:
@@ -295,10 +323,11 @@ class Scheduler:
         """The sequence ends for good; with its last one the request is forgotten."""
         if sequence.phase is SequencePhase.WAITING:
             sequence.phase = SequencePhase.FINISHED
-            self._batch.waiting.forget(sequence)
-        elif sequence.phase is SequencePhase.COMPILING:
-            sequence.phase = SequencePhase.FINISHED
-            self._num_compiling -= 1
+            if sequence.blocked:
+                sequence.blocked = Blocked.NOTHING
+                self._num_parked -= 1
+            else:
+                self._batch.waiting.forget(sequence)
         else:
             self._batch.leave(sequence, SequencePhase.FINISHED)
         group = sequence.group

@@ -11,7 +11,7 @@ States of a sequence::
                   |                          |                          |                                |
                   +------ abort() -----------+-------- abort() ---------+------- stop, length -----------+--> FINISHED
 
-A request with a grammar begins in COMPILING; ``constrain`` ends that when the grammar is compiled.
+A request with a grammar waits outside of the queue until it is compiled (``readiness``).
 
 The moves to the right happen when a step is *scheduled*, because the next step may be scheduled before the result of
 this one is known.  The end of a sequence is found when a result comes in.
@@ -32,8 +32,11 @@ from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.kv_windows import Counts
 from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.prefix_cache import Place
+from tp_engine.sched.readiness import Blocked
 
 NO_ROW = -1
+NEVER = -(1 << 60)
+"""A step long ago."""
 
 #: Sequences run in this order, smallest first: (priority, number of the request, index of the sequence).  Unique.
 OrderKey: TypeAlias = tuple[int, int, int]
@@ -47,7 +50,6 @@ class SequencePhase(enum.IntEnum):
     DECODE = 2
     ENDING = 3
     FINISHED = 4
-    COMPILING = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +74,9 @@ class Sequence:
     It ends with ``length`` at ``max_tokens`` tokens, the prompt's included.
     ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
     behind them there.
-    ``constraint`` is its place in the request's grammar.
+    ``constraint`` is its place in the request's grammar; ``blocked`` says why it is not in the queue yet.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
+    While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
     """
 
     group: RequestGroup
@@ -84,11 +87,14 @@ class Sequence:
     num_prompt_tokens: int
     max_tokens: int
     phase: SequencePhase = SequencePhase.WAITING
+    blocked: Blocked = Blocked.NOTHING
     row: int = NO_ROW
     num_published: int = 0
     place: Place = ""
     num_preemptions: int = 0
     num_lost_tokens: int = 0
+    looked_at_step: int = NEVER
+    num_prefetched_tokens: int = 0
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     emitted: bool = False
@@ -133,6 +139,14 @@ class WaitingQueue:
             self._num_dead -= 1
         return None
 
+    def first(self, count: int) -> list[Sequence]:
+        """The first ``count`` of the queue, without those among them that were aborted.
+
+        They are on the first ``count`` levels of the heap.
+        """
+        items = heapq.nsmallest(count, self._heap[: (1 << count) - 1])
+        return [sequence for _, sequence in items if sequence.phase is SequencePhase.WAITING]
+
     def forget(self, sequence: Sequence) -> None:
         """A queued sequence has been aborted."""
         assert sequence.phase is SequencePhase.FINISHED
@@ -163,6 +177,8 @@ class Entry(msgspec.Struct):
     It begins with ``shared`` blocks, which it holds already, and needs more up to its first ``end`` tokens.  Its first
     ``num_computed`` tokens have K/V.  The first logical block behind the shared ones begins as a copy of ``source``
     (G,), if there is one.  ``num_published`` and ``place`` are where it goes on in the prefix cache.
+
+    If ``must_load``, it computes nothing until the loads of its shared blocks have gone out.
     """
 
     sequence: Sequence
@@ -172,3 +188,4 @@ class Entry(msgspec.Struct):
     source: BlockIds | None
     num_published: int
     place: Place
+    must_load: bool = False

@@ -18,20 +18,24 @@ class SteadySteps:
     def __init__(self, batch: Batch, stops: StopChecker) -> None:
         self._batch = batch
         self._rows = batch.rows
+        self._readiness = batch.rows.readiness
         self._blocks = batch.blocks
+        self._tier = batch.blocks.tier
         self._stops = stops
         self._max_rows = batch.limits.max_num_batched_tokens
         self._num_groups = batch.limits.num_groups
         self._has_windows = batch.blocks.windows.has_windows
 
     def schedule(self, step_id: int) -> StepPlan | None:
-        """The next step, if no row can enter or end in it, no prompt is computed, and no row has a grammar."""
+        """The next step, if no row can enter or end in it, no prompt is computed, and no row is blocked or has a
+        grammar."""
         rows, run = self._rows, self._rows.run
         if (
             run is None
             or run.num_steps_left <= 1
             or rows.num_prefilling
-            or rows.num_constrained
+            or self._readiness.num_constrained
+            or self._readiness.num_blocked
             or (self._batch.waiting and rows.num_vacant)
             or self._batch.released
             or not 0 < len(run.rows.rows) <= self._max_rows
@@ -47,13 +51,14 @@ class SteadySteps:
             block_ids = self._blocks.allocate(count)
         rows.note_plan(run, growing, block_ids)
         chosen = run.rows
-        return StepPlan(
+        plan = StepPlan(
             step_id=step_id,
             rows_epoch=chosen.epoch,
             block_rows=growing,
             block_ids=block_ids,
             decode_rows=chosen.rows,
         )
+        return plan if self._tier is None else self._tier.finish(plan)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput | None:
         """What the oldest step in flight added, if its rows are those that decode now and none of them may end."""
@@ -62,7 +67,7 @@ class SteadySteps:
             run is None
             or plan.rows_epoch != run.rows.epoch
             or len(plan.prefill_rows)
-            or self._rows.num_constrained
+            or self._readiness.num_constrained
             or result.logprobs is not None
             or self._stops.may_any_stop(result.token_ids)
         ):

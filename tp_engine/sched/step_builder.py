@@ -24,8 +24,10 @@ from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, Bool
 from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import BlockIds
+from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase, WaitingQueue
 
@@ -34,11 +36,13 @@ _logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission;
+    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host hits
+    those of them that the host tier had;
     recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed."""
 
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
 
@@ -148,19 +152,25 @@ class StepDraft(msgspec.Struct):
             block_ids = self.block_ids.reshape(len(kept), -1)[kept]
             self.block_rows, self.block_ids = self.block_rows[kept], block_ids.reshape(-1)
 
-    def advance(self, rows: RowState, released: list[int], fill_masks: FillMasks | None) -> StepPlan | None:
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to run."""
+        return not (len(self.decodes.rows) or self.prefills)
+
+    def advance(self, batch: Batch, fill_masks: FillMasks | None) -> StepPlan | None:
         """Count everything decided as scheduled and make the plan; None if there is nothing to run."""
-        decodes = self.decodes
-        if not (len(decodes.rows) or self.prefills):
+        if self.is_empty:
             return None
+        rows, decodes, released = batch.rows, self.decodes, batch.released
+        batch.released = []
         if len(decodes.rows):
             rows.advance_decodes(decodes)
         prefill_rows, prefill_tokens, samples = self._advance_prefills(rows)
         mask_rows, masks = NO_IDS, NO_MASKS
-        if rows.num_constrained:
+        if rows.readiness.num_constrained:
             sampled: IntArray = np.concatenate((decodes.rows, prefill_rows[samples]))
             mask_rows, masks = _masks(sampled, rows, fill_masks)
-        return StepPlan(
+        plan = StepPlan(
             step_id=self.step_id,
             rows_epoch=decodes.epoch,
             released=np.array(released, dtype=np.int32) if released else NO_IDS,
@@ -175,6 +185,7 @@ class StepDraft(msgspec.Struct):
             mask_rows=mask_rows,
             masks=masks,
         )
+        return plan if batch.blocks.tier is None else batch.blocks.tier.finish(plan)
 
     def _advance_prefills(self, rows: RowState) -> tuple[IntArray, IntArray, BoolArray]:
         """The plan's ``prefill_rows``, ``prefill_tokens`` and ``prefill_samples``."""
@@ -226,24 +237,46 @@ class StepBuilder:
                 break
             if sequence.phase is not SequencePhase.PREFILL:
                 continue
-            start = int(self._rows.num_scheduled[sequence.row])
-            longest = min(draft.budget, self._blocks.next_chunk_limit(sequence.row))
-            chunk = min(int(self._rows.num_tokens[sequence.row]) - start, longest)
-            if self._grow(draft, sequence, start + chunk):
-                draft.add_prefill(sequence, chunk)
-                self._blocks.publish([(sequence, start + chunk)])
+            self._schedule_chunk(draft, sequence, draft.budget)
         if draft.short:
             draft.drop_preempted(self._rows)
 
+    def hurry(self, draft: StepDraft, tier: HostTier) -> None:
+        """Nothing can run: the first of the rows that wait for loads computes in this very step, which waits for them.
+
+        A row that enters in this step already has the blocks for it, and no row is preempted for it.
+        """
+        loading = self._rows.loading()
+        if draft.admitted:
+            entering = {admission.row for admission in draft.admitted}
+            loading = [sequence for sequence in loading if sequence.row in entering]
+        if not loading:
+            return
+        sequence, row = loading[0], loading[0].row
+        tier.hurry(self._rows.held(row))
+        self._rows.readiness.clear(row, Blocked.LOADING)
+        room = int(self._rows.capacity[row] - self._rows.num_scheduled[row])
+        self._schedule_chunk(draft, sequence, min(draft.budget, room) if draft.admitted else draft.budget)
+        if draft.short:
+            draft.drop_preempted(self._rows)
+
+    def _schedule_chunk(self, draft: StepDraft, sequence: Sequence, longest: int) -> None:
+        """The next tokens of a row in PREFILL, at most ``longest``, if there are blocks for them."""
+        start = int(self._rows.num_scheduled[sequence.row])
+        longest = min(longest, self._blocks.next_chunk_limit(sequence.row))
+        chunk = min(int(self._rows.num_tokens[sequence.row]) - start, longest)
+        if self._grow(draft, sequence, start + chunk):
+            draft.add_prefill(sequence, chunk)
+            self._blocks.publish([(sequence, start + chunk)])
+
     def _ready_rows(self, draft: StepDraft) -> RowSet:
-        """The rows in DECODE, without those whose grammar must see a token first that a step in flight computes.
+        """The rows in DECODE, without those whose grammar must see a token first that a step in flight computes
+        (``Blocked.TOKEN``, the only reason that a row in DECODE can have).
 
         If these are half of the rows or more, the step waits for that token: running the others alone would cost more.
         """
-        chosen = self._rows.decoding()
-        if self._rows.num_constrained and (awaits := self._rows.awaits_token(chosen.rows)).any():
-            draft.stalled = 2 * int(awaits.sum()) >= len(awaits)
-            chosen = self._rows.row_set(chosen.rows[~awaits])
+        chosen, num_decoding = self._rows.ready_decodes(), len(self._rows.decoding().rows)
+        draft.stalled = 2 * len(chosen.rows) <= num_decoding > len(chosen.rows)
         return chosen
 
     def _first_in_order(self, chosen: RowSet, count: int) -> RowSet:
@@ -284,9 +317,11 @@ class StepBuilder:
 
 
 def _masks(sampled: IntArray, rows: RowState, fill_masks: FillMasks | None) -> tuple[IntArray, IntArray]:
-    """The plan's ``mask_rows`` and ``masks``: one for every constrained row of ``sampled`` (n,)."""
-    constrained: IntArray = sampled[rows.is_constrained[sampled]]
+    """The plan's ``mask_rows`` and ``masks``: one for every constrained row of ``sampled`` (n,), which then awaits its
+    token."""
+    constrained: IntArray = sampled[rows.readiness.is_constrained[sampled]]
     if not len(constrained):
         return NO_IDS, NO_MASKS
+    rows.readiness.block(constrained, Blocked.TOKEN)
     assert fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
     return constrained, fill_masks([sequence.constraint for sequence in rows.row_set(constrained).sequences])

@@ -28,7 +28,11 @@ _CELLS_PER_BYTE = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """A snapshot.  ``num_live_tokens`` have K/V in used blocks, and count in each group of layers that holds them;
-    ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used."""
+    ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used.
+
+    Of the host tier: its slots, those that hold a block, hit tokens (a part of the prefix hits) that came from there,
+    and blocks moved each way, or given up without a copy.
+    """
 
     num_running: int
     num_waiting: int
@@ -41,6 +45,12 @@ class SchedulerStats:
     num_prefix_hit_tokens: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_host_slots: int = 0
+    num_used_host_slots: int = 0
+    num_host_hit_tokens: int = 0
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_dropped_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

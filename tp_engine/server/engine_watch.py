@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tp_engine.advice.block_size import advise_measured
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.report import EngineReport
@@ -27,6 +28,7 @@ MAX_SAMPLES = 600
 _REPORT_TIMEOUT_S = 2.0
 _VIEW_LIFE_S = 0.2
 _LOG_EVERY_S = 10.0
+ADVISE_AFTER = 100  # fewer sequences say little about the next ones
 _UNREACHABLE = (HttpError, EngineDeadError, TimeoutError)
 
 
@@ -50,7 +52,8 @@ class TrafficSample:
 class EngineWatch:
     """Asks the engine and keeps what it reports; for the event loop's thread alone.
 
-    ``engine`` returns the engine, or raises ``HttpError``.  ``logs``: log the throughput every ten seconds of work.
+    ``engine`` returns the engine, or raises ``HttpError``.  ``logs``: log the throughput every ten seconds of work, and
+    what the block size wastes once ``ADVISE_AFTER`` sequences have finished.
     """
 
     def __init__(self, engine: Callable[[], AsyncLLM], figures: RequestFigures, *, logs: bool) -> None:
@@ -62,6 +65,7 @@ class EngineWatch:
         self._seen_tokens = (0, 0)
         self._seen_s = time.monotonic()
         self._next_log_s = 0.0
+        self._has_advised = False
         self._viewing: asyncio.Task[EngineReport] | None = None
         self._viewed_s = 0.0
 
@@ -91,9 +95,22 @@ class EngineWatch:
                 continue
             try:
                 await self.report()
+                self._advise_once()
             except _UNREACHABLE:
                 continue
             self._log()
+
+    def log_block_size(self, block_size: int) -> None:
+        """Log what blocks of ``block_size`` have wasted on ``ADVISE_AFTER`` or more finished requests, and the best
+        size."""
+        lengths = self._figures.lengths
+        if self._logs and lengths.num_requests >= ADVISE_AFTER:
+            logger.info("%s", advise_measured(lengths.lengths(block_size)))
+
+    def _advise_once(self) -> None:
+        if not self._has_advised and self._figures.lengths.num_requests >= ADVISE_AFTER:
+            self.log_block_size(self._engine().model_info.block_size)
+            self._has_advised = True
 
     def _is_idle(self) -> bool:
         if not self.history or self._tokens() != self._seen_tokens:

@@ -69,7 +69,10 @@ class Observation:
             self._clock.leave(missing, reason)
             self._reasons += [reason.value] * missing
         else:
-            self._figures.observe_request(len(self._request.prompt_token_ids), self._request.params, self._times)
+            num_prompt_tokens = len(self._request.prompt_token_ids)
+            self._figures.observe_request(num_prompt_tokens, self._request.params, self._times)
+            for num_tokens in self._num_tokens:
+                self._figures.lengths.observe(num_prompt_tokens, num_tokens, self._num_cached)
         if self._logs:
             self._log()
         if self._tracer is not None:

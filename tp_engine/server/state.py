@@ -110,6 +110,7 @@ class ServerState:
         """Leave the engine."""
         self.tokenizing.shutdown(wait=False, cancel_futures=True)
         if self._llm is not None:
+            self.watch.log_block_size(self._llm.model_info.block_size)
             await self._llm.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)

@@ -122,6 +122,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
         "totals": {
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+            "host_hit_tokens": stats.num_host_hit_tokens,
             "preemptions": stats.num_preemptions,
             "recomputed_tokens": stats.num_recomputed_tokens,
             "steps_not_observed": report.num_missed_steps,

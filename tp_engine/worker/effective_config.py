@@ -14,7 +14,12 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.layers.formats import check_quantization
-from tp_engine.model_config import check_tensor_parallel, load_model_config, resolve_max_model_len
+from tp_engine.model_config import (
+    check_quantization_options,
+    check_tensor_parallel,
+    load_model_config,
+    resolve_max_model_len,
+)
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes
@@ -74,6 +79,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     check_tensor_parallel(model, config.tensor_parallel_size)
     device = _resolve_device(config)
     check_quantization(config.quantization, device)
+    check_quantization_options(model, config.quantization, config.kv_cache_dtype)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     effective = dataclasses.replace(
         config,

@@ -114,12 +114,7 @@ def settle_blocks(
     A user's number of blocks may be too small for ``max_model_len``: the scheduler then refuses longer requests.
     Otherwise too few blocks raise ``MemoryBudgetError``.
     """
-    local: int | Exception
-    try:
-        local = choose()
-    except Exception as error:
-        local = error
-    num_blocks = agree_on_blocks(local, group).num_blocks
+    num_blocks = agree_on_blocks(_result_of(choose), group).num_blocks
     if not is_override:
         check_longest_request(capacity, num_blocks=num_blocks, block_bytes=shape.block_bytes)
     elif num_blocks < capacity.blocks_per_request and group.info.is_first:
@@ -151,10 +146,10 @@ def log_memory(ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, 
 class MemoryMonitor:
     """Growth of this process's memory since this object was made, when the rank became ready."""
 
-    def __init__(self, device: Device, *kv_tensors: torch.Tensor) -> None:
-        """``kv_tensors``: the cache and, if quantised, its scales."""
+    def __init__(self, device: Device, *kv_memory: torch.Tensor) -> None:
+        """``kv_memory``: blocks of K/V, which on a CPU take pages as they come into use."""
         self._device = device
-        self._kv_tensors = kv_tensors
+        self._kv_memory = kv_memory
         self._ready_bytes = self._own_bytes()
 
     def growth(self) -> int:
@@ -163,7 +158,7 @@ class MemoryMonitor:
 
     def _own_bytes(self) -> int:
         snapshot = self._device.snapshot()
-        in_cache = sum(map(resident_bytes, self._kv_tensors)) if self._device.type == "cpu" else 0
+        in_cache = sum(map(resident_bytes, self._kv_memory)) if self._device.type == "cpu" else 0
         return snapshot.torch_reserved + snapshot.non_torch - in_cache
 
 
@@ -188,7 +183,19 @@ class Agreement:
     limiting_rank: int
 
 
-def agree_on_blocks(local: int | Exception, group: AgreementGroup) -> Agreement:
+def settle_slots(choose: Callable[[], int], group: AgreementGroup) -> int:
+    """The number of slots of every rank's host tier.  ``choose`` finds this rank's own; its failure is every rank's."""
+    return agree_on_blocks(_result_of(choose), group, of="host tier").num_blocks
+
+
+def _result_of(choose: Callable[[], int]) -> int | Exception:
+    try:
+        return choose()
+    except Exception as error:
+        return error
+
+
+def agree_on_blocks(local: int | Exception, group: AgreementGroup, *, of: str = "KV cache") -> Agreement:
     """Take the smallest ``local`` number of blocks.  Every rank calls this, a rank that failed with its exception.
 
     One all-reduce MIN carries three numbers::
@@ -208,12 +215,12 @@ def agree_on_blocks(local: int | Exception, group: AgreementGroup) -> Agreement:
         agreement = Agreement(
             num_blocks=smallest >> _RANK_BITS, largest=-minus_largest, limiting_rank=smallest & (1 << _RANK_BITS) - 1
         )
-        _log(agreement, group.info)
+        _log(agreement, group.info, of)
         return agreement
     causes = group.all_gather_bytes((failure or "").encode())
     failed = [f"rank {rank}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
     raise MemoryBudgetError(
-        f"{len(failed)} of {group.info.world_size} ranks could not provide a KV cache: {'; '.join(failed)}",
+        f"{len(failed)} of {group.info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
         rank=next(rank for rank, cause in enumerate(causes) if cause),
     ) from (local if isinstance(local, Exception) else None)
 
@@ -227,10 +234,11 @@ def _failure(local: int | Exception) -> str | None:
     return None
 
 
-def _log(agreement: Agreement, info: RankInfo) -> None:
+def _log(agreement: Agreement, info: RankInfo, of: str) -> None:
     if info.is_first and info.world_size > 1:
         logger.info(
-            "KV blocks: %d on every rank (limited by rank %d; the roomiest has %d)",
+            "blocks of the %s: %d on every rank (limited by rank %d; the roomiest has %d)",
+            of,
             agreement.num_blocks,
             agreement.limiting_rank,
             agreement.largest,

@@ -114,9 +114,9 @@ def check_longest_request(capacity: KvCapacity, *, num_blocks: int, block_bytes:
     )
 
 
-def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int) -> dict[str, int]:
-    """The ledger and the cache that the ranks agreed on, in bytes by name."""
-    return {**_terms(ledger), "kv_cache": kv_cache_bytes}
+def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int, kv_host_bytes: int) -> dict[str, int]:
+    """The ledger, and the cache and the host tier that the ranks agreed on, in bytes by name."""
+    return {**_terms(ledger), "kv_cache": kv_cache_bytes, "kv_host": kv_host_bytes}
 
 
 def _terms(ledger: MemoryLedger) -> dict[str, int]:

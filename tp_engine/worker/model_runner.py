@@ -21,7 +21,9 @@ from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
+from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.kv_cache import KvBlocks
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
 from tp_engine.worker.step_inputs import BatchLayout, StepInputs, digest_inputs
@@ -48,7 +50,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """One rank's model, persistent batch, KV cache (``kv_tensors``: cache and, if quantised, scales) and sampler.
+    """One rank's model, persistent batch, KV cache (``blocks``, and a host ``tier`` if there is one) and sampler.
 
     ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
     parts of a step for profilers.
@@ -60,26 +62,31 @@ class ModelRunner:
         model: CausalLM,
         backends: Backends,
         batch: InputBatch,
-        kv_cache: torch.Tensor,
-        kv_scales: torch.Tensor | None,
+        blocks: KvBlocks,
         communicator: Communicator,
         sampling: SamplingState,
         progress: RankProgress,
         note_inputs: NoteInputs | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         self._model = model
         self._backends = backends
         self._batch = batch
-        self.kv_tensors = (kv_cache,) if kv_scales is None else (kv_cache, kv_scales)
+        self.blocks, self.tier = blocks, tier
         self._communicator = communicator
         self._sampling = sampling
         self._progress = progress
         self._note_inputs = note_inputs
         self._sampler = make_sampler(sampling, communicator)
-        self._readback = Readback(len(batch.num_prompt), kv_cache.device)
+        self._readback = Readback(len(batch.num_prompt), blocks.raw.device)
         self._captured: CapturedDecodes | None = None
         self.named: Named = unnamed
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
+
+    @property
+    def kv_memory(self) -> tuple[torch.Tensor, ...]:
+        """The blocks of the cache and of the host tier."""
+        return (self.blocks.raw,) if self.tier is None else (self.blocks.raw, self.tier.slots)
 
     @property
     def num_groups(self) -> int:
@@ -153,7 +160,7 @@ class ModelRunner:
         return PendingStep(step_id=plan.step_id, token_ids=self._readback.start(token_ids), logprobs=logprobs)
 
     def _apply(self, plan: StepPlan) -> None:
-        """The plan's changes, in its order: releases and admissions, new blocks, then copies."""
+        """The plan's changes, in its order: releases and admissions, new blocks, moves, then copies."""
         self._batch.apply(plan)
         self._sampling.masks.set(plan.mask_rows, plan.masks)
         if len(plan.released):
@@ -161,12 +168,11 @@ class ModelRunner:
         for admission in plan.admitted:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
+        if self.tier is not None:
+            self.tier.apply(plan)
         if len(plan.copies):
-            device = self.kv_tensors[0].device
-            source, target = (upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1))
-            for tensor in self.kv_tensors:
-                raw = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # 8-bit floats can not be indexed
-                raw[:, :, target] = raw[:, :, source]
+            device = self.blocks.raw.device
+            self.blocks.copy(*(upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1)))
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 the log-probabilities too."""

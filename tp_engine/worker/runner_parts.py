@@ -17,8 +17,9 @@ from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
-from tp_engine.worker.kv_cache import KvCacheShape, allocate_kv_cache, allocate_kv_scales, bind_kv_cache
+from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 
 
@@ -35,9 +36,12 @@ class RunnerParts:
     device: Device
     note_inputs: NoteInputs | None
 
-    def make_runner(self, num_blocks: int) -> ModelRunner:
-        """A runner with a KV cache of its own, to which the model's layers are bound from now on."""
-        return self._make_runner(num_blocks, self.groups.progress, self.note_inputs)
+    def make_runner(self, num_blocks: int, num_slots: int) -> ModelRunner:
+        """A runner with a KV cache of its own, to which the model's layers are bound from now on.
+
+        With ``num_slots`` above 0 it has a host tier too.
+        """
+        return self._make_runner(num_blocks, self.groups.progress, self.note_inputs, num_slots)
 
     @contextmanager
     def trial_runner(self) -> Iterator[ModelRunner]:
@@ -48,17 +52,18 @@ class RunnerParts:
             for layer in self.model.attention_layers:
                 layer.unbind_kv_cache()
 
-    def _make_runner(self, num_blocks: int, progress: RankProgress, note_inputs: NoteInputs | None) -> ModelRunner:
+    def _make_runner(
+        self, num_blocks: int, progress: RankProgress, note_inputs: NoteInputs | None, num_slots: int = 0
+    ) -> ModelRunner:
         torch_device = self.device.torch_device
-        kv_cache = allocate_kv_cache(self.kv_shape, num_blocks, torch_device)
-        kv_scales = allocate_kv_scales(self.kv_shape, num_blocks, torch_device)
-        bind_kv_cache(kv_cache, self.model.attention_layers, self.layout, kv_scales)
+        blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
+        blocks.bind(self.model.attention_layers, self.layout)
         return ModelRunner(
             model=self.model,
             backends=self.backends,
             batch=self._make_batch(torch_device),
-            kv_cache=kv_cache,
-            kv_scales=kv_scales,
+            blocks=blocks,
+            tier=HostTier(blocks.raw, num_slots) if num_slots else None,
             communicator=self.groups.communicator,
             sampling=self._make_sampling(torch_device),
             progress=progress,

@@ -1,10 +1,11 @@
 """Steps that run before there are requests: first steps for one-time work, largest steps to measure memory.
 
 In the first steps kernels are compiled and loaded, and libraries choose their algorithms and allocate their workspaces.
-They are plans as rank 0 would send them; their rows have two tokens and all lie in block 0, so a cache of one block is
-enough::
+They are plans as rank 0 would send them; all tokens of their rows lie in block 0, so a cache of one block is enough.
+Rows have two tokens, except those of the longer prompts::
 
-    prompts      the beginning of one, a whole one
+    prompts      the beginning of one, a whole one; parts of several sizes, because products choose their kernels by
+                 the number of rows
     mixed        a decode beside a prompt
     sampling     decodes of every kind that a kernel or the general sampler treats differently
     decodes      of 1, 2, 4, ... rows up to the limit: attention splits the keys by the number of rows
@@ -32,6 +33,8 @@ from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_largest
 
 _LENGTH = 2
+# Between any two of these, products of experts and with quantised weights change their tiles at most once.
+_PART_SIZES = (32, 64, 128, 256, 1024, 4096)
 _GREEDY = RowSampling()
 _PENALISED = RowSampling(temperature=1.0, presence_penalty=0.5)
 _MIN_P = RowSampling(temperature=1.0, min_p=0.1)
@@ -62,6 +65,8 @@ def run_largest_decodes(runner: ModelRunner, config: EngineConfig) -> None:
 def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:
     """The plans that the limits on rows and tokens allow."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
+    longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
+    steps += [((), (size,)) for size in _PART_SIZES if size <= longest]
     steps += [(samplings, ()) for samplings in _KINDS]
     for decodes, chunks in steps:
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
@@ -81,6 +86,7 @@ def _plan(
     """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step."""
     samplings = [*decodes, *[_GREEDY] * len(chunks)]
     computed = [_LENGTH - 1] * len(decodes) + [0] * len(chunks)
+    lengths = [_LENGTH] * len(decodes) + [max(chunk, _LENGTH) for chunk in chunks]
     rows = np.arange(len(samplings), dtype=np.int32)
     return StepPlan(
         step_id=FIRST_STEP_ID,
@@ -88,10 +94,10 @@ def _plan(
         admitted=tuple(
             Admission(
                 row=row,
-                token_ids=np.zeros(_LENGTH, dtype=np.int32),
+                token_ids=np.zeros(lengths[row], dtype=np.int32),
                 num_prompt_tokens=1,
                 num_computed_tokens=computed[row],
-                block_ids=np.zeros(num_groups * ceil_div(_LENGTH, config.block_size), dtype=np.int32),
+                block_ids=np.zeros(num_groups * ceil_div(lengths[row], config.block_size), dtype=np.int32),
                 sampling=sampling,
             )
             for row, sampling in enumerate(samplings)

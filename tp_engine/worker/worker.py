@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.advice.sizes import local_parameters
+from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.registry import select_backend
 from tp_engine.errors import RankError
-from tp_engine.kv_layout import KvCapacity
+from tp_engine.kv_layout import KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM, build_model
@@ -29,8 +29,10 @@ from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
+from tp_engine.worker.host_memory import host_memory
+from tp_engine.worker.host_tier import choose_slots
 from tp_engine.worker.kv_cache import KvCacheShape
-from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
+from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks, settle_slots
 from tp_engine.worker.memory_ledger import MemoryLedger, memory_lines
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
 from tp_engine.worker.profiling import make_step_profiler, names_for
@@ -46,7 +48,8 @@ class Worker:
     """One rank's weights, KV cache and persistent batch on its device.
 
     ``start`` follows the order of the ledger: snapshot, weights, on a GPU the first steps, snapshot, largest steps,
-    snapshot, agreement on the number of blocks, allocation.  After it, ``memory`` has the ledger's lines in bytes.
+    snapshot, agreement on the number of blocks, allocation.  After it, ``memory`` has the ledger's lines in bytes, and
+    ``num_host_slots`` is the number of blocks in the host tier, the same on every rank.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
+        self.num_host_slots = 0
         self._profiler = make_step_profiler(config, groups.info.rank)
 
     def start(self) -> int:
@@ -96,13 +100,17 @@ class Worker:
         meter.weights_loaded()
         ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
         num_blocks = self._settle(ledger)
+        num_slots = self.num_host_slots = self._settle_host_tier(num_blocks, device)
         runner = self._runner = self._start_up.run_together(
-            "allocating the KV cache", lambda: parts.make_runner(num_blocks)
+            "allocating the KV cache", lambda: parts.make_runner(num_blocks, num_slots)
         )
         if graphs is not None:
             self._start_up.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
-        self._monitor = MemoryMonitor(device, *runner.kv_tensors)
-        self.memory = memory_lines(ledger, kv_cache_bytes=num_blocks * self._kv_shape.block_bytes)
+        self._monitor = MemoryMonitor(device, *runner.kv_memory)
+        block_bytes = self._kv_shape.block_bytes
+        self.memory = memory_lines(
+            ledger, kv_cache_bytes=num_blocks * block_bytes, kv_host_bytes=num_slots * block_bytes
+        )
         names = names_for(effective.config.device)
         runner.named = names if self._profiler is None else self._profiler.named(names)
         log_memory(ledger, self._kv_shape, self._capacity, rank=info.rank, num_blocks=num_blocks)
@@ -126,6 +134,11 @@ class Worker:
             self._profiler.stop()
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block on this rank."""
+        return self._kv_shape.block_bytes
+
+    @property
     def startup_s(self) -> dict[str, float]:
         """Seconds of each phase of ``start``, by its name in the log."""
         return dict(self._start_up.seconds)
@@ -144,6 +157,11 @@ class Worker:
         """For each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
         return [] if self._runner is None else [counts.cpu().numpy() for counts in self._runner.expert_token_counts]
 
+    def moves(self) -> MoveCounters | None:
+        """What this rank has moved to and from its host tier; None without one."""
+        tier = None if self._runner is None else self._runner.tier
+        return None if tier is None else tier.counters
+
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
         assert self._monitor is not None, "start() comes first"
@@ -159,6 +177,8 @@ class Worker:
         gc.unfreeze()
         if self._runner is not None:
             self._runner.forget_captured()
+            if self._runner.tier is not None:
+                self._runner.tier.close()
         self._runner = None
         self._monitor = None
 
@@ -206,15 +226,33 @@ class Worker:
         rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
         logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
         self._log_experts()
+        self._log_kv_scales()
         return model
 
     def _log_experts(self) -> None:
         """Log how much of this rank's weights one token needs, if the model has experts."""
-        model, world_size = self._effective.model, self._groups.info.world_size
-        total, active = (local_parameters(model, world_size, active_only=only) for only in (False, True))
+        config = self._effective.config
+        total, active = (
+            local_weight_bytes(
+                self._effective.model,
+                self._groups.info.world_size,
+                dtype=config.dtype,
+                quantization=config.quantization,
+                active_only=only,
+            )
+            for only in (False, True)
+        )
         if active < total:
-            sizes = [format_gib(count * self._effective.dtype.itemsize) for count in (total, active)]
-            logger.info("experts: of %s of weights a token needs %s", *sizes)
+            logger.info("experts: of %s of weights a token needs %s", format_gib(total), format_gib(active))
+
+    def _log_kv_scales(self) -> None:
+        """Log that the checkpoint's scales of a KV cache are not used, if it has any."""
+        own, info = self._effective.model.quantization, self._groups.info
+        if own is not None and own.has_kv_scales and info.rank == 0:
+            logger.info(
+                "the checkpoint's scales of an fp8 KV cache do not apply to a cache of %s",
+                self._effective.config.kv_cache_dtype,
+            )
 
     def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
@@ -260,6 +298,28 @@ class Worker:
             self._capacity,
             is_override=config.num_gpu_blocks_override is not None,
         )
+
+    def _settle_host_tier(self, num_blocks: int, device: Device) -> int:
+        """The number of slots in every rank's host tier; 0, without a word among the ranks, if none is wanted."""
+        size_gib, info = self._effective.config.kv_offloading_size, self._groups.info
+        if not size_gib:
+            return 0
+        block_bytes = self._kv_shape.block_bytes
+        num_slots = settle_slots(
+            lambda: choose_slots(
+                size_gib,
+                block_bytes,
+                world_size=info.world_size,
+                local_world_size=info.local_world_size,
+                promised_bytes=num_blocks * block_bytes if device.type == "cpu" else 0,
+                memory=host_memory(),
+            ),
+            self._groups.host,
+        )
+        if info.is_first:
+            num_bytes, num_tokens = num_slots * block_bytes, self._capacity.num_tokens(num_slots)
+            logger.info("Host KV cache: %s a rank, %s tokens", format_gib(num_bytes), f"{num_tokens:,}")
+        return num_slots
 
 
 class StartUp:

@@ -19,6 +19,7 @@ from tp_engine.engine.report import (
     EngineReport,
     RankReport,
 )
+from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, numbers
 from tp_engine.server.metrics.figures import HttpFigures, RequestFigures
@@ -30,6 +31,7 @@ _STATS = {
     f.HITS: "num_prefix_hit_tokens",
     f.PREEMPTIONS: "num_preemptions",
     f.RECOMPUTED: "num_recomputed_tokens",
+    f.DROPPED_BLOCKS: "num_dropped_blocks",
     f.FREE_BLOCKS: "num_free_blocks",
     f.CACHED_BLOCKS: "num_cached_blocks",
     f.USED_BLOCKS: "num_used_blocks",
@@ -91,6 +93,8 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     num_blocks = stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
     yield number(f.KV_USAGE, model_name, stats.num_used_blocks / max(1, num_blocks))
     yield number(f.PEAK_USAGE, model_name, peak_usage)
+    yield number(f.HOST_USAGE, model_name, stats.num_used_host_slots / max(1, stats.num_host_slots))
+    yield numbers(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),
@@ -103,7 +107,18 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
         cumulated = accumulate(experts.num_experts)
         yield numbers(f.EXPERT_BALANCE, model_name, [((load,), n) for load, n in zip(loads, cumulated, strict=True)])
         yield number(f.EXPERT_LARGEST, model_name, experts.largest_load)
+    if (moves := report.moves) is not None:
+        yield numbers(f.MOVED_BYTES, model_name, [(("store",), moves.stored_bytes), (("load",), moves.loaded_bytes)])
+        yield numbers(f.MOVE_SECONDS, model_name, [(("store",), moves.store_s), (("load",), moves.load_s)])
+        yield number(f.MOVE_WAIT, model_name, moves.wait_s)
     yield from _rank_metrics(report.ranks, model_name)
+
+
+def _prompt_sources(stats: SchedulerStats) -> list[tuple[tuple[str, ...], float]]:
+    """Prompt tokens at their first admission by where their K/V came from."""
+    on_host, hits = stats.num_host_hit_tokens, stats.num_prefix_hit_tokens
+    computed = stats.num_prefix_query_tokens - hits
+    return [(("device",), hits - on_host), (("host",), on_host), (("computed",), computed)]
 
 
 def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:

@@ -108,6 +108,9 @@ WAITING = MetricFamily("gauge", "num_requests_waiting", "sequences that wait for
 KV_USAGE = MetricFamily("gauge", "kv_cache_usage_perc", "share of the KV blocks that requests hold, 0 to 1")
 QUERIES = MetricFamily("counter", "prefix_cache_queries", "prompt tokens looked up in the prefix cache")
 HITS = MetricFamily("counter", "prefix_cache_hits", "prompt tokens found in the prefix cache")
+PROMPT_SOURCES = MetricFamily(
+    "counter", "prompt_tokens_by_source", "prompt tokens: found on the device, on the host, or computed", ("source",)
+)
 PREEMPTIONS = MetricFamily("counter", "num_preemptions", "preemptions of running sequences")
 ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
 CACHE_CONFIG = MetricFamily(
@@ -121,8 +124,19 @@ CACHED_BLOCKS = MetricFamily("gauge", "num_cached_blocks", "KV blocks that hold 
 USED_BLOCKS = MetricFamily("gauge", "num_used_blocks", "KV blocks of running requests")
 LIVE_TOKENS = MetricFamily("gauge", "num_live_tokens", "tokens with K/V in used blocks, those of shared blocks once")
 FRAGMENTATION = MetricFamily("gauge", "kv_fragmentation", "share of the used blocks' slots that holds no token, 0 to 1")
+HOST_USAGE = MetricFamily("gauge", "kv_host_usage_perc", "share of the host tier's slots that hold a KV block, 0 to 1")
+DROPPED_BLOCKS = MetricFamily(
+    "counter", "kv_dropped_blocks", "cached KV blocks evicted without a copy in the host tier"
+)
 PEAK_USAGE = MetricFamily("gauge", "kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = MetricFamily("counter", "recomputed_tokens", "tokens computed again after a preemption")
+
+_DIRECTION = ("direction",)
+MOVED_BYTES = MetricFamily(
+    "counter", "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", _DIRECTION
+)
+MOVE_SECONDS = MetricFamily("counter", "kv_offload_seconds", "time of these moves", _DIRECTION)
+MOVE_WAIT = MetricFamily("counter", "kv_offload_wait_seconds", "time that steps of rank 0 waited for moves")
 
 EXPERT_BALANCE = MetricFamily(
     "gauge",

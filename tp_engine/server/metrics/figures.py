@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import Metric
 
+from tp_engine.advice.block_size import LengthCounter
 from tp_engine.outputs import RequestMetrics
 from tp_engine.request import FinishReason
 from tp_engine.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class RequestFigures:
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.lengths = LengthCounter()
         self.ends: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self._histograms = {family: Histogram(family.bounds(_DEFAULT_MAX_MODEL_LEN)) for family in _HISTOGRAMS}
 

@@ -1,0 +1,178 @@
+"""Moves of whole blocks between a rank's pool and its host tier, in the order that plan.py promises.
+
+::
+
+    plans          n: loads          n+1                  n+2: wait_load = batch of n
+    compute   | forward n-1 | forward n | forward n+1 |       | forward n+2
+    copies                  | stores, loads of n ............ |
+
+On CUDA a stream of its own makes the moves: each batch begins when the forward passes of the plans before have ended,
+batches end in their order, and the compute stream waits for a batch only where a plan says so.  Nothing waits on the
+host.  On a CPU a batch is made at once, in the plan's place, so nothing is left to wait for.
+
+A store that reads a block, a load that overwrites one, and a slot that is used again are safe by these two orders: of
+the stream, and of the batch behind the compute stream's past.  ``wait_load`` guards what comes later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kv_layout import MoveCounters
+from tp_engine.plan import IntArray
+
+
+class BlockMover(Protocol):
+    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, block_bytes), both uint8."""
+
+    def move(self, stores: IntArray, loads: IntArray) -> None:
+        """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), each (n, 2) int32."""
+
+    def wait(self, batch: int) -> None:
+        """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
+
+    def counters(self) -> MoveCounters:
+        """The moves that have ended; does not wait for others."""
+
+
+class CpuMover:
+    """Copies in place, by all threads of this rank."""
+
+    def __init__(self, pool: torch.Tensor, slots: torch.Tensor) -> None:
+        self._pool, self._slots = pool, slots
+        self._library = native_library()
+        self._counters = MoveCounters()
+
+    def move(self, stores: IntArray, loads: IntArray) -> None:
+        """See ``BlockMover``."""
+        counters, block_bytes = self._counters, self._pool.shape[1]
+        started_s = time.perf_counter()
+        self._copy(self._pool, self._slots, stores)
+        stored_s = time.perf_counter()
+        self._copy(self._slots, self._pool, loads)
+        ended_s = time.perf_counter()
+        counters.stored_bytes += len(stores) * block_bytes
+        counters.loaded_bytes += len(loads) * block_bytes
+        counters.store_s += stored_s - started_s
+        counters.load_s += ended_s - stored_s
+        counters.wait_s += ended_s - started_s
+
+    def wait(self, batch: int) -> None:
+        """Nothing is under way."""
+
+    def counters(self) -> MoveCounters:
+        """See ``BlockMover``."""
+        return replace(self._counters)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:
+        if not len(pairs):
+            return
+        if self._library is None:
+            from_ids, to_ids = torch.from_numpy(pairs).long().unbind(1)
+            target[to_ids] = source[from_ids]
+            return
+        pairs = np.ascontiguousarray(pairs, dtype=np.int32)
+        assert pairs.min() >= 0 and pairs[:, 0].max() < len(source) and pairs[:, 1].max() < len(target), pairs
+        self._library.copy_blocks(
+            source.data_ptr(),
+            target.data_ptr(),
+            pairs.ctypes.data,
+            len(pairs),
+            source.shape[1],
+            torch.get_num_threads(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Work on a stream between two events, with a name in ``MoveCounters``, and the bytes that it moves."""
+
+    name: str
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    num_bytes: int = 0
+
+
+class CudaMover:
+    """Copies on a stream of its own; ``slots`` are pinned memory."""
+
+    def __init__(self, pool: torch.Tensor, slots: torch.Tensor) -> None:
+        self._pool, self._slots = pool, slots
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._num_batches = 0
+        self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._spans: deque[_Span] = deque()
+        self._counters = MoveCounters()
+
+    def move(self, stores: IntArray, loads: IntArray) -> None:
+        """See ``BlockMover``."""
+        self._num_batches += 1
+        self._stream.wait_event(_mark(torch.cuda.current_stream(self._pool.device)))
+        with torch.cuda.stream(self._stream):
+            begin = _mark(self._stream)
+            self._copy(self._pool, self._slots, stores)
+            stored = _mark(self._stream)
+            self._copy(self._slots, self._pool, loads)
+            end = _mark(self._stream)
+        block_bytes = self._pool.shape[1]
+        self._spans.append(_Span("store", begin, stored, len(stores) * block_bytes))
+        self._spans.append(_Span("load", stored, end, len(loads) * block_bytes))
+        self._ends.append((self._num_batches, end))
+        self.counters()  # events that have happened are not kept
+
+    def wait(self, batch: int) -> None:
+        """See ``BlockMover``."""
+        end = None
+        while self._ends and self._ends[0][0] <= batch:
+            _, end = self._ends.popleft()
+        if end is None:
+            return  # an earlier step has waited for it
+        compute = torch.cuda.current_stream(self._pool.device)
+        begin = _mark(compute)
+        compute.wait_event(end)
+        self._spans.append(_Span("wait", begin, _mark(compute)))
+
+    def counters(self) -> MoveCounters:
+        """See ``BlockMover``."""
+        found = self._counters
+        while self._spans and self._spans[0].end.query():  # type: ignore[no-untyped-call]
+            span = self._spans.popleft()
+            seconds = span.begin.elapsed_time(span.end) / 1e3
+            if span.name == "store":
+                found.store_s, found.stored_bytes = found.store_s + seconds, found.stored_bytes + span.num_bytes
+            elif span.name == "load":
+                found.load_s, found.loaded_bytes = found.load_s + seconds, found.loaded_bytes + span.num_bytes
+            else:
+                found.wait_s += seconds
+        return replace(found)
+
+    @staticmethod
+    def _copy(source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:
+        for first, to, count in runs_of(pairs):
+            target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that ``stream`` has now."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def runs_of(pairs: IntArray) -> Iterator[tuple[int, int, int]]:
+    """``pairs`` (n, 2) as (first source, first target, count), one for pairs that follow each other in both columns."""
+    if not len(pairs):
+        return
+    breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(1)) + 1
+    begins = np.concatenate(([0], breaks))
+    counts = np.diff(begins, append=len(pairs))
+    for (source, target), count in zip(pairs[begins].tolist(), counts.tolist(), strict=True):
+        yield source, target, count
