@@ -19,7 +19,7 @@ from benchmarks.machine import copy_bandwidth, processor_name, read_bandwidth
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.registry import select_backend
-from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv, layer_view
 from tp_engine.worker.input_batch import slots_for
 
 NUM_LAYERS = 4
@@ -90,8 +90,8 @@ def measure(
     dtype = getattr(torch, dtype_name)
     shape = AttentionShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
     metadata, num_blocks = decode_batch(seq_lens, args.block_size, args.device, consecutive)
-    caches = torch.zeros(
-        2, NUM_LAYERS, num_blocks, args.block_size, num_kv_heads, head_dim, dtype=dtype, device=args.device
+    blocks = torch.zeros(
+        num_blocks, NUM_LAYERS, 2, args.block_size, num_kv_heads, head_dim, dtype=dtype, device=args.device
     ).normal_()
     query = torch.randn(len(seq_lens), num_heads, head_dim, dtype=dtype, device=args.device)
     new = KeyValue(*torch.randn(2, len(seq_lens), num_kv_heads, head_dim, dtype=dtype, device=args.device))
@@ -100,10 +100,10 @@ def measure(
     )
     backend = select_backend(args.backend, needs)
 
-    layers = itertools.cycle(range(NUM_LAYERS))
+    layers = itertools.cycle([LayerKv(layer_view(blocks, place)) for place in range(NUM_LAYERS)])
 
     def forward() -> None:
-        backend.forward(query, new, LayerKv(caches[:, next(layers)]), metadata, shape)
+        backend.forward(query, new, next(layers), metadata, shape)
 
     facts = {"shape": shape_name, "dtype": dtype_name, "rows": len(seq_lens), "tokens": int(seq_lens.sum())}
     times = timed(lambda: backend.prepare(metadata), forward, args)

@@ -84,10 +84,12 @@ def seconds_per_launch(launches: Sequence[Launch], repeats: int) -> float:
 def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
     """Every kernel at every size asked for."""
     from benchmarks.kernels.attention import attention_cases, prefill_case
+    from benchmarks.kernels.quantised import quantised_cases
     from benchmarks.kernels.sampling import sampling_cases
 
     for num_tokens in (*args.batch, *args.prefill):
         yield from token_cases(shape, num_tokens)
+        yield from quantised_cases(shape, num_tokens)
     for num_requests in args.batch:
         for length in args.length:
             yield from attention_cases(shape, num_requests, length)

@@ -4,7 +4,8 @@
     python scripts/bench_offline.py --model PATH --dtype bfloat16 --workloads latency,throughput --rounds 5
     python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16,B:float32,C:float32 --threads 2 \\
         --peer transformers vllm ctranslate2 --peer-python vllm=~/vllm/bin/python
-    python scripts/bench_offline.py --shape B --quantization none,int8 --no-peer             on a CPU
+    python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16 --quantization int4,none,awq,gptq \\
+        --peer llama.cpp:Q4_0 llama.cpp:Q4_K_M vllm:awq vllm:gptq --workloads latency,throughput --threads 2
     python scripts/bench_offline.py --shape qwen3-0.6b --nano-vllm-path ~/nano-vllm          on a GPU
     python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --devices 0,0 --no-peer
 
@@ -13,6 +14,10 @@ workload it prints the median of the rounds, the ratios between the engines, and
 which are measured in the same run.  The last line is one JSON object.  The Qwen3 shapes have random ("dummy") weights.
 vllm, ctranslate2 and llama.cpp run in separate processes, on the same checkpoint.  A peer that is not found is left
 out, with the reason.
+
+Quantised weights are named after each engine, and ratios are those of the first kind of --quantization.  llama.cpp
+quantises the checkpoint with its own defaults.  For awq and gptq the checkpoint is written in this packing, rounded to
+the nearest code; vLLM and tp_engine read the same files.  The roofline always counts weights in the dtype of the cell.
 """
 
 from __future__ import annotations
@@ -21,16 +26,23 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
-from benchmarks.offline.contenders import engine_makers, peer_makers, run_all
+from benchmarks.offline.contenders import engine_makers, packed_checkpoints, peer_makers, run_all
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost
 from benchmarks.shapes import make_folder
 from benchmarks.workloads import WORKLOADS
+
+from tp_engine.advice.sizes import ITEMSIZES
+from tp_engine.advice.weight_sizes import local_weight_bytes
+from tp_engine.model_config import read_model
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,15 +63,30 @@ def compare(args: argparse.Namespace, model: str) -> dict[str, object]:
     """Run every workload on every engine; each round has a fresh seed, so that no prefix cache knows its prompts."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     cost, ceilings, vocab_size = model_cost(config, args.dtype), measure_ceilings(args), config["vocab_size"]
-    peers, skipped = peer_makers(args, model)
-    runs, failures = run_all(engine_makers(args, model) | peers, args.workloads.split(","), vocab_size, args.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        packed = packed_checkpoints(args, model, Path(folder))
+        peers, skipped = peer_makers(args, model, packed)
+        makers = engine_makers(args, model, packed) | peers
+        runs, failures = run_all(makers, args.workloads.split(","), vocab_size, args.rounds)
     results = [
         summarise(WORKLOADS[name](vocab_size, 0), measured, cost, ceilings)
         for name, measured in runs.items()
         if measured
     ]
     found = {"failures": failures, "skipped": skipped, "workloads": results}
-    return describe(args, cost, ceilings) | found
+    return describe(args, cost, ceilings) | {"weight_bytes": weight_bytes(config, args)} | found
+
+
+def weight_bytes(config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, int]:
+    """Bytes of the weights that a token needs, for each quantization; an untied input embedding does not count."""
+    model = read_model(config)
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * ITEMSIZES[args.dtype]
+    options: dict[str, Any] = {"dtype": args.dtype, "active_only": True}
+    kinds = [kind for kind in args.quantization.split(",") if kind not in PACKINGS]
+    return {
+        kind: local_weight_bytes(model, 1, quantization=None if kind == "none" else kind, **options) - embedding
+        for kind in kinds
+    }
 
 
 def measure_ceilings(args: argparse.Namespace) -> Ceilings:

@@ -26,7 +26,8 @@ from benchmarks.paging.decoding import PROMPT_TOKENS, compare_decoding
 from benchmarks.paging.memory import compare_memory
 from benchmarks.paging.plot import svg
 from benchmarks.paging.throughput import compare_throughput, make_engines
-from benchmarks.shapes import SHAPES, make_folder
+from benchmarks.section_options import parse_sections, section_parser
+from benchmarks.shapes import make_folder
 
 SECTIONS = ("memory", "throughput", "cache")
 
@@ -52,12 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated (default: all)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="C", help="a model of this shape, random weights")
-    parser.add_argument("--model", help="a checkpoint folder, instead of --shape")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
+    parser = section_parser(__doc__, SECTIONS, shape="C", dtype="float32")
     parser.add_argument("--requests", default="1,4,8,16", help="throughput: requests at once")
     parser.add_argument("--max-model-len", type=int, default=2048, help="tokens of a contiguous reservation")
     parser.add_argument("--reservations", type=int, default=3, help="how many of them the pool holds")
@@ -65,16 +61,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="rounds per engine; the median counts")
     parser.add_argument("--tokens", type=int, default=2000, help="cache: tokens to generate")
     parser.add_argument("--stride", type=int, default=50, help="cache: every so many tokens without a cache")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's choice)")
-    parser.add_argument("--plot", type=Path, help="also draw a picture (SVG) into this file")
-    parser.add_argument("--engine-options", type=json.loads, default={}, help='more for LLM: {"load_format": "dummy"}')
-    args = parser.parse_args(arguments)
-    args.sections = args.sections.split(",")
-    if unknown := set(args.sections) - set(SECTIONS):
-        parser.error(f"--sections names {', '.join(sorted(unknown))}; choose among {', '.join(SECTIONS)}")
-    for name in ("block_size", "reservations", "shrink", "rounds", "tokens", "stride"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    positive = ("block_size", "reservations", "shrink", "rounds", "tokens", "stride")
+    args = parse_sections(parser, arguments, SECTIONS, positive)
     if "throughput" in args.sections and args.max_model_len % args.block_size:
         parser.error(f"--max-model-len is {args.max_model_len}; it must be a multiple of --block-size")
     return args

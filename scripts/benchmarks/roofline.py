@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import Workload
-from tp_engine.advice.sizes import local_parameters
+from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.model_config import read_model
 from tp_engine.model_config.mlp import ExpertsSpec
 

@@ -52,7 +52,7 @@ _QWEN3_MOE = {
 }  # fmt: skip
 _QWEN3_MOE_SIZES = {"qwen3-30b-a3b": (2048, 6144, 48, 32, False)}
 DUMMY_SHAPES = (*_QWEN3_SIZES, *_QWEN3_MOE_SIZES)
-_DEMO_MODEL = Path(__file__).resolve().parents[2] / "tp_engine" / "demo_model"
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "tp_engine" / "demo_model"
 
 
 def qwen3_config(shape: str, dtype: str) -> dict[str, Any]:
@@ -101,4 +101,4 @@ def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
 def add_tokenizer(folder: Path) -> None:
     """Give ``folder`` the demo model's tokenizer, for engines that do not start without one."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(_DEMO_MODEL / name, folder / name)
+        shutil.copy(DEMO_MODEL / name, folder / name)

@@ -53,6 +53,18 @@ def batch256(vocab_size: int, seed: int) -> Workload:
     return Workload("256 requests", prompts, lengths.integers(100, 1025, 256).tolist())
 
 
-WORKLOADS = {"latency": latency, "throughput": throughput, "shared_prefix": shared_prefix, "batch256": batch256}
+def batch32(vocab_size: int, seed: int) -> Workload:
+    """The first 32 requests of ``batch256``."""
+    all_requests = batch256(vocab_size, seed)
+    return Workload("32 requests", all_requests.prompts[:32], all_requests.max_tokens[:32])
+
+
+WORKLOADS = {
+    "latency": latency,
+    "throughput": throughput,
+    "shared_prefix": shared_prefix,
+    "batch32": batch32,
+    "batch256": batch256,
+}
 SMALL_WORKLOADS = ("latency", "throughput", "shared_prefix")
 LARGE_WORKLOADS = ("latency", "batch256")

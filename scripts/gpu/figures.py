@@ -9,6 +9,7 @@ from typing import Any
 # Goals on one H200 in bfloat16: (shape, workload) -> output tokens per second, or share of the copy bandwidth.
 _TOKENS_PER_S = {("qwen3-0.6b", "256 requests"): 26_000.0}
 _SHARE = {("qwen3-0.6b", "latency"): 0.60, ("qwen3-8b", "latency"): 0.85}
+_QUANTISED_SHARE = 0.80  # of the copy bandwidth, in bytes of weights that a token needs, at batch 1
 _PAGED_DECODE_SHARE = 0.80
 _GAP_US = 50.0
 
@@ -49,12 +50,28 @@ def _offline(report: Mapping[str, Any]) -> Iterator[Figure]:
         for engine, found in result["engines"].items():
             label = f"{report['shape']} {result['workload']}, {engine}"
             ours = engine == "tp_engine TP 1"
-            if "ms_per_token" in found:
+            kind = engine.removeprefix("tp_engine TP 1 ")
+            if kind in report.get("weight_bytes", {}):
+                yield from _quantised(report, result, engine, label)
+            elif "ms_per_token" in found:
                 yield Figure(label, found["ms_per_token"], "ms/token")
                 yield Figure(label, found["share_of_roofline"], "of the roofline", _SHARE.get(case) if ours else None)
             else:
                 yield Figure(label, found["tokens_per_s"], "tokens/s", _TOKENS_PER_S.get(case) if ours else None)
                 yield Figure(label, found["share_of_roofline"], "of the roofline")
+
+
+def _quantised(report: Mapping[str, Any], result: Mapping[str, Any], engine: str, label: str) -> Iterator[Figure]:
+    """Quantised weights: how many times faster than the first engine, and the share of the bandwidth."""
+    found, num_bytes = result["engines"][engine], report["weight_bytes"][engine.rpartition(" ")[2]]
+    if engine in result["speedup_over"]:
+        yield Figure(label, 1 / result["speedup_over"][engine], "times unquantised")
+    if "ms_per_token" not in found:
+        yield Figure(label, found["tokens_per_s"], "tokens/s")
+        return
+    yield Figure(label, found["ms_per_token"], "ms/token")
+    share = num_bytes / (found["ms_per_token"] * 1e-3) / (report["copy_gb_per_s"] * 1e9)
+    yield Figure(label, share, "of the copy bandwidth", _QUANTISED_SHARE)
 
 
 def _kernels(report: Mapping[str, Any]) -> Iterator[Figure]:

@@ -85,7 +85,7 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
     nano = ("--nano-vllm-path", args.nano_vllm_path) if args.nano_vllm_path else ()
     offline = "scripts/bench_offline.py"
     return [
-        _bench("bench_kernels", "kernels of the 8B shape", 240, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
+        _bench("bench_kernels", "kernels of the 8B shape", 420, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
         _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
         _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
         _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
@@ -103,8 +103,24 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
         _offline("offline_30b-a3b", 420, "--shape", "qwen3-30b-a3b", "--rounds", "1", "--no-peer"),
+        _quantised("quantised_8b", 560),
+        _bench(
+            "quantised_tiles",
+            "tiles for few rows with quantised weights, 8B shape",
+            560,
+            "scripts/bench_quantised_tiles.py",
+            *("--weights", "int4, group 128", "fp8 per row", "mxfp4", "--rows", "16", "64", "256"),
+        ),
+        _bench(
+            "experts_mxfp4",
+            "tiles of experts of gpt-oss-20b as released",
+            420,
+            "scripts/bench_experts.py",
+            *("--shape", "gpt-oss-20b", "--weights", "mxfp4", "--tokens", "1", "32", "256", "2048"),
+        ),
         _bench("experts", "tiles of experts beside torch._grouped_mm", 420, "scripts/bench_experts.py"),
         _offline("offline_32b", 420, "--shape", "qwen3-32b", "--rounds", "1", "--no-peer"),
+        _quantised("quantised_32b", 600),
         Section(
             name="ranks_0.6b",
             what="1, 2 and 4 ranks on one GPU, 0.6B shape",
@@ -125,6 +141,19 @@ def _offline(name: str, limit_s: float, *arguments: str) -> Section:
     peers = " beside transformers" if name.startswith("peers") else ""
     return _bench(
         name, f"batch 1 and 256 requests, {size} shape{peers}", limit_s, "scripts/bench_offline.py", *arguments
+    )
+
+
+def _quantised(name: str, limit_s: float) -> Section:
+    """The shape with weights as they are, in fp8 and in int4, side by side."""
+    size = name.partition("_")[2]
+    return _bench(
+        name,
+        f"fp8 and int4 weights beside bfloat16 at batch 1, 32 and 256, {size.upper()} shape",
+        limit_s,
+        "scripts/bench_offline.py",
+        *("--shape", f"qwen3-{size}", "--rounds", "1", "--no-peer", "--quantization", "none,fp8,int4"),
+        *("--workloads", "latency,batch32,batch256"),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
 from benchmarks.offline.engines import (
     Engine,
     Measurement,
@@ -25,6 +26,7 @@ from benchmarks.offline.peers import PACKAGES, PeerProcess, find_peer
 from benchmarks.shapes import add_tokenizer
 from benchmarks.workloads import WORKLOADS
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.config import QUANTIZATIONS
 from tp_engine.model_config import read_model
 from tp_engine.models.causal_lm import build_model
 from tp_engine.ranks.collectives import SingleRank
@@ -37,14 +39,17 @@ Runs = dict[str, dict[str, list[Measurement]]]
 _WARM_UP_SEED = 1_000_000
 
 
-def engine_makers(args: argparse.Namespace, model: str) -> Makers:
-    """Functions that make the engines: tp_engine at every size and quantization, then the peers."""
+def engine_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str]) -> Makers:
+    """Functions that make the engines: tp_engine at every size and quantization, then the peers in this process.
+
+    ``packed`` has the folder of the same model by packing ("awq").
+    """
     makers: Makers = {}
     sizes, kinds = args.tensor_parallel_size.split(","), args.quantization.split(",")
     for size, kind in itertools.product(sizes, kinds):
         name = f"tp_engine TP {size}" + ("" if kind == "none" else f" {kind}")
-        options = engine_options(args, int(size)) | ({} if kind == "none" else {"quantization": kind})
-        makers[name] = partial(_make_ours, args, model, options, alone=len(sizes) == 1)
+        options = engine_options(args, int(size)) | ({"quantization": kind} if kind in QUANTIZATIONS else {})
+        makers[name] = partial(_make_ours, args, packed.get(kind, model), options, alone=len(sizes) == 1)
     if "transformers" in args.peer:
         compiled = " (static cache, compiled)" if torch.cuda.is_available() else ""
         makers["transformers generate" + compiled] = lambda: TransformersGenerate(
@@ -65,32 +70,42 @@ def _make_ours(args: argparse.Namespace, model: str, options: dict[str, Any], *,
     )
 
 
-def peer_makers(args: argparse.Namespace, model: str) -> tuple[Makers, dict[str, str]]:
+def packed_checkpoints(args: argparse.Namespace, model: str, parent: Path) -> dict[str, str]:
+    """Write the model in each packing that a contender reads; returns the folders in ``parent`` by packing."""
+    kinds = {*args.quantization.split(","), *(peer.partition(":")[2] for peer in args.peer)}
+    wanted = [packing for packing in PACKINGS if packing in kinds]
+    return {packing: str(write_int4_checkpoint(Path(model), parent / packing, packing)) for packing in wanted}
+
+
+def peer_makers(args: argparse.Namespace, model: str, packed: Mapping[str, str]) -> tuple[Makers, dict[str, str]]:
     """Functions that make the peers in separate processes, and the reason for each peer that is left out."""
     makers: Makers = {}
     skipped: dict[str, str] = {}
     load = {"dtype": args.dtype, "max_model_len": engine_options(args, 1)["max_model_len"]}
-    for name in args.peer:
+    for peer in args.peer:
+        name, _, kind = peer.partition(":")
         if name not in PACKAGES:
             continue
         found = find_peer(name, args.peer_python[name])
         if isinstance(found, str):
-            skipped[name] = found
+            skipped[peer] = found
             continue
+        folder = packed.get(kind, model)
+        further = {"quantization": kind} if kind and kind not in packed else {}
         for ranks, options in _peer_sizes(args, name).items():
-            settings = load | {"options": options, "threads": args.threads}
-            make = partial(PeerProcess, name, found.python, model, timeout_s=args.peer_timeout_s, **settings)
-            makers[f"{name} {found.version}".strip() + ranks] = make
+            settings = load | {"options": options, "threads": args.threads} | further
+            make = partial(PeerProcess, name, found.python, folder, timeout_s=args.peer_timeout_s, **settings)
+            makers[" ".join(filter(None, [name, found.version, ranks, kind]))] = make
     return makers, skipped
 
 
 def _peer_sizes(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
-    """A peer's options by the suffix of its name: vLLM runs with the same numbers of ranks as tp_engine."""
+    """A peer's options by a part of its name: vLLM runs with the same numbers of ranks as tp_engine."""
     options = args.peer_options.get(name, {})
     sizes = args.tensor_parallel_size.split(",")
     if name != "vllm" or sizes == ["1"]:
         return {"": options}
-    return {f" TP {size}": options | {"tensor_parallel_size": int(size)} for size in sizes}
+    return {f"TP {size}": options | {"tensor_parallel_size": int(size)} for size in sizes}
 
 
 def engine_options(args: argparse.Namespace, size: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Write a Hugging Face checkpoint of a Llama or a Qwen3 as a GGUF file for llama.cpp; needs gguf and numpy only.
+"""Write a Hugging Face checkpoint of a Llama or a Qwen3 as a GGUF file for llama.cpp; needs gguf and numpy only.  Its
+quantised forms are written by llama_cpp.
 
 For a Llama, llama.cpp rotates neighbouring values of a head; the checkpoint's layout rotates the halves of a head.  So
 the rows of query and key weights change places::
@@ -51,6 +52,22 @@ def write_gguf(folder: Path, target: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantise_gguf(source: Path, kind: str) -> Path:
+    """Write ``source`` in llama.cpp's file type ``kind`` ("Q4_K_M") beside it, with llama.cpp's own choice of a type
+    for each tensor, and delete ``source``.  Returns the new file."""
+    import ctypes
+
+    import llama_cpp
+
+    target = source.with_suffix(f".{kind}.gguf")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if failed := llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp can not write {kind}: its llama_model_quantize returned {failed}")
+    source.unlink()
+    return target
 
 
 def read_checkpoint(folder: Path) -> Iterator[tuple[str, FloatArray]]:

@@ -6,12 +6,15 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.offline.peers import PACKAGES, PEERS, parse_pythons
 from benchmarks.shapes import DUMMY_SHAPES, SHAPES
 from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
 from tp_engine.config import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
+WEIGHTS = ("none", *QUANTIZATIONS, *PACKINGS)
+"""The weights of tp_engine: as they are, quantised while loading, or from a checkpoint in this packing."""
 
 
 def parse_arguments(arguments: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
@@ -23,7 +26,8 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32; bfloat16 for Qwen3 shapes")
     parser.add_argument("--workloads", help="comma-separated: " + ", ".join(WORKLOADS))
     parser.add_argument("--tensor-parallel-size", default="1", help="one size, or several: 1,2,4")
-    parser.add_argument("--quantization", default="none", help="none, int8 (on CPUs), or both side by side: none,int8")
+    weights = f"weights of tp_engine: {', '.join(WEIGHTS)}; several side by side: none,{QUANTIZATIONS[0]}"
+    parser.add_argument("--quantization", default="none", help=weights)
     parser.add_argument("--devices", help="device of each rank, such as 0,0: several ranks on one GPU")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per engine; the median counts")
     parser.add_argument("--threads", type=int, default=0, help="torch threads per rank (default: torch's choice)")
@@ -36,16 +40,23 @@ def parse_arguments(arguments: list[str] | None = None, description: str | None 
     args.workloads = args.workloads or ",".join(LARGE_WORKLOADS if args.is_dummy else SMALL_WORKLOADS)
     if unknown := set(args.workloads.split(",")) - set(WORKLOADS):
         parser.error(f"--workloads names {', '.join(sorted(unknown))}; choose among {', '.join(WORKLOADS)}")
-    if unknown := set(args.quantization.split(",")) - {"none", *QUANTIZATIONS}:
-        parser.error(
-            f"--quantization names {', '.join(sorted(unknown))}; choose among none, {', '.join(QUANTIZATIONS)}"
-        )
+    if unknown := set(args.quantization.split(",")) - set(WEIGHTS):
+        parser.error(f"--quantization names {', '.join(sorted(unknown))}; choose among {', '.join(WEIGHTS)}")
+    if args.is_dummy and (packed := set(args.quantization.split(",")) & set(PACKINGS)):
+        parser.error(f"--shape {args.shape} has no weights to write as {', '.join(sorted(packed))}; choose A, B or C")
     _check_peers(parser, args)
     return args
 
 
 def _add_peer_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peer", action="extend", nargs="+", choices=PEERS, help="default: transformers")
+    parser.add_argument(
+        "--peer",
+        action="extend",
+        nargs="+",
+        choices=PEERS,
+        metavar="PEER[:WEIGHTS]",
+        help=f"default: transformers; of {', '.join(PEERS)}",
+    )
     parser.add_argument(
         "--peer-python",
         action="append",
@@ -77,7 +88,7 @@ def _check_peers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if args.no_peer and args.peer:
         parser.error("--no-peer and --peer exclude each other; give one of them")
     args.peer = [] if args.no_peer else list(dict.fromkeys(args.peer or ["transformers"]))
-    if args.is_dummy and (unable := [name for name in args.peer if name in PACKAGES]):
+    if args.is_dummy and (unable := [name for name in args.peer if name != "transformers"]):
         parser.error(f"--shape {args.shape} has no weights to load for {', '.join(unable)}; choose A, B or C")
     try:
         args.peer_python = parse_pythons(args.peer_python)

@@ -89,20 +89,24 @@ class Ctranslate2:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here.
+    """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here; ``quantization`` is its file type.
 
     Requests run one after the other, because its ``Llama`` has one sequence.  ``Llama`` keeps the K and V of a prefix
     that two successive prompts share.
     """
 
-    def __init__(self, model: str, dtype: str, max_model_len: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, dtype: str, max_model_len: int, options: dict[str, Any], quantization: str | None = None
+    ) -> None:
         from llama_cpp import Llama
 
-        from benchmarks.offline.gguf_checkpoint import write_gguf
+        from benchmarks.offline.gguf_checkpoint import quantise_gguf, write_gguf
 
         self._folder = tempfile.TemporaryDirectory()
         target = Path(self._folder.name) / "model.gguf"
         write_gguf(Path(model), target, dtype)
+        if quantization is not None:
+            target = quantise_gguf(target, quantization)
         threads = int(os.environ["OMP_NUM_THREADS"])
         settings = {"n_ctx": max_model_len, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
         self._llm = Llama(str(target), **(settings | options))

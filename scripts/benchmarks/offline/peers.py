@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.offline.engines import Measurement
 from benchmarks.offline.peer_side import ANSWER
 from benchmarks.workloads import Workload
@@ -23,7 +24,9 @@ SCRIPTS = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.offline.peer_side"
 PACKAGES = {"vllm": ("vllm",), "ctranslate2": ("ctranslate2", "transformers"), "llama.cpp": ("llama_cpp", "gguf")}
 """Peers that run in a separate process, and the modules that their interpreter must have."""
-PEERS = ("transformers", *PACKAGES)
+WEIGHT_KINDS = {"llama.cpp": ("Q4_0", "Q4_K_M", "Q8_0"), "vllm": PACKINGS}
+"""The quantised weights that a peer can run with: file types of llama.cpp, checkpoints that the benchmark writes."""
+PEERS = ("transformers", *PACKAGES, *(f"{name}:{kind}" for name, kinds in WEIGHT_KINDS.items() for kind in kinds))
 
 _PROBE_S, _CLOSE_S = 60.0, 20.0
 _SETTLE_S = 0.3  # OpenMP's threads spin for 0.2 s after their last work and would slow the next engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.int4_checkpoint import PACKINGS
 from benchmarks.offline.engines import Measurement
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, workload_s
 from benchmarks.workloads import Workload
@@ -31,7 +32,27 @@ def summarise(
             for other in others
             if all(run.token_ids for run in runs[other])
         },
+        "same_checkpoint": {
+            other: {
+                "engine": mine,
+                "speedup": speedup(figures[mine], figures[other]),
+                "equal_answers": equal_share(runs[mine], runs[other]),
+            }
+            for mine, other in pairs_of_packings(list(runs))
+        },
     }
+
+
+def pairs_of_packings(names: list[str]) -> list[tuple[str, str]]:
+    """(tp_engine, peer) for each peer that reads the same packed checkpoint; names end with the packing."""
+    ours = [name for name in names if name.startswith("tp_engine ")]
+    return [
+        (mine, other)
+        for packing in PACKINGS
+        for mine in [name for name in ours if name.endswith(f" {packing}")][:1]
+        for other in names
+        if other not in ours and other.endswith(f" {packing}")
+    ]
 
 
 def least_times(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> Figures:
@@ -95,6 +116,9 @@ def print_table(report: dict[str, Any]) -> None:
             share = result["equal_answers"].get(other)
             equal = f"; {share:.0%} of the answers equal" if share is not None else ""
             print(f"{'':<16}{ratio:.2f}x {other}{equal}")
+        for other, pair in result["same_checkpoint"].items():
+            told = f"{pair['speedup']:.2f}x {other} from the same checkpoint"
+            print(f"{'':<16}{pair['engine']}: {told}; {pair['equal_answers']:.0%} of the answers equal")
     for name, error in report["failures"].items():
         print(f"{name} failed: {error}")
     for name, reason in report.get("skipped", {}).items():

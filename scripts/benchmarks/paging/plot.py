@@ -1,89 +1,24 @@
-"""The three comparisons as one picture (SVG, written by hand)."""
+"""The three comparisons as one picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from typing import Any
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 440, 300, 64, 34, 16, 60
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c")
-
-Series = Mapping[str, Sequence[tuple[float, float]]]
-"""Label -> points (x, y)."""
+from benchmarks.panels import bars, lines, picture
 
 
 def svg(report: Mapping[str, Any]) -> str:
     """A panel for each part that was measured."""
     panels = []
     if rows := report.get("memory"):
-        panels.append(_bars("Share of the pool that holds tokens (%)", rows))
+        shares = {row["trace"]: (100 * row["paged"], 100 * row["contiguous"]) for row in rows}
+        panels.append(bars("Share of the pool that holds tokens (%)", shares, ("paged", "contiguous"), top=100.0))
     if rows := report.get("throughput"):
-        lines = {name: [(row["requests"], row[name]) for row in rows] for name in ("paged", "contiguous")}
-        panels.append(_lines("Output tokens per second", "requests at once", lines))
+        series = {name: [(row["requests"], row[name]) for row in rows] for name in ("paged", "contiguous")}
+        panels.append(lines("Output tokens per second", "requests at once", series))
     if found := report.get("kv_cache"):
         points = found["points"]
-        lines = {"with KV cache": [p[:2] for p in points], "without": [(p[0], p[2]) for p in points]}
-        panels.append(_lines("Milliseconds per token", "tokens generated", lines))
-    placed = [f'<g transform="translate({number * _WIDTH},0)">{panel}</g>' for number, panel in enumerate(panels)]
-    size = f'width="{max(1, len(panels)) * _WIDTH}" height="{_HEIGHT}"'
-    style = 'font-family="sans-serif" font-size="11"'
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}{"".join(placed)}</svg>\n'
-
-
-def _bars(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    parts = [_frame(title, 100.0)]
-    slot = (_WIDTH - _LEFT - _RIGHT) / len(rows)
-    for index, row in enumerate(rows):
-        left = _LEFT + slot * index
-        for number, name in enumerate(("paged", "contiguous")):
-            x, y = left + slot * (0.15 + 0.35 * number), _y(row[name], 1.0)
-            height = _HEIGHT - _BOTTOM - y
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{slot * 0.33:.1f}" height="{height:.1f}" '
-                f'fill="{_COLOURS[number]}"/>'
-            )
-        parts.append(_text(left + slot / 2, _HEIGHT - _BOTTOM + 16, row["trace"], "middle"))
-    return "".join(parts) + _legend(("paged", "contiguous"))
-
-
-def _lines(title: str, x_title: str, lines: Series) -> str:
-    """Axes from 0 to the greatest value."""
-    right = max(x for points in lines.values() for x, _ in points) or 1.0
-    top = max(y for points in lines.values() for _, y in points) or 1.0
-    parts = [_frame(title, top)]
-    width = _WIDTH - _LEFT - _RIGHT
-    for points, colour in zip(lines.values(), _COLOURS, strict=False):
-        path = " ".join(f"{_LEFT + width * x / right:.1f},{_y(y, top):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    for step in range(1, 5):
-        x = right * step / 4
-        parts.append(_text(_LEFT + width * step / 4, _HEIGHT - _BOTTOM + 16, f"{x:g}", "middle"))
-    parts.append(_text(_LEFT + width / 2, _HEIGHT - _BOTTOM + 32, x_title, "middle"))
-    return "".join(parts) + _legend(tuple(lines))
-
-
-def _frame(title: str, top: float) -> str:
-    parts = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>']
-    for step in range(5):
-        y = _y(step / 4, 1.0)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_text(_LEFT - 6, y + 4, f"{top * step / 4:.4g}", "end"))
-    return "".join(parts)
-
-
-def _legend(labels: Sequence[str]) -> str:
-    y = _HEIGHT - 8
-    return "".join(
-        f'<text x="{_LEFT + 130 * number}" y="{y}" fill="{colour}">{escape(label)}</text>'
-        for number, (label, colour) in enumerate(zip(labels, _COLOURS, strict=False))
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _y(value: float, top: float) -> float:
-    return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / top)
+        series = {"with KV cache": [p[:2] for p in points], "without": [(p[0], p[2]) for p in points]}
+        panels.append(lines("Milliseconds per token", "tokens generated", series))
+    return picture(panels)

@@ -1,0 +1,1 @@
+"""The tiers of the KV cache beside an engine without them."""
