@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 def test_rows_as_codes(group: int) -> None:
     """Oracle: each value is within half a step of e4m3, 1/16 of itself or 2^-10 of the scale; zeros, NaN and one value
     alone."""
+    torch.manual_seed(group)
     x = torch.randn(6, 40) * torch.tensor([1e-3, 1.0, 1e4, 1.0, 1.0, 1.0]).unsqueeze(1)
     x[3], x[4, 7], x[5, 1:] = 0, torch.nan, 0
     codes, scales = quantise_rows(x, group)
@@ -42,7 +43,8 @@ def test_rows_as_codes(group: int) -> None:
     allowed = torch.maximum(x.abs() / 16, scales.repeat_interleave(width, 1)[:, :40] * 2**-10)
     rows = [0, 1, 2, 3, 5]
     assert (found - x).abs()[rows].le(allowed[rows] * 1.001).all()
-    assert torch.equal(found[5, :1], x[5, :1]) and not found[3].any()
+    torch.testing.assert_close(found[5, :1], x[5, :1], rtol=2**-23, atol=0)  # x / 448 * 448: both steps may round
+    assert not found[3].any()
     broken = found[4].isnan()
     assert broken[:width].all() and not broken[width:].any()
 
