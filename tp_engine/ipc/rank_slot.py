@@ -14,6 +14,7 @@
      32..47 the same with the digest of the step's inputs (only with ``check_inputs``)      the rank itself
      48..   the memory ledger, bytes: ``MEMORY_LINES``, then the sum of all other lines      the rank itself
       then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
+      then  the channels of ``tier_progress``, one after the other                           the rank itself
       then  failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512            the rank itself
 
 The ledger is all 0 until it is known; a phase that a rank does not have is 0.
@@ -41,6 +42,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.ipc.tier_progress import CHANNEL_WORDS, TIER_CHANNELS
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, split_phase
 
@@ -68,7 +70,8 @@ _ECHO = 16
 _INPUTS = _ECHO + NUM_ECHOES
 _MEMORY = _INPUTS + NUM_ECHOES
 _STARTUP = _MEMORY + len(MEMORY_LINES) + 1
-_TEXT = _STARTUP + len(STARTUP_PHASES) + 1
+_TIERS = _STARTUP + len(STARTUP_PHASES) + 1
+_TEXT = _TIERS + len(TIER_CHANNELS) * CHANNEL_WORDS
 _RECORDS = _TEXT + _TEXT_BYTES // 8
 SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
 _EXIT_BIAS = 1000
@@ -101,7 +104,7 @@ class State(IntEnum):
 class RankSlot:
     """One rank's slot.  The rank itself writes, all processes read; ``words`` is the slot as 8-byte integers.
 
-    ``echoes`` and ``inputs``: 16 words each, see ``echo_word``.
+    ``echoes`` and ``inputs``: 16 words each, see ``echo_word``.  ``channels``: those of ``tier_progress``, by name.
     """
 
     def __init__(self, rank: int, words: memoryview[int], table: npt.NDArray[np.int64]) -> None:
@@ -109,6 +112,10 @@ class RankSlot:
         self.words = words
         self.echoes = words[_ECHO : _ECHO + NUM_ECHOES]
         self.inputs = words[_INPUTS : _INPUTS + NUM_ECHOES]
+        self.channels = {
+            name: words[start : start + CHANNEL_WORDS]
+            for name, start in zip(TIER_CHANNELS, range(_TIERS, _TEXT, CHANNEL_WORDS), strict=True)
+        }
         self.records = table[_RECORDS:].reshape(NUM_RECORDS, len(RECORD_FIELDS))
         self._text = table[_TEXT:_RECORDS].view(np.uint8)
 
@@ -245,7 +252,7 @@ class RankSlot:
     @property
     def startup_s(self) -> dict[str, float]:
         """Seconds of the phases of its start, in order, ``OTHER`` last; empty before it is ready."""
-        words = self.words[_STARTUP:_TEXT].tolist()
+        words = self.words[_STARTUP:_TIERS].tolist()
         names = (*STARTUP_PHASES, OTHER)
         return {name: taken_us * 1e-6 for name, taken_us in zip(names, words, strict=True) if taken_us}
 
