@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,13 @@ SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 30.0
 DETECTION_S = 10.0
 """A job must end within this time after the limit for its fault (after the fault itself for a dead rank)."""
 
+_PROMPTS = [[65, 66, 67], [68] * 20]
+OVERFLOWING: tuple[dict[str, object], list[list[int]]] = (
+    {"num_gpu_blocks_override": 16, "kv_offloading_size": 0.02},
+    [[token] * 60 for token in range(65, 75)],
+)
+"""Options and prompts of a job whose blocks move to a host tier and back: ten prompts of 5 blocks, a pool of 16."""
+
 _URL = re.compile(r"serving \S+ at (http://\S+?),? ")
 _POLL_S = 0.02
 
@@ -39,12 +46,12 @@ _POLL_S = 0.02
 _SCRIPT = """
 import json, sys, time
 from tp_engine import LLM, SamplingParams
-options, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
+options, rounds, prompts = json.loads(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 with LLM(**options) as llm:
     print("ready", flush=True)
     for _ in range(rounds):
-        found = llm.generate([[65, 66, 67], [68] * 20], params, use_tqdm=False)
+        found = llm.generate(prompts, params, use_tqdm=False)
         print("tokens", *found[0].outputs[0].token_ids, flush=True)
     if not rounds:
         time.sleep(3600)
@@ -176,20 +183,22 @@ def job(
     fault: str = "",
     num_ranks: int = 2,
     rounds: int = 1,
+    prompts: Sequence[Sequence[int]] = _PROMPTS,
     options: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Job]:
     """A job with the demo model and small limits; no process of it lives after the block.
 
     ``folder`` is for its files.  ``rounds`` is a script's number of ``generate`` calls (0: it stays idle), or a batch's
-    number of requests.  ``options`` are further fields of ``EngineConfig``.
+    number of requests.  ``prompts`` are those of each call, and of the requests in turns.  ``options`` are further
+    fields of ``EngineConfig``.
     """
     engine = _engine_options(folder) | dict(options or {})
     if kind != "serve":
         engine.setdefault("model", str(_without_tokenizer(folder)))
     marker = secrets.token_hex(8)
     process = subprocess.Popen(
-        _command(kind, folder, engine, num_ranks, rounds),
+        _command(kind, folder, engine, num_ranks, rounds, prompts),
         cwd=ROOT,
         env={**os.environ, **_environment(fault), **(environment or {}), MARKER: marker, "PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.DEVNULL,
@@ -242,22 +251,34 @@ def _engine_options(folder: Path) -> dict[str, object]:
     }
 
 
-def _command(kind: str, folder: Path, engine: Mapping[str, object], num_ranks: int, rounds: int) -> list[str]:
+def _command(
+    kind: str,
+    folder: Path,
+    engine: Mapping[str, object],
+    num_ranks: int,
+    rounds: int,
+    prompts: Sequence[Sequence[int]],
+) -> list[str]:
     if kind == "script":
-        return [sys.executable, "-c", _SCRIPT, json.dumps({**engine, "tensor_parallel_size": num_ranks}), str(rounds)]
+        options = json.dumps({**engine, "tensor_parallel_size": num_ranks})
+        return [sys.executable, "-c", _SCRIPT, options, str(rounds), json.dumps(prompts)]
     flags = [text for name, value in engine.items() for text in ("--" + name.replace("_", "-"), str(value))]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     if kind == "serve":
         return [*torchrun, "launch/serve.py", "--port", "0", "--shutdown-timeout-s", "8", *flags]
     source = folder / "in.jsonl"
-    _write_requests(source, rounds)
+    _write_requests(source, [prompts[number % len(prompts)] for number in range(rounds)])
     return [*torchrun, "launch/batch.py", "-i", str(source), "-o", str(folder / "out.jsonl"), *flags]
 
 
-def _write_requests(path: Path, number: int) -> None:
-    body = {"prompt": [65, 66, 67], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    line = {"method": "POST", "url": "/v1/completions", "body": body}
-    path.write_text("".join(json.dumps({**line, "custom_id": f"request-{i}"}) + "\n" for i in range(number)))
+def _write_requests(path: Path, prompts: Sequence[Sequence[int]]) -> None:
+    line = {"method": "POST", "url": "/v1/completions"}
+    body = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    lines = [
+        json.dumps({**line, "custom_id": f"request-{number}", "body": {**body, "prompt": prompt}}) + "\n"
+        for number, prompt in enumerate(prompts)
+    ]
+    path.write_text("".join(lines))
 
 
 def _environment(fault: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """A test hook that makes a rank fail at a chosen point.
 
 ``TP_ENGINE_FAULT=rank:phase[@n]:action[,...]``: the rank does the action when it reaches the phase for the n-th time
-(the first by default).  The fault matrix of the tests uses it.
+(the first by default), or each time (``@*``).  The fault matrix of the tests uses it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ EXIT_CODE = 7
 """The exit code of the action ``exit``."""
 
 FOR_EVER_S: Final = 3600.0
+ALWAYS: Final = 0
 PHASES = tuple(phase.label for phase in RankPhase if phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What ``rank`` does when it reaches ``phase`` for the ``nth`` time; ``sleep_s`` is for the action ``sleep``."""
+    """What ``rank`` does when it reaches ``phase`` for the ``nth`` time, or each time if ``nth`` is ``ALWAYS``;
+    ``sleep_s`` is for the action ``sleep``."""
 
     rank: int
     phase: RankPhase
@@ -59,7 +61,7 @@ class FaultInjector:
     def __call__(self, phase: RankPhase) -> None:
         count = self._reached[phase] = self._reached.get(phase, 0) + 1
         for fault in self._faults:
-            if fault.phase == phase and fault.nth == count:
+            if fault.phase == phase and fault.nth in (count, ALWAYS):
                 _act(fault)
 
 
@@ -96,7 +98,7 @@ def _parse(part: str) -> Fault:
         raise _wrong(part, f"{rank!r} is no rank")
     if name not in PHASES:
         raise _wrong(part, f"{name!r} is no phase; the phases are {', '.join(PHASES)}")
-    if at and not (nth.isdecimal() and int(nth) > 0):
+    if at and nth != "*" and not (nth.isdecimal() and int(nth) > 0):
         raise _wrong(part, f"{nth!r} is no count")
     if action not in ACTIONS or (equals and action != "sleep"):
         raise _wrong(part, f"{pieces[2]!r} is no action; the actions are {', '.join(ACTIONS)}")
@@ -104,7 +106,8 @@ def _parse(part: str) -> Fault:
         sleep_s = float(seconds) if equals else FOR_EVER_S
     except ValueError:
         raise _wrong(part, f"{seconds!r} is no number of seconds") from None
-    return Fault(rank=int(rank), phase=RankPhase[name.upper()], action=action, nth=int(nth or 1), sleep_s=sleep_s)
+    count = ALWAYS if nth == "*" else int(nth or 1)
+    return Fault(rank=int(rank), phase=RankPhase[name.upper()], action=action, nth=count, sleep_s=sleep_s)
 
 
 def _wrong(part: str, why: str) -> ConfigError:

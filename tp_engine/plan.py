@@ -148,6 +148,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return len(self.decode_rows) + (int(self.prefill_tokens.sum()) if len(self.prefill_tokens) else 0)
 
     @property
+    def has_moves(self) -> bool:
+        """Whether blocks move between the pool and the host tier, or this step waits for such moves."""
+        return bool(len(self.stores) or len(self.loads) or self.wait_load)
+
+    @property
     def sampled_rows(self) -> IntArray:
         """Rows that receive a new token in this step, in batch order."""
         return np.concatenate((self.decode_rows, self.prefill_rows[self.prefill_samples]))

@@ -21,9 +21,10 @@ class RankPhase(IntEnum):
     AGREE = 5
     READY = 6
     STEP_BEGIN = 7
-    COLLECTIVE = 8
-    SAMPLE = 9
-    SHUTDOWN = 10
+    MOVE = 8
+    COLLECTIVE = 9
+    SAMPLE = 10
+    SHUTDOWN = 11
 
     @property
     def label(self) -> str:
@@ -84,6 +85,11 @@ class RankProgress:
         self._words[self._index] = self._count << _COUNT_SHIFT | phase
         if self._on_phase is not None:
             self._on_phase(phase)
+
+    def back(self, phase: RankPhase) -> None:
+        """Record that this rank goes on with ``phase``, which it had reached before a part of it with its own name."""
+        self._phase = phase
+        self._words[self._index] = self._count << _COUNT_SHIFT | phase
 
     def done(self) -> None:
         """Record that this rank has done its part of a start-up phase and now waits for the others."""

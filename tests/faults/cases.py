@@ -17,15 +17,26 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.fault_jobs import DETECTION_S, HARD_LIMIT_S, STARTUP_LIMIT_S, STRUCK, Job, interrupt, job, port_is_free
+from tests.fault_jobs import (
+    DETECTION_S,
+    HARD_LIMIT_S,
+    OVERFLOWING,
+    STARTUP_LIMIT_S,
+    STRUCK,
+    Job,
+    interrupt,
+    job,
+    port_is_free,
+)
 from tests.faults.client import Asking
 from tests.faults.gate import Gate
 from tp_engine.faults import ACTIONS, EXIT_CODE, PHASES
 from tp_engine.flight_recorder.record import load_record
 
 START_PHASES = PHASES[: PHASES.index("step_begin")]
-STEP_PHASES = ("step_begin", "collective", "sample")
+STEP_PHASES = ("step_begin", "move", "collective", "sample")
 _STARTS_WITHIN_S = 150.0
 
 
@@ -44,8 +55,16 @@ class Case:
 
     @property
     def fault(self) -> str:
-        """The value of TP_ENGINE_FAULT; faults in a step's phases come after a few tokens."""
+        """The value of TP_ENGINE_FAULT; faults in a step's phases come after a few tokens or moves."""
         return f"{self.rank}:{self.phase}{'@4' if self.phase in STEP_PHASES else ''}:{self.action}"
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """What the job has to do: for faults in moves, more than fits into the pool."""
+        if self.phase != "move":
+            return {"rounds": 2}
+        options, prompts = OVERFLOWING
+        return {"rounds": len(prompts) if self.kind == "batch" else 2, "prompts": prompts, "options": options}
 
     @property
     def limit_s(self) -> float:
@@ -83,15 +102,16 @@ def whole_matrix() -> Iterator[Case]:
     for phase, action, rank in itertools.product(PHASES, ACTIONS, (0, 1)):
         yield Case("script", rank, phase, action)
         yield Case("serve" if phase in (*STEP_PHASES, "ready") else "batch", rank, phase, action)
-    for phase, action in (("load", "kill"), ("step_begin", "stop"), ("collective", "raise"), ("sample", "exit")):
+    cells = {"load": "kill", "step_begin": "stop", "move": "kill", "collective": "raise", "sample": "exit"}
+    for phase, action in cells.items():
         yield Case("script", 2, phase, action, num_ranks=4)
         yield Case("batch", 3, phase, action, num_ranks=4)
 
 
 def run_case(case: Case, folder: Path, gate: Gate | None = None) -> Outcome:
     """Run the job and compare with the promises.  A broken promise goes into ``problems`` and raises nothing."""
-    gate = gate or Gate()
-    with gate, job(case.kind, folder, fault=case.fault, num_ranks=case.num_ranks, rounds=2) as running:
+    gate, load = gate or Gate(), case.load
+    with gate, job(case.kind, folder, fault=case.fault, num_ranks=case.num_ranks, **load) as running:
         problems: list[str] = []
         asking: Asking | None = None
         code: int | None = None

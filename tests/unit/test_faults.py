@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tp_engine.errors import ConfigError
-from tp_engine.faults import EXIT_CODE, Fault, fault_injector, parse_faults
+from tp_engine.faults import ALWAYS, EXIT_CODE, Fault, fault_injector, parse_faults
 from tp_engine.progress import RankPhase, RankProgress, split_phase
 
 SCRIPT = """
@@ -64,6 +64,29 @@ def test_the_nth_time_and_no_other() -> None:
     progress.reach(RankPhase.STEP_BEGIN)
 
 
+def test_each_time() -> None:
+    """Oracle: both of two times raise."""
+    progress = RankProgress(fault_injector(0, parse_faults("0:move@*:raise")))
+    for _ in range(2):
+        progress.reach(RankPhase.STEP_BEGIN)
+        with pytest.raises(RuntimeError, match="rank 0 in move"):
+            progress.reach(RankPhase.MOVE)
+
+
+def test_a_part_of_a_phase_ends() -> None:
+    """Oracle: the word: the step goes on after its moves, and the next collective is its first."""
+    word = [0]
+    progress = RankProgress()
+    progress.show_on(word, 0)
+    progress.reach(RankPhase.STEP_BEGIN)
+    progress.reach(RankPhase.MOVE)
+    assert split_phase(word[0]) == (RankPhase.MOVE, 0)
+    progress.back(RankPhase.STEP_BEGIN)
+    assert split_phase(word[0]) == (RankPhase.STEP_BEGIN, 0) and progress.phase == RankPhase.STEP_BEGIN
+    progress.collective()
+    assert split_phase(word[0]) == (RankPhase.COLLECTIVE, 1)
+
+
 def test_sleeping_ends() -> None:
     """Oracle: the clock."""
     progress = RankProgress(fault_injector(0, parse_faults("0:sample:sleep=0.05")))
@@ -109,6 +132,9 @@ def test_a_fault_says_everything() -> None:
     assert parse_faults(" 1:load:kill,0:sample@4:sleep=2.5 ") == (
         Fault(rank=1, phase=RankPhase.LOAD, action="kill"),
         Fault(rank=0, phase=RankPhase.SAMPLE, action="sleep", nth=4, sleep_s=2.5),
+    )
+    assert parse_faults("1:move@*:sleep=1") == (
+        Fault(rank=1, phase=RankPhase.MOVE, action="sleep", nth=ALWAYS, sleep_s=1.0),
     )
 
 

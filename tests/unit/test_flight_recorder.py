@@ -101,6 +101,10 @@ WAITING = "Ranks 0, 2 and 3 are in collective 7 of step 812, begun 9.8 s ago."
             "Rank 1 has not reached it: it is in step_begin of step 812, begun 9.8 s ago, running.",
         ),
         (
+            rank(1, "move"),
+            "Rank 1 has not reached it: it is in move of step 812, begun 9.8 s ago, running.",
+        ),
+        (
             rank(1, state="failed", failure=TRACEBACK, process="gone", heartbeat_ns=ago(3)),
             "Rank 1 does not go on: it is in collective 7 of step 812, begun 9.8 s ago, "
             "failed (RuntimeError: no kernel), last sign of life 3.0 s ago.",
@@ -110,7 +114,7 @@ WAITING = "Ranks 0, 2 and 3 are in collective 7 of step 812, begun 9.8 s ago."
             "Rank 1 has not reached it: it is between steps, step 811 done 9.9 s ago, running.",
         ),
     ],
-    ids=["dead", "stopped", "silent", "stuck", "failed", "without the plan"],
+    ids=["dead", "stopped", "silent", "stuck", "moving", "failed", "without the plan"],
 )  # fmt: skip
 def test_who_waits_for_whom(culprit: RankRecord, sentence: str) -> None:
     """Oracle: the sentences here, one for each way in which a rank delays the others."""

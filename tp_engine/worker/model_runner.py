@@ -168,8 +168,10 @@ class ModelRunner:
         for admission in plan.admitted:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
-        if self.tier is not None:
+        if self.tier is not None and plan.has_moves:
+            self._progress.reach(RankPhase.MOVE)
             self.tier.apply(plan)
+            self._progress.back(RankPhase.STEP_BEGIN)
         if len(plan.copies):
             device = self.blocks.raw.device
             self.blocks.copy(*(upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1)))
