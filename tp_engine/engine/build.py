@@ -13,7 +13,9 @@ from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
+from tp_engine.sched.limits import TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
@@ -30,7 +32,8 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         undo.callback(groups.close)
         undo.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
         compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
-        worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
+        note_inputs = job.slot.note_inputs if effective.config.check_inputs else None
+        worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         undo.callback(worker.close)
         num_blocks = worker.start()
         job.slot.note_memory(worker.memory)
@@ -44,7 +47,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
     grammars = GrammarQueue(compiler, effective.model.vocab_size)
     return Engine(
         worker=worker,
-        scheduler=Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks),
+        scheduler=Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks, _tier_reports(job)),
         grammars=grammars,
         publisher=publisher,
         model_info=model_info(effective, num_blocks),
@@ -62,6 +65,10 @@ def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
         stack.callback(groups.close)
         stack.callback(leave, job.has_failed)
         job.leave()
+
+
+def _tier_reports(job: Job) -> TierReports:
+    return {name: TierProgressReader([slot.channels[name] for slot in job.board.slots]).poll for name in TIER_CHANNELS}
 
 
 def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> SchedulerLimits:

@@ -72,7 +72,8 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
-        worker = Worker(effective, groups, note_inputs=job.slot.note_inputs if effective.config.check_inputs else None)
+        note_inputs = job.slot.note_inputs if effective.config.check_inputs else None
+        worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         stack.callback(worker.close)
         worker.start()
         job.slot.note_memory(worker.memory)

@@ -42,9 +42,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.ipc.tier_progress import CHANNEL_WORDS, TIER_CHANNELS
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, split_phase
+from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress
 
 NUM_RECORDS: Final = 512
 RECORD_FIELDS = (
@@ -132,6 +132,10 @@ class RankSlot:
         """Give a sign of life."""
         self.words[2] = time.monotonic_ns()
         self.words[3] = time.process_time_ns()
+
+    def tier_progress(self) -> dict[str, TierProgress]:
+        """What writes the rank's channels, by name."""
+        return {name: TierProgress(words) for name, words in self.channels.items()}
 
     def note_received(self, step_id: int, checksum: int) -> None:
         """Echo the plan of ``step_id``, of which ``checksum`` has up to 64 bits."""

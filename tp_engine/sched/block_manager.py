@@ -30,7 +30,7 @@ from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.kv_windows import Counts
-from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.prefix_cache import NO_BLOCK, BlockName, Place, PrefixCache, is_lost
 from tp_engine.sched.row_state import RowState
@@ -62,7 +62,7 @@ class Donation(msgspec.Struct, frozen=True):
 class BlockManager:
     """Decides how block tables change; nothing else does."""
 
-    def __init__(self, limits: SchedulerLimits, rows: RowState) -> None:
+    def __init__(self, limits: SchedulerLimits, rows: RowState, reports: TierReports = NO_REPORTS) -> None:
         self.block_size = limits.block_size
         self.num_groups = limits.num_groups
         self.windows = limits.kv_windows
@@ -72,7 +72,7 @@ class BlockManager:
         self.cache = PrefixCache(limits.num_blocks + limits.num_host_slots, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
         has_tier = limits.num_host_slots > 0 and self._caching
-        self.tier = HostTier(limits, self.pool, self.cache) if has_tier else None
+        self.tier = HostTier(limits, self.pool, self.cache, reports) if has_tier else None
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
         self._from_start = self.windows.first_needed(0)

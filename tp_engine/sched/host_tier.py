@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tp_engine.plan import NO_PAIRS, IntArray, StepPlan
 from tp_engine.sched.block_pool import BlockPool
 from tp_engine.sched.host_slots import NO_SLOT, HostSlots
-from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.prefix_cache import PrefixCache
 from tp_engine.sched.sequence import Shared
@@ -44,7 +44,11 @@ _SLOTS_SHARE = 16  # and how many blocks, compared with the slots
 class HostTier:
     """What is where, and the moves of the plan in the making."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, cache: PrefixCache) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, pool: BlockPool, cache: PrefixCache, reports: TierReports = NO_REPORTS
+    ) -> None:
+        """``reports``: what ranks say of moves that have to be confirmed."""
+        self.reports = reports
         self._num_dropped = self._num_stored = self._num_loaded = 0
         self._pool = pool
         self._cache = cache

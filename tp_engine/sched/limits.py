@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
+from typing import TypeAlias
 
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.sched.kv_windows import KvWindows
+from tp_engine.tier_progress import TierReport
 from tp_engine.units import ceil_div
 
 _CHUNKS_PER_POOL = 4
+
+TierReports: TypeAlias = Mapping[str, Callable[[], TierReport]]
+"""What asks for the news of the tiers' work, by the name of its channel."""
+
+NO_REPORTS: TierReports = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

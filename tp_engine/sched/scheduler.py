@@ -35,7 +35,7 @@ from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group
-from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.outcome import (
     StepOutcome,
     StopChecker,
@@ -57,11 +57,13 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 class Scheduler:
     """Decides what each step computes; single-threaded, deterministic."""
 
-    def __init__(self, limits: SchedulerLimits, fill_masks: FillMasks | None = None) -> None:
-        """``fill_masks`` is needed for requests with grammars only."""
+    def __init__(
+        self, limits: SchedulerLimits, fill_masks: FillMasks | None = None, reports: TierReports = NO_REPORTS
+    ) -> None:
+        """``fill_masks`` is needed for requests with grammars only, ``reports`` for tiers that wait for some."""
         self._limits = limits
         self._fill_masks = fill_masks
-        self._batch = Batch(limits)
+        self._batch = Batch(limits, reports)
         self._builder = StepBuilder(self._batch)
         self._admitter = Admitter(self._batch)
         self._stops = StopChecker()

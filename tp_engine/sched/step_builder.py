@@ -25,7 +25,7 @@ from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.host_tier import HostTier
-from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
@@ -53,10 +53,10 @@ class Batch:
     ``released`` are the rows left since the last plan, in order of leaving.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, reports: TierReports = NO_REPORTS) -> None:
         self.limits = limits
         self.rows = RowState(limits)
-        self.blocks = BlockManager(limits, self.rows)
+        self.blocks = BlockManager(limits, self.rows, reports)
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
         self.released: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Control, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.groups import HostGroup, RankGroups
+from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.all_reduce import share_memory
@@ -53,9 +54,16 @@ class Worker:
     """
 
     def __init__(
-        self, effective: EffectiveConfig, groups: RankGroups, *, note_inputs: NoteInputs | None = None
+        self,
+        effective: EffectiveConfig,
+        groups: RankGroups,
+        channels: Mapping[str, TierProgress],
+        *,
+        note_inputs: NoteInputs | None = None,
     ) -> None:
+        """``channels``: where this rank says what of the tiers' work has ended, by name."""
         self._effective = effective
+        self._channels = channels
         self._note_inputs = note_inputs
         self._groups = groups
         self._start_up = StartUp(groups.host, groups.progress)

@@ -13,8 +13,8 @@ if it failed on any.  A word of the ring that another rank has written may becom
 its own index, rank 0 sees that, and counts the rank's operations as not ended until the next look.
 
 If a rank fails more than 128 times between two looks, the ring has lost some of these failures.  Then all operations
-that this rank ended between the two looks count as failed.  The tiers lose cached blocks by that, and
-never takes a failed one for a good one.
+that this rank ended between the two looks count as failed.  The tiers lose cached blocks by that,
+and never take a failed one for a good one.
 """
 
 from __future__ import annotations
