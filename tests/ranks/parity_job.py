@@ -4,12 +4,13 @@
 
 A case is ``{"options": {...}, "prompts": [[id, ...], ...], "max_tokens": [n, ...], "params": {...}}``.  Every case runs
 its prompts as one batch.  A case without ``is_batch_only`` then runs the first prompt alone, and a beam search of the
-first two prompts.
+first two prompts.  ``"fault"`` is what TP_ENGINE_FAULT is from then on.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,8 @@ def main(cases_path: str, out_path: str, run: Callable[[LLM, dict[str, Any]], di
     launched = env.launched_rank()
     results = []
     for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):
+        if "fault" in case:
+            os.environ["TP_ENGINE_FAULT"] = case["fault"]
         if launched is not None and launched.rank > 0:
             serve_rank(EngineConfig(**case["options"]))
             continue
