@@ -32,7 +32,7 @@ def test_a_host_tier_changes_no_token(
 ) -> None:
     """Oracle: the same chats without a tier, with plans sent ahead and not, and on two ranks with slow copies on one of
     them, by which no rank times out.  With the tier, the second and later turns find what was said before, although the
-    pool has lost it.  Then, on Qwen3, requests come at random moments, fork, follow grammars, are preempted and aborted.
+    pool has lost it.  Then, on Qwen3, requests come at random moments, fork, follow grammars, are preempted, aborted.
     """
     folder = checkpoint(model, **MODELS[model])
     is_whole = model == "qwen3"
