@@ -2,8 +2,9 @@
 
 ::
 
-    quiet life        the reference: greedy tokens of every prompt
-    disturbed life    three fifths of the time: random load, pauses, sleeps, memory sampled
+    schedules         the scheduler alone, with a host tier, until ``--moves`` blocks have moved
+    quiet life        the reference: greedy tokens of every prompt, without a host tier
+    disturbed life    three fifths of the time: random load, pauses, sleeps, memory sampled; with a host tier
     fatal lives       at least one of each kind, for the rest of the time: each loses a rank; all in this process
     quiet life        the same tokens as at first
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.soak.lives import Soak, check_process, disturbed_life, fatal_life, quiet_life
+from tests.soak.schedules import many_moves
 from tests.soak.usage import MIB
 from tests.tiny_models import make_checkpoint
 from tp_engine.log import configure_logging
@@ -75,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time; printed in the report")
     parser.add_argument("--check-every-s", type=float, default=5.0, help="time between two checks of an idle engine")
+    parser.add_argument(
+        "--moves", type=int, default=100_000, help="blocks that move in the schedules (default: 100000)"
+    )
     parser.add_argument("--fatal", nargs="+", default=FATAL_KINDS, choices=FATAL_KINDS, help="how ranks are lost")
     options = parser.parse_args(argv)
     configure_logging("soak")
@@ -83,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = make_checkpoint(Path(scratch) / "model", "qwen3", num_heads=8, num_kv_heads=8)
         soak = Soak(folder, Path(scratch) / "flight", options.ranks, options.seed, options.check_every_s)
         try:
+            soak.count += many_moves(options.moves, options.seed)
             run(soak, seconds=60 * options.minutes, fatal_kinds=options.fatal)
         except Exception as error:
             traceback.print_exc()

@@ -64,7 +64,7 @@ def random_sleeps(num_ranks: int, rng: random.Random, *, most_steps: int) -> str
     """A value of TP_ENGINE_FAULT: sleeps at random moments of random ranks, spread over ``most_steps`` steps."""
     faults = []
     for _ in range(12):
-        phase = rng.choice(("step_begin", "collective", "sample"))
+        phase = rng.choice(("step_begin", "move", "collective", "sample"))
         moment = rng.randint(20, most_steps)
         faults.append(f"{rng.randrange(num_ranks)}:{phase}@{moment}:sleep={rng.uniform(0.01, LONGEST_PAUSE_S):.3f}")
     return ",".join(faults)

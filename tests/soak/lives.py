@@ -25,6 +25,7 @@ from tp_engine.flight_recorder.record import load_record
 
 FAULT_VARIABLE = "TP_ENGINE_FAULT"
 NUM_BLOCKS = 40
+TIER_GIB = 0.01  # a few hundred slots; small beside what a rank's memory may grow by
 SOFT_LIMIT_S, HARD_LIMIT_S = 1.5, 4.0
 _LINGER_S = 10.0
 _ENDS_WITHIN_S = 20.0
@@ -103,14 +104,17 @@ def disturbed_life(soak: Soak, seconds: float, *, least: Counter[str], most_step
     """Run random load with pauses and sleeps for ``seconds``, or longer until all of ``least`` has happened; compare
     every answer with known tokens."""
     sleeps = random_sleeps(soak.num_ranks, soak.rng, most_steps=most_steps)
-    with engine_life(soak, sleeps) as engine:
+    with engine_life(soak, sleeps, kv_offloading_size=TIER_GIB) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
         deadline_s = time.monotonic() + seconds
         with Pauses(rank_processes(), random.Random(soak.seed + 1)) as pauses:
             while time.monotonic() < deadline_s or not load.count >= least:
                 _busy(load, time.monotonic() + soak.check_every_s)
                 load.finish()
-                load.count["preemptions"] = engine.stats().num_preemptions
+                stats = engine.stats()
+                load.count["preemptions"] = stats.num_preemptions
+                load.count["stored blocks"] = stats.num_stored_blocks
+                load.count["loaded blocks"] = stats.num_loaded_blocks
                 with pauses.lock:
                     check_idle(engine)
                     soak.usage.take(load.count["steps"])
@@ -142,9 +146,10 @@ def check_idle(engine: Engine) -> None:
 def fatal_life(soak: Soak, kind: str) -> None:
     """Run an engine that loses a rank under load: ``RankError`` names the rank in time, and no request goes on."""
     rank = soak.rng.randrange(1, soak.num_ranks)
-    fault = f"{rank}:step_begin@{soak.rng.randint(5, 60)}:{kind}" if kind in ("raise", "exit", "oom") else ""
+    phase, nth = soak.rng.choice((("step_begin", soak.rng.randint(5, 60)), ("move", soak.rng.randint(1, 10))))
+    fault = f"{rank}:{phase}@{nth}:{kind}" if kind in ("raise", "exit", "oom") else ""
     limits = {"hang_soft_limit_s": SOFT_LIMIT_S, "hang_hard_limit_s": HARD_LIMIT_S}
-    with engine_life(soak, fault, **limits) as engine:
+    with engine_life(soak, fault, kv_offloading_size=TIER_GIB, **limits) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
         for _ in range(soak.rng.randint(5, 60)):
             if not fault:

@@ -15,6 +15,7 @@ from collections import deque
 import numpy as np
 
 from tests.unit.scheduler_harness import FakeRow, FakeWorker, Simulation
+from tests.unit.test_scheduler_grammar import MaskedWorker
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.sched.scheduler import SchedulerLimits
 
@@ -88,6 +89,10 @@ class TierWorker(FakeWorker):
         """A row that has computed nothing yet may still wait for its loads."""
         if any(self.rows[number] is row for number in self._ran):
             super()._check_history(row, start)
+
+
+class MaskedTierWorker(TierWorker, MaskedWorker):
+    """A rank with a host tier that samples under masks."""
 
 
 class TierSimulation(Simulation):

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.host_tier_harness import Lag, TierSimulation, TierWorker
+from tests.soak.schedules import many_moves
+from tests.unit.host_tier_harness import Lag, MaskedTierWorker, TierSimulation
 from tests.unit.scheduler_harness import RandomLoad, limits
-from tests.unit.test_scheduler_grammar import GrammarSimulation, MaskedWorker, MixedLoad
+from tests.unit.test_scheduler_grammar import GrammarSimulation, MixedLoad
 from tests.unit.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
 
 
@@ -52,10 +53,6 @@ def test_random_load_of_a_model_with_windows(layout: str, ahead: int, lag: Lag) 
     simulation.run()
 
 
-class MaskedTierWorker(TierWorker, MaskedWorker):
-    """A rank with a host tier that samples under masks."""
-
-
 @pytest.mark.parametrize("lag", [Lag.NONE, Lag.RANDOM])
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("num_slots", [5, 100])
@@ -84,3 +81,10 @@ def test_loads_reach_the_hard_cases() -> None:
     assert stats.num_stored_blocks >= worker.num_stores > 300  # some were overwritten in the same plan
     assert worker.num_waits > 300 and stats.num_preemptions > 20 and stats.num_dropped_blocks > 20
     assert stats.num_host_hit_tokens > 200
+
+
+def test_many_moves() -> None:
+    """Oracle: as above.  ``scripts/soak`` moves 100,000 blocks in this way, in other schedules each time."""
+    count = many_moves(2000 * SCALE, seed=4)
+    assert count["loaded blocks"] > 200 and count["waits for moves"] > 200
+    assert count["preemptions in schedules"] > 40 and count["masked rows"] > 200

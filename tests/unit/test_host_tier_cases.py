@@ -173,6 +173,26 @@ def test_a_row_that_is_aborted_while_it_loads_leaves_nothing_wrong(lag: Lag, num
 
 
 @LAGS
+def test_a_row_shares_blocks_whose_loads_have_just_gone_out(lag: Lag) -> None:
+    """The other half of vllm#47282: a row reads blocks before their load has ended.  The row that asked for the load is
+    gone, so no other row of the plan waits for it.  Oracle: the content of blocks, and a plan that waits.  The pool
+    keeps nine blocks free or clean, so that the first plan need not wait for a store."""
+    given = replace(POOL, num_blocks=288, num_host_slots=512)
+    simulation = TierSimulation(given, lag=lag, checks=False)
+    one_after_the_other(simulation, list(range(1, 40)))
+    simulation.add([9], max_tokens=30, **ENDLESS)
+    simulation.step()
+    simulation.add(prompt(1, 33), request_id="gone", max_tokens=2, **ENDLESS)
+    plan = simulation.step()
+    assert plan is not None and len(plan.loads) == 8 and not len(plan.prefill_rows)
+    simulation.abort("gone")
+    simulation.add(prompt(1, 33), max_tokens=2, **ENDLESS)
+    plan = simulation.step()
+    assert plan is not None and plan.prefill_tokens.tolist() == [1] and plan.wait_load > 0
+    simulation.run()
+
+
+@LAGS
 def test_a_store_reads_what_was_computed(lag: Lag) -> None:
     """The garbled output of vllm#45704: a store begins before the block is written.  A request that is aborted before
     its step has run leaves published blocks, which are stored with the next plan.  Oracle: the content of blocks."""
