@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.kernels import decode_inputs, experts, heads, layer_kv, layer_ops, routing, row_codes
+from tp_engine.kernels import block_codes, decode_inputs, experts, heads, layer_kv, layer_ops, routing, row_codes
 from tp_engine.kernels.int8_rows import Int8Rows, TorchInt8Rows
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import NativeInt8Rows
@@ -55,6 +55,12 @@ OPS: dict[str, Op] = {
         decode_inputs.advance_decodes, "decode_inputs_triton:advance_decodes_triton", "ops:advance_decodes"
     ),
     "quantise_rows": Op(row_codes.quantise_rows, "row_codes_triton:quantise_rows_triton"),
+    "encode_blocks": Op(
+        block_codes.encode_blocks, "block_codes_triton:encode_blocks_triton", "block_codes:encode_blocks"
+    ),
+    "decode_blocks": Op(
+        block_codes.decode_blocks, "block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
+    ),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
     "store_kv": Op(layer_kv.store_kv, "store_kv_triton:store_kv_triton"),
 }

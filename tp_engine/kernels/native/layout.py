@@ -1,4 +1,4 @@
-"""The structures of ``attention_types.h``, ``routing.c``, ``experts.c`` and ``quantised.h``, field by field."""
+"""The structures of ``attention_types.h``, ``routing.c``, ``experts.c``, ``quantised.h`` and ``block_codes.c``, by field."""
 
 from __future__ import annotations
 
@@ -104,4 +104,18 @@ class Quantised(ctypes.Structure):
         ("values", ctypes.c_float * 16),
         ("high", ctypes.c_uint8 * 128),
         ("low", ctypes.c_uint8 * 128),
+    )
+
+
+class BlockCodes(ctypes.Structure):
+    """``block_codes.c``: a ``BlockForm``, its codes (0: int8, 1: e4m3), and the threads that share the work."""
+
+    _fields_ = (
+        ("num_parts", ctypes.c_int64),
+        ("part_vectors", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("lanes", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("codes", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
     )

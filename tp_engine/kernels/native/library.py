@@ -10,7 +10,7 @@ import torch
 
 from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
-from tp_engine.kernels.native.layout import Experts, Layer, Quantised, Routing, Step
+from tp_engine.kernels.native.layout import BlockCodes, Experts, Layer, Quantised, Routing, Step
 from tp_engine.kernels.native.self_check import disagreement
 from tp_engine.kernels.native.tape import Recordable
 from tp_engine.log import get_logger
@@ -66,6 +66,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "quantise_rows": (*[_POINTER] * 3, *[_INT] * 4),
     "scale_rows": (*[_POINTER] * 4, *[_INT] * 4),
     "copy_blocks": (*[_POINTER] * 3, *[_INT] * 3),
+    "encode_blocks": (ctypes.POINTER(BlockCodes), *[_POINTER] * 3, _INT),
+    "decode_blocks": (ctypes.POINTER(BlockCodes), *[_POINTER] * 3, _INT),
     "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
     "run_tape": (_POINTER, _INT, _POINTER),
@@ -89,6 +91,8 @@ _UNRECORDED = (
     "quantise_rows",
     "scale_rows",
     "copy_blocks",
+    "encode_blocks",
+    "decode_blocks",
     "shared_all_reduce",
     "shared_all_gather",
     "run_tape",

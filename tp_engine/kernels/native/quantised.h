@@ -93,9 +93,6 @@ INLINE int64_t prepared_bytes(const Quantised *q, const int dtype)
     return (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
 }
 
-/* e4m3 in the highest 8 bits of each number, exactly: with the exponent of float32 it is 2^120 too small. */
-INLINE vf e4m3_values(vu bits) { return (vf)(((vi)bits >> 4) & (int32_t)0x87f00000) * 0x1p120f; }
-
 /* Scales of vector `v` of a panel; E8M0_SCALES have neither the lowest exponent nor NaN. */
 INLINE vf load_vector_scales(const char *scales, int64_t v, const int type)
 {
