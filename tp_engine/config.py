@@ -14,6 +14,7 @@ from typing import Any
 
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
+from tp_engine.kv_codec import check_codec
 from tp_engine.log import LOG_FORMATS
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 
@@ -98,6 +99,10 @@ class EngineConfig:
     )
     kv_offloading_size: float = option(
         0.0, "GiB of host memory, over all ranks, for KV blocks of prefixes that the cache has no room for (0: none)"
+    )
+    kv_offloading_codec: str = option(
+        "none",
+        "form of KV blocks on the host: none (exact); lossy: int8 (half the bytes of bfloat16), fp8, or pca:RANK",
     )
     max_model_len: int | None = option(
         None,
@@ -190,6 +195,7 @@ class EngineConfig:
                 f"kv_offloading_size is {self.kv_offloading_size:g} GiB, but only cached prefixes move to the host, "
                 f"and enable_prefix_caching is off: switch it on, or set kv_offloading_size to 0"
             )
+        check_codec(self.kv_offloading_codec, size_gib=self.kv_offloading_size, kv_cache_dtype=self.kv_cache_dtype)
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:

@@ -16,7 +16,10 @@ from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray
 from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover, runs_of
+from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+
+MakeMover = Callable[[torch.Tensor, torch.Tensor, Codec], BlockMover]
 
 CPU = torch.device("cpu")
 WINDOWS = {"one group": (None,) * 3, "three groups": (8, None, 8, 8, 8, None)}
@@ -34,11 +37,16 @@ def random_rows(count: int, num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count, num_bytes), generator=generator, dtype=torch.uint8)
 
 
+def mover_of(kind: MakeMover, pool: torch.Tensor, slots: torch.Tensor) -> BlockMover:
+    """A mover that copies blocks as they are."""
+    return kind(pool, slots, BlockCopy(pool.shape[1], "any"))
+
+
 @pytest.fixture(params=["C", "PyTorch"])
-def cpu_mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[CpuMover]:
+def cpu_mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeMover:
     """The mover with the compiled copy, and without it."""
     if request.param == "PyTorch":
-        monkeypatch.setattr("tp_engine.worker.block_moves.native_library", lambda: None)
+        monkeypatch.setattr("tp_engine.worker.codecs.base.native_library", lambda: None)
     elif native_library() is None:
         pytest.skip("no compiled kernels here")
     return CpuMover
@@ -48,7 +56,7 @@ def cpu_mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_block_comes_back_bit_by_bit(
-    cpu_mover: type[CpuMover], dtype: torch.dtype, windows: tuple[int | None, ...], num_ranks: int
+    cpu_mover: MakeMover, dtype: torch.dtype, windows: tuple[int | None, ...], num_ranks: int
 ) -> None:
     """Oracle: all bytes of the blocks before, scales included, for every rank's share of the heads and every layout."""
     layout = lay_out([KvKind(window=window, num_kv_heads=4, head_dim=6) for window in windows])
@@ -62,7 +70,7 @@ def test_block_comes_back_bit_by_bit(
     blocks = KvBlocks.allocate(shape, 6, CPU)
     blocks.raw.copy_(random_rows(6, shape.block_bytes))
     before, slots = blocks.raw.clone(), torch.zeros(3, shape.block_bytes, dtype=torch.uint8)
-    mover = cpu_mover(blocks.raw, slots)
+    mover = mover_of(cpu_mover, blocks.raw, slots)
     mover.move(pairs((4, 0), (1, 2)), NO_PAIRS)
     assert torch.equal(slots[[0, 2]], before[[4, 1]]) and not slots[1].any()
     blocks.raw[[4, 1]] = 0
@@ -72,25 +80,25 @@ def test_block_comes_back_bit_by_bit(
     assert torch.equal(blocks.raw, expected)
 
 
-def test_stores_of_a_plan_come_before_its_loads(cpu_mover: type[CpuMover]) -> None:
+def test_stores_of_a_plan_come_before_its_loads(cpu_mover: MakeMover) -> None:
     """Oracle: both by hand: a slot that is stored and loaded, and a block that is stored and overwritten."""
     pool, slots = random_rows(4, 10), random_rows(2, 10, 1)
     before, old_slots = pool.clone(), slots.clone()
-    cpu_mover(pool, slots).move(pairs((0, 0), (2, 1)), pairs((0, 3), (1, 0)))
+    mover_of(cpu_mover, pool, slots).move(pairs((0, 0), (2, 1)), pairs((0, 3), (1, 0)))
     assert torch.equal(slots, before[[0, 2]]) and torch.equal(pool, before[[2, 1, 2, 0]])
     assert not torch.equal(slots, old_slots)
 
 
-def test_large_blocks_are_copied_in_pieces(cpu_mover: type[CpuMover]) -> None:
+def test_large_blocks_are_copied_in_pieces(cpu_mover: MakeMover) -> None:
     """Oracle: bytes before; the size is no multiple of the pieces that threads share."""
     pool, slots = random_rows(2, 600_001), torch.zeros(2, 600_001, dtype=torch.uint8)
-    cpu_mover(pool, slots).move(pairs((1, 0), (0, 1)), NO_PAIRS)
+    mover_of(cpu_mover, pool, slots).move(pairs((1, 0), (0, 1)), NO_PAIRS)
     assert torch.equal(slots, pool[[1, 0]])
 
 
-def test_counters(cpu_mover: type[CpuMover]) -> None:
+def test_counters(cpu_mover: MakeMover) -> None:
     """Oracle: bytes by hand; on a CPU a step waits for all moves."""
-    mover = cpu_mover(random_rows(4, 100), random_rows(4, 100))
+    mover = mover_of(cpu_mover, random_rows(4, 100), random_rows(4, 100))
     mover.move(pairs((0, 0), (1, 1), (2, 2)), pairs((1, 3)))
     mover.wait(1)
     found = mover.counters()
@@ -109,7 +117,7 @@ def test_ids_outside_are_our_fault(stores: IntArray, loads: IntArray) -> None:
     pool, slots = random_rows(4, 10), random_rows(2, 10)
     before = pool.clone(), slots.clone()
     with pytest.raises(AssertionError):
-        CpuMover(pool, slots).move(stores, loads)
+        mover_of(CpuMover, pool, slots).move(stores, loads)
     assert torch.equal(pool, before[0]) and torch.equal(slots, before[1])
 
 
@@ -253,7 +261,7 @@ def outcome(machine: Machine, seed: int, order: str, *, waits: bool) -> bool:
     results = []
     for simulated in (True, False):
         pool, slots = random_rows(6, 8, seed), random_rows(4, 8, seed + 1)
-        mover: BlockMover = CudaMover(pool, slots) if simulated else CpuMover(pool, slots)
+        mover: BlockMover = mover_of(CudaMover if simulated else CpuMover, pool, slots)
         steps = Steps(mover, pool, slots, seed)
         for _ in range(60):
             steps.step(machine.compute.work.append if simulated else lambda forward: forward(), waits=waits)
@@ -287,7 +295,7 @@ def test_hazards(machine: Machine, order: str) -> None:
     """
     pool = torch.arange(1, 5, dtype=torch.uint8).view(4, 1)
     slots, read = torch.tensor([[70], [71]], dtype=torch.uint8), []
-    mover, compute = CudaMover(pool, slots), machine.compute.work
+    mover, compute = mover_of(CudaMover, pool, slots), machine.compute.work
     compute.append(lambda: pool[0].fill_(10))  # step 1 writes block 0, and reads block 1
     compute.append(lambda: read.append(int(pool[1])))
     mover.move(pairs((0, 0)), pairs((1, 1)))  # step 2 stores the former, loads over the latter
@@ -304,7 +312,7 @@ def test_hazards(machine: Machine, order: str) -> None:
 
 def test_counters_of_streams_count_what_has_ended(machine: Machine) -> None:
     """Oracle: bytes by hand, 2 ms for every span of the simulated clock; nothing before the streams have run."""
-    mover = CudaMover(random_rows(4, 100), random_rows(4, 100))
+    mover = mover_of(CudaMover, random_rows(4, 100), random_rows(4, 100))
     mover.move(pairs((0, 0), (1, 1)), pairs((1, 3)))
     mover.wait(1)
     mover.wait(1)  # nothing more to wait for

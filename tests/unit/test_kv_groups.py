@@ -26,6 +26,7 @@ from tp_engine.ranks.collectives import SingleRank
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
+from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
@@ -75,7 +76,7 @@ class Engine:
                 device=CPU,
             ),
             blocks=blocks,
-            tier=HostTier(blocks.raw, NUM_BLOCKS),
+            tier=HostTier(blocks.raw, NUM_BLOCKS, BlockCopy(blocks.raw.shape[1], "any")),
             communicator=alone,
             sampling=SamplingState(max_num_seqs=NUM_ROWS, vocab_size=spec.vocab_size, device=CPU, info=RankInfo()),
             progress=RankProgress(),

@@ -19,6 +19,8 @@ from tp_engine.attention.torch_varlen import TorchVarlenBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.native.block_codes import lanes_of
+from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.ops import op
 from tp_engine.log import get_logger
 
@@ -88,6 +90,14 @@ def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     if not decode or decode == prefill:
         return _KINDS[prefill].make(needs)
     return PairBackend(_KINDS[prefill].make(needs), _KINDS[decode].make(needs))
+
+
+def key_lanes(backend: AttentionBackend, block_size: int) -> int:
+    """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
+    library = native_library()
+    if not isinstance(backend, NativeBackend) or library is None:
+        return 0
+    return lanes_of(library, block_size)
 
 
 class PairBackend:

@@ -21,11 +21,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from tp_engine.kernels.layer_kv import LARGEST_VALUE
 from tp_engine.plan import IntArray
+
+Pairs: TypeAlias = IntArray | torch.Tensor
+"""(n, 2) int32: on the host, or on the pool's device."""
 
 SCALE_BYTES = 2
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
@@ -100,20 +104,20 @@ class BlockForm:
         return parts.view(self.dtype).view(len(blocks), self.num_parts, self.part_vectors, self.head_dim)
 
 
-def encode_blocks(pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray, form: BlockForm, codes: torch.dtype) -> None:
+def encode_blocks(pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs, form: BlockForm, codes: torch.dtype) -> None:
     """Write blobs of blocks: ``pairs`` (n, 2) are a block of ``pool`` and its place in ``blobs``, all places different.
 
     ``pool`` (blocks, block_bytes) and ``blobs`` (m, blob_bytes) uint8; ``codes`` int8 or float8_e4m3fn.
     """
-    from_ids, to_ids = torch.from_numpy(pairs).long().to(pool.device).unbind(1)
+    from_ids, to_ids = pair_ids(pairs, pool.device)
     values, scales = quantise(form.vectors_of(pool[from_ids]).float(), codes)
     parts = [part.view(len(pairs), -1).view(torch.uint8) for part in (values, scales)]
     blobs[to_ids] = torch.cat(parts, 1)
 
 
-def decode_blocks(blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray, form: BlockForm, codes: torch.dtype) -> None:
+def decode_blocks(blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs, form: BlockForm, codes: torch.dtype) -> None:
     """Write the blocks of blobs: ``pairs`` (n, 2) are a place in ``blobs`` and a block of ``pool``, all different."""
-    from_ids, to_ids = torch.from_numpy(pairs).long().to(pool.device).unbind(1)
+    from_ids, to_ids = pair_ids(pairs, pool.device)
     given = blobs[from_ids]
     values = given[:, : form.code_bytes].contiguous().view(codes).float()
     scales = given[:, form.code_bytes :].contiguous().view(torch.bfloat16).float()
@@ -137,3 +141,9 @@ def round_up(scales: torch.Tensor) -> torch.Tensor:
     bits = (scales.view(torch.int32) + 0xFFFF) & -0x10000
     rounded = torch.where(scales < _SMALLEST_SCALE, 0.0, bits.view(torch.float32))
     return torch.where(scales.isfinite(), rounded, torch.nan)
+
+
+def pair_ids(pairs: Pairs, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The two columns of ``pairs`` as int64 on ``device``."""
+    on_device = pairs if isinstance(pairs, torch.Tensor) else torch.from_numpy(pairs).to(device)
+    return on_device.long().unbind(1)

@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.block_codes import BlockForm
+from tp_engine.kernels.block_codes import BlockForm, Pairs
 from tp_engine.kernels.layer_kv import LARGEST_VALUE
-from tp_engine.plan import IntArray
 
 _ITEMS = 4096  # of a program
 # Adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even.
@@ -98,7 +97,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 
 def encode_blocks_triton(
-    pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray | torch.Tensor, form: BlockForm, codes: torch.dtype
+    pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs, form: BlockForm, codes: torch.dtype
 ) -> None:
     """``encode_blocks``; ``pairs`` may be on the device already, (n, 2) int32."""
     largest = {"LARGEST": LARGEST_VALUE[codes], "IS_INTEGER": codes == torch.int8}
@@ -106,7 +105,7 @@ def encode_blocks_triton(
 
 
 def decode_blocks_triton(
-    blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray | torch.Tensor, form: BlockForm, codes: torch.dtype
+    blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs, form: BlockForm, codes: torch.dtype
 ) -> None:
     """``decode_blocks``; ``pairs`` may be on the device already, (n, 2) int32."""
     _launch(decode_kernel, pool, blobs, pairs, form, codes, {})
@@ -116,7 +115,7 @@ def _launch(
     kernel: Any,
     pool: torch.Tensor,
     blobs: torch.Tensor,
-    pairs: IntArray | torch.Tensor,
+    pairs: Pairs,
     form: BlockForm,
     codes: torch.dtype,
     constants: dict[str, Any],

@@ -10,6 +10,11 @@ On CUDA a stream of its own makes the moves: each batch begins when the forward 
 batches end in their order, and the compute stream waits for a batch only where a plan says so.  Nothing waits on the
 host.  On a CPU a batch is made at once, in the plan's place, so nothing is left to wait for.
 
+A slot holds a block as a codec encodes it (codecs/base.py).  On a CPU encoding is the copy.  On CUDA the stream encodes
+into a staging area on the device, so that fewer bytes go to the host::
+
+    pool --- encode ---> staging --- copy ---> slots            slots --- copy ---> staging --- decode ---> pool
+
 A store that reads a block, a load that overwrites one, and a slot that is used again are safe by these two orders: of
 the stream, and of the batch behind the compute stream's past.  ``wait_load`` guards what comes later.
 """
@@ -25,13 +30,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import MoveCounters
+from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
+from tp_engine.worker.codecs.base import Codec
+
+_STAGING_BYTES = 32 << 20
 
 
 class BlockMover(Protocol):
-    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, block_bytes), both uint8."""
+    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8."""
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
         """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), each (n, 2) int32."""
@@ -44,23 +52,24 @@ class BlockMover(Protocol):
 
 
 class CpuMover:
-    """Copies in place, by all threads of this rank."""
+    """Moves in place, by all threads of this rank."""
 
-    def __init__(self, pool: torch.Tensor, slots: torch.Tensor) -> None:
-        self._pool, self._slots = pool, slots
-        self._library = native_library()
+    def __init__(self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec) -> None:
+        self._pool, self._slots, self._codec = pool, slots, codec
         self._counters = MoveCounters()
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
         """See ``BlockMover``."""
-        counters, block_bytes = self._counters, self._pool.shape[1]
+        counters, blob_bytes = self._counters, self._codec.blob_bytes
         started_s = time.perf_counter()
-        self._copy(self._pool, self._slots, stores)
+        if len(stores):
+            self._codec.encode(self._pool, self._slots, stores)
         stored_s = time.perf_counter()
-        self._copy(self._slots, self._pool, loads)
+        if len(loads):
+            self._codec.decode(self._slots, self._pool, loads)
         ended_s = time.perf_counter()
-        counters.stored_bytes += len(stores) * block_bytes
-        counters.loaded_bytes += len(loads) * block_bytes
+        counters.stored_bytes += len(stores) * blob_bytes
+        counters.loaded_bytes += len(loads) * blob_bytes
         counters.store_s += stored_s - started_s
         counters.load_s += ended_s - stored_s
         counters.wait_s += ended_s - started_s
@@ -71,24 +80,6 @@ class CpuMover:
     def counters(self) -> MoveCounters:
         """See ``BlockMover``."""
         return replace(self._counters)
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:
-        if not len(pairs):
-            return
-        if self._library is None:
-            from_ids, to_ids = torch.from_numpy(pairs).long().unbind(1)
-            target[to_ids] = source[from_ids]
-            return
-        pairs = np.ascontiguousarray(pairs, dtype=np.int32)
-        assert pairs.min() >= 0 and pairs[:, 0].max() < len(source) and pairs[:, 1].max() < len(target), pairs
-        self._library.copy_blocks(
-            source.data_ptr(),
-            target.data_ptr(),
-            pairs.ctypes.data,
-            len(pairs),
-            source.shape[1],
-            torch.get_num_threads(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +93,13 @@ class _Span:
 
 
 class CudaMover:
-    """Copies on a stream of its own; ``slots`` are pinned memory."""
+    """Moves on a stream of its own; ``slots`` are pinned memory."""
 
-    def __init__(self, pool: torch.Tensor, slots: torch.Tensor) -> None:
-        self._pool, self._slots = pool, slots
+    def __init__(self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec) -> None:
+        self._pool, self._slots, self._codec = pool, slots, codec
+        self._staging: torch.Tensor | None = None
+        if not codec.is_copy:
+            self._staging = pool.new_empty((num_staged(codec), codec.blob_bytes))
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._num_batches = 0
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
@@ -118,13 +112,13 @@ class CudaMover:
         self._stream.wait_event(_mark(torch.cuda.current_stream(self._pool.device)))
         with torch.cuda.stream(self._stream):
             begin = _mark(self._stream)
-            self._copy(self._pool, self._slots, stores)
+            self._store(stores)
             stored = _mark(self._stream)
-            self._copy(self._slots, self._pool, loads)
+            self._load(loads)
             end = _mark(self._stream)
-        block_bytes = self._pool.shape[1]
-        self._spans.append(_Span("store", begin, stored, len(stores) * block_bytes))
-        self._spans.append(_Span("load", stored, end, len(loads) * block_bytes))
+        blob_bytes = self._codec.blob_bytes
+        self._spans.append(_Span("store", begin, stored, len(stores) * blob_bytes))
+        self._spans.append(_Span("load", stored, end, len(loads) * blob_bytes))
         self._ends.append((self._num_batches, end))
         self.counters()  # events that have happened are not kept
 
@@ -154,10 +148,53 @@ class CudaMover:
                 found.wait_s += seconds
         return replace(found)
 
+    def _store(self, stores: IntArray) -> None:
+        if self._staging is None:
+            self._copy(self._pool, self._slots, stores)
+            return
+        for pairs, places in _portions(stores, len(self._staging)):
+            self._encode(np.stack((pairs[:, 0], places), 1))
+            self._copy(self._staging, self._slots, np.stack((places, pairs[:, 1]), 1))
+
+    def _load(self, loads: IntArray) -> None:
+        if self._staging is None:
+            self._copy(self._slots, self._pool, loads)
+            return
+        for pairs, places in _portions(loads, len(self._staging)):
+            self._copy(self._slots, self._staging, np.stack((pairs[:, 0], places), 1))
+            self._decode(np.stack((places, pairs[:, 1]), 1))
+
+    def _encode(self, pairs: IntArray) -> None:
+        """Blocks to places in the staging area."""
+        assert self._staging is not None
+        self._codec.encode(self._pool, self._staging, upload(pairs, self._pool.device))
+
+    def _decode(self, pairs: IntArray) -> None:
+        """Places in the staging area to blocks."""
+        assert self._staging is not None
+        self._codec.decode(self._staging, self._pool, upload(pairs, self._pool.device))
+
     @staticmethod
     def _copy(source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:
         for first, to, count in runs_of(pairs):
             target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+def num_staged(codec: Codec) -> int:
+    """Blobs that the staging area on a GPU has room for."""
+    return max(1, _STAGING_BYTES // codec.blob_bytes)
+
+
+def staging_bytes(codec: Codec) -> int:
+    """Bytes that a codec takes on a GPU: the staging area, and what encoding and decoding need beside it."""
+    return 0 if codec.is_copy else num_staged(codec) * codec.blob_bytes + codec.work_bytes(num_staged(codec))
+
+
+def _portions(pairs: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]:
+    """``pairs`` in parts of at most ``size``, each with its places 0, 1, ... in the staging area."""
+    for first in range(0, len(pairs), size):
+        part = pairs[first : first + size]
+        yield part, np.arange(len(part), dtype=np.int32)
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

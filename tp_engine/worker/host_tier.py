@@ -3,11 +3,11 @@
 ::
 
     pool    (blocks, block_bytes)       on the device        | b0 | b1 | b2 | ...
-    slots   (slots, block_bytes)        on the host          | s0 | s1 | s2 | s3 | s4 | ...
+    slots   (slots, blob_bytes)         on the host          | s0 | s1 | s2 | s3 | s4 | ...
 
-A slot has the bytes of a block, all layers and scales (kv_cache.py), and belongs to no group: the scheduler knows what
-lies where, and plans say what moves (block_moves.py).  ``kv_offloading_size`` is divided among all ranks, which have
-equally many slots.
+A slot has a block, all layers and scales (kv_cache.py), as the codec encodes it (codecs/), by default unchanged.  It
+belongs to no group: the scheduler knows what lies where, and plans say what moves (block_moves.py).
+``kv_offloading_size`` is divided among all ranks, which have equally many slots.
 
 On CUDA the memory is pinned as it is, because PyTorch's allocator of pinned memory rounds up to a power of two.  On a
 CPU pages come into use with their slots.
@@ -27,32 +27,33 @@ from tp_engine.kv_layout import MoveCounters
 from tp_engine.plan import StepPlan
 from tp_engine.units import GIB, format_gib
 from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover
+from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.host_memory import HostMemory
 
 
 def choose_slots(
     size_gib: float,
-    block_bytes: int,
+    slot_bytes: int,
     *,
     world_size: int,
     local_world_size: int,
     promised_bytes: int,
     memory: HostMemory,
 ) -> int:
-    """This rank's number of slots of ``block_bytes`` for ``kv_offloading_size``.
+    """This rank's number of slots of ``slot_bytes`` for ``kv_offloading_size``.
 
     ``memory`` is what this host's ranks share; of the free part each rank will use ``promised_bytes`` otherwise: on a
     CPU its pool, whose pages are not yet in use.  Raises ``MemoryBudgetError`` if not one block fits into the size, or
     the size into the memory.
     """
-    num_slots = int(size_gib * GIB) // world_size // block_bytes
+    num_slots = int(size_gib * GIB) // world_size // slot_bytes
     if num_slots < 1:
-        least = _short(block_bytes * world_size / GIB, math.ceil)
+        least = _short(slot_bytes * world_size / GIB, math.ceil)
         raise MemoryBudgetError(
             f"kv_offloading_size is {size_gib:g} GiB, which {world_size} ranks share, and one block of a rank takes "
-            f"{block_bytes} bytes; raise it to at least {least}, or set it to 0"
+            f"{slot_bytes} bytes; raise it to at least {least}, or set it to 0"
         )
-    needed = num_slots * block_bytes * local_world_size
+    needed = num_slots * slot_bytes * local_world_size
     left = memory.free - promised_bytes * local_world_size
     if needed > left:
         most = left / local_world_size * world_size / GIB
@@ -76,17 +77,17 @@ def _short(size_gib: float, rounded: Callable[[float], int]) -> str:
 class HostTier:
     """A rank's slots, and what moves blocks between them and ``pool`` (blocks, block_bytes) uint8."""
 
-    def __init__(self, pool: torch.Tensor, num_slots: int) -> None:
+    def __init__(self, pool: torch.Tensor, num_slots: int, codec: Codec) -> None:
         """Raises ``MemoryBudgetError`` if there is no memory, or if it can not be pinned."""
         self._device, self._is_pinned = pool.device, False
         try:
-            slots = map_zeros(num_slots * pool.shape[1]).view(num_slots, pool.shape[1])
+            slots = map_zeros(num_slots * codec.blob_bytes).view(num_slots, codec.blob_bytes)
         except (OSError, OverflowError) as error:
-            raise _no_memory(num_slots * pool.shape[1], str(error)) from error
+            raise _no_memory(num_slots * codec.blob_bytes, str(error)) from error
         self.slots = slots
         if pool.device.type == "cuda":
             self._pin()
-        self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots)
+        self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots, codec)
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""

@@ -8,7 +8,7 @@
     weights     = torch allocated in B1 - in B0
     activations = torch peak in A - torch allocated before the steps
     non-torch   = non-torch in A - in B0
-    tables      = what the rows keep on the device: token ids, block table, sampling; computed, not measured
+    tables      = what the rows keep on the device: token ids, block table, sampling; a codec's staging; computed
     KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs
 
 Every term counts this process only; the memory of other processes is in none of them.

@@ -15,6 +15,8 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.block_moves import staging_bytes
+from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.host_tier import HostTier
@@ -25,7 +27,7 @@ from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """One rank's loaded model and all that a runner takes from the configuration."""
+    """One rank's loaded model and all that a runner takes from the configuration; ``codec`` is that of a host tier."""
 
     effective: EffectiveConfig
     groups: RankGroups
@@ -33,6 +35,7 @@ class RunnerParts:
     layout: KvLayout
     backends: Backends
     kv_shape: KvCacheShape
+    codec: Codec | None
     device: Device
     note_inputs: NoteInputs | None
 
@@ -58,12 +61,13 @@ class RunnerParts:
         torch_device = self.device.torch_device
         blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
         blocks.bind(self.model.attention_layers, self.layout)
+        tier = None if self.codec is None or not num_slots else HostTier(blocks.raw, num_slots, self.codec)
         return ModelRunner(
             model=self.model,
             backends=self.backends,
             batch=self._make_batch(torch_device),
             blocks=blocks,
-            tier=HostTier(blocks.raw, num_slots) if num_slots else None,
+            tier=tier,
             communicator=self.groups.communicator,
             sampling=self._make_sampling(torch_device),
             progress=progress,
@@ -72,10 +76,11 @@ class RunnerParts:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the rows' tables, which a runner has beside its KV cache."""
+        """Bytes of the rows' tables, and of the host tier's staging area, which a runner has beside its KV cache."""
         nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
         sampling = self._make_sampling(nowhere, has_tables=on_gpu and has_triton())
-        return self._make_batch(nowhere).num_bytes + sampling.num_bytes
+        staging = 0 if self.codec is None or not on_gpu else staging_bytes(self.codec)
+        return self._make_batch(nowhere).num_bytes + sampling.num_bytes + staging
 
     def _make_batch(self, device: torch.device) -> InputBatch:
         config = self.effective.config

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.advice.weight_sizes import local_weight_bytes
-from tp_engine.attention.registry import select_backend
+from tp_engine.attention.registry import key_lanes, select_backend
 from tp_engine.errors import RankError
+from tp_engine.kv_codec import CodecChoice
 from tp_engine.kv_layout import KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
@@ -27,6 +28,7 @@ from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.all_reduce import share_memory
+from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
@@ -85,6 +87,9 @@ class Worker:
             head_dim=self._layout.head_dim,
             dtype=effective.kv_cache_dtype,
         )
+        choice = CodecChoice.of(config.kv_offloading_codec)
+        lanes = key_lanes(self._backends[0], config.block_size)
+        self._codec = make_codec(choice, self._kv_shape, lanes) if config.kv_offloading_size else None
         self._runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
@@ -101,7 +106,15 @@ class Worker:
         model = self._start_up.run_together("loading weights", lambda: self._load(device.torch_device))
         self._start_up.run_together("packing weights", model.finish_loading)
         parts = RunnerParts(
-            effective, self._groups, model, self._layout, self._backends, self._kv_shape, device, self._note_inputs
+            effective=effective,
+            groups=self._groups,
+            model=model,
+            layout=self._layout,
+            backends=self._backends,
+            kv_shape=self._kv_shape,
+            codec=self._codec,
+            device=device,
+            note_inputs=self._note_inputs,
         )
         graphs = graph_plan(effective.config, self._backends[0], self._groups.communicator, model)
         graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
@@ -115,9 +128,10 @@ class Worker:
         if graphs is not None:
             self._start_up.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
         self._monitor = MemoryMonitor(device, *runner.kv_memory)
-        block_bytes = self._kv_shape.block_bytes
         self.memory = memory_lines(
-            ledger, kv_cache_bytes=num_blocks * block_bytes, kv_host_bytes=num_slots * block_bytes
+            ledger,
+            kv_cache_bytes=num_blocks * self._kv_shape.block_bytes,
+            kv_host_bytes=0 if self._codec is None else num_slots * self._codec.blob_bytes,
         )
         names = names_for(effective.config.device)
         runner.named = names if self._profiler is None else self._profiler.named(names)
@@ -309,14 +323,14 @@ class Worker:
 
     def _settle_host_tier(self, num_blocks: int, device: Device) -> int:
         """The number of slots in every rank's host tier; 0, without a word among the ranks, if none is wanted."""
-        size_gib, info = self._effective.config.kv_offloading_size, self._groups.info
-        if not size_gib:
+        config, codec, info = self._effective.config, self._codec, self._groups.info
+        if codec is None:
             return 0
         block_bytes = self._kv_shape.block_bytes
         num_slots = settle_slots(
             lambda: choose_slots(
-                size_gib,
-                block_bytes,
+                config.kv_offloading_size,
+                codec.blob_bytes,
                 world_size=info.world_size,
                 local_world_size=info.local_world_size,
                 promised_bytes=num_blocks * block_bytes if device.type == "cpu" else 0,
@@ -325,8 +339,14 @@ class Worker:
             self._groups.host,
         )
         if info.is_first:
-            num_bytes, num_tokens = num_slots * block_bytes, self._capacity.num_tokens(num_slots)
-            logger.info("Host KV cache: %s a rank, %s tokens", format_gib(num_bytes), f"{num_tokens:,}")
+            num_bytes, num_tokens = num_slots * codec.blob_bytes, self._capacity.num_tokens(num_slots)
+            logger.info(
+                "Host KV cache: %s a rank, %s tokens; %d slots of %d bytes for blocks of %d bytes, codec %s",
+                *(format_gib(num_bytes), f"{num_tokens:,}", num_slots, codec.blob_bytes, block_bytes),
+                config.kv_offloading_codec,
+            )
+            if CodecChoice.of(config.kv_offloading_codec).is_lossy:
+                logger.info("the codec is lossy: K/V that come back differ a little, and so may answers")
         return num_slots
 
 

@@ -1,4 +1,4 @@
-"""KV blocks in 8 bits by ``block_codes.c``: ``kernels/block_codes.py`` has the format, and says what the arguments are."""
+"""KV blocks in 8 bits by ``block_codes.c``: ``kernels/block_codes.py`` says what the arguments are."""
 
 from __future__ import annotations
 
@@ -64,5 +64,3 @@ def _run(
     )
     pairs = np.ascontiguousarray(pairs, dtype=np.int32)
     function(ctypes.byref(given), source.data_ptr(), target.data_ptr(), pairs.ctypes.data, len(pairs))
-
-

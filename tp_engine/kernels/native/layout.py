@@ -1,4 +1,4 @@
-"""The structures of ``attention_types.h``, ``routing.c``, ``experts.c``, ``quantised.h`` and ``block_codes.c``, by field."""
+"""The structures of ``attention_types.h``, ``quantised.h`` and of some C files, field by field."""
 
 from __future__ import annotations
 

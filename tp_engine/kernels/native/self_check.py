@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tp_engine.kernels import block_codes, layer_ops, routing
 from tp_engine.kernels import heads as head_twins
-from tp_engine.kernels import layer_ops, routing
 from tp_engine.kernels.experts import (
     ExpertWeights,
     QuantisedExpertWeights,
@@ -22,6 +22,7 @@ from tp_engine.kernels.experts import (
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.native import block_codes as native_block_codes
 from tp_engine.kernels.native import experts, ops
 from tp_engine.kernels.native.experts import NativeExperts, NativeQuantisedExperts
 from tp_engine.kernels.native.layout import DTYPE_CODES
@@ -61,6 +62,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_quantised(library, dtype, generator),
             *_experts(library, dtype, generator),
             *_attention(library, dtype, generator),
+            *_block_codes(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
             tolerance = 16 * torch.finfo(dtype).eps
@@ -210,6 +212,30 @@ def _int8_rows(rows: NativeInt8Rows, dtype: torch.dtype, generator: torch.Genera
     yield "quantise_rows", scales, expected_scales
     found = rows.scale(products, scales, bias, dtype)
     yield "scale_rows", found, twin.scale(products, expected_scales, bias, dtype)
+
+
+def _block_codes(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """Two blocks whose keys are columns, and what they become when they come back."""
+    pairs = np.array([[1, 0], [0, 1]], dtype=np.int32)
+    form = block_codes.BlockForm(
+        num_parts=2,
+        block_size=16,
+        num_kv_heads=1,
+        head_dim=40,
+        dtype=dtype,
+        lanes=native_block_codes.lanes_of(library, 16),
+    )
+    pool = torch.randint(-7, 8, (2, form.num_vectors * 40), generator=generator).to(dtype)
+    pool[:, ::40] = pool[:, 1::40] = 7
+    blocks = pool.view(torch.uint8)
+    for codes in (torch.int8, torch.float8_e4m3fn):
+        blobs, twin = torch.zeros(2, 2, form.blob_bytes, dtype=torch.uint8)
+        native_block_codes.encode_blocks(library, blocks, blobs, pairs, form, codes)
+        block_codes.encode_blocks(blocks, twin, pairs, form, codes)
+        back, expected = torch.zeros(2, *blocks.shape, dtype=torch.uint8)
+        native_block_codes.decode_blocks(library, blobs, back, pairs, form, codes)
+        block_codes.decode_blocks(twin, expected, pairs, form, codes)
+        yield f"blocks in {codes}", back.view(dtype), expected.view(dtype)
 
 
 def _attention(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:

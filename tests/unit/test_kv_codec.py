@@ -1,0 +1,145 @@
+"""Codecs of the host tier: what the configuration takes and refuses, slots per GiB, blocks that come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tp_engine.config import EngineConfig
+from tp_engine.errors import ConfigError
+from tp_engine.kv_codec import CodecChoice
+from tp_engine.plan import NO_PAIRS
+from tp_engine.units import GIB
+from tp_engine.worker.block_moves import CpuMover, staging_bytes
+from tp_engine.worker.codecs import make_codec
+from tp_engine.worker.codecs.base import Codec
+from tp_engine.worker.host_memory import HostMemory
+from tp_engine.worker.host_tier import HostTier, choose_slots
+from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+
+CPU = torch.device("cpu")
+
+
+def shape_of(dtype: torch.dtype, **changes: int) -> KvCacheShape:
+    given = {"layers_per_block": 3, "block_size": 8, "local_num_kv_heads": 2, "head_dim": 16}
+    return KvCacheShape(**(given | changes), dtype=dtype)
+
+
+def codec_of(text: str, shape: KvCacheShape, lanes: int = 0) -> Codec:
+    return make_codec(CodecChoice.of(text), shape, lanes)
+
+
+def test_names() -> None:
+    """Oracle: by hand; only none is exact."""
+    assert CodecChoice.of("none") == CodecChoice(kind="none") and not CodecChoice.of("none").is_lossy
+    assert CodecChoice.of("int8").is_lossy and CodecChoice.of("fp8").kind == "fp8"
+    assert CodecChoice.of("pca:64") == CodecChoice(kind="pca", rank=64)
+    assert CodecChoice.of("pca:8:0.25") == CodecChoice(kind="pca", rank=8, bound=0.25)
+
+
+@pytest.mark.parametrize("text", ["int4", "", "int8:3", "svd:4", "none:1"])
+def test_unknown_names_are_refused(text: str) -> None:
+    """Oracle: the value, the rule, a remedy."""
+    with pytest.raises(ConfigError, match=r"kv_offloading_codec is '.*'; choose none, int8, fp8, or pca:RANK"):
+        EngineConfig(kv_offloading_size=1, kv_offloading_codec=text)
+
+
+@pytest.mark.parametrize(
+    "text", ["pca", "pca:", "pca:0", "pca:-3", "pca:x", "pca:4:0", "pca:4:1", "pca:4:nan", "pca:4:.1:2"]
+)
+def test_impossible_ranks_are_refused(text: str) -> None:
+    """Oracle: the value, the rule, a remedy."""
+    with pytest.raises(ConfigError, match=r"is 'pca.*a whole number of at least 1, such as pca:64, and may end with"):
+        EngineConfig(kv_offloading_size=1, kv_offloading_codec=text)
+
+
+def test_rank_above_the_width_is_refused() -> None:
+    """Oracle: the width is accepted, one more is not."""
+    CodecChoice.of("pca:32").check_width(32)
+    with pytest.raises(ConfigError, match=r"is pca:33, but the keys of a token and layer are 32 .*at most 32"):
+        CodecChoice.of("pca:33").check_width(32)
+
+
+def test_codec_without_a_tier_is_refused() -> None:
+    """Oracle: both settings are named; none needs no tier."""
+    with pytest.raises(ConfigError, match=r"is 'int8', but kv_offloading_size is 0.*set kv_offloading_size, or kv_off"):
+        EngineConfig(kv_offloading_codec="int8")
+    EngineConfig(kv_offloading_codec="none")
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("text", ["int8", "fp8", "pca:4"])
+def test_quantised_caches_have_no_other_codec(dtype: str, text: str) -> None:
+    """Oracle: the rule; none keeps the 8 bits as they are."""
+    with pytest.raises(ConfigError, match=rf"kv_cache_dtype={dtype} have 8 bits already: set kv_offloading_codec=none"):
+        EngineConfig(kv_offloading_size=1, kv_offloading_codec=text, kv_cache_dtype=dtype)
+    EngineConfig(kv_offloading_size=1, kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("text", ["int8", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_per_gib(text: str, head_dim: int) -> None:
+    """Oracle: at least 1.9 times the slots of bfloat16 blocks in the same memory."""
+    shape = shape_of(torch.bfloat16, layers_per_block=12, block_size=16, local_num_kv_heads=4, head_dim=head_dim)
+    given: dict[str, Any] = {"world_size": 2, "local_world_size": 2, "promised_bytes": 0}
+    exact, coded = (
+        choose_slots(4, codec_of(one, shape).blob_bytes, memory=HostMemory(total=64 * GIB, free=48 * GIB), **given)
+        for one in ("none", text)
+    )
+    assert coded >= 1.9 * exact
+
+
+@pytest.mark.parametrize("text", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_blocks_come_back_through_slots(dtype: torch.dtype, text: str) -> None:
+    """Oracle: the values before, within half a step of the largest (int8) or of each (fp8); counters by hand."""
+    shape = shape_of(dtype)
+    codec, blocks = codec_of(text, shape), KvBlocks.allocate(shape, 6, CPU)
+    blocks.cache.copy_(torch.randn(blocks.cache.shape, generator=torch.Generator().manual_seed(1)))
+    before = blocks.cache.float()
+    slots = torch.zeros(4, codec.blob_bytes, dtype=torch.uint8)
+    mover = CpuMover(blocks.raw, slots, codec)
+    mover.move(np.array([[5, 0], [2, 3]], dtype=np.int32), NO_PAIRS)
+    mover.move(NO_PAIRS, np.array([[3, 0], [0, 1]], dtype=np.int32))
+    found = blocks.cache.float()
+    assert torch.equal(found[2:], before[2:]) and not slots[1:3].any()
+    for target, source in ((0, 2), (1, 5)):
+        given = before[source]
+        step = given.abs().amax(-1, keepdim=True) / 250 if text == "int8" else given.abs() / 15 + 0.01
+        assert bool(((found[target] - given).abs() <= step + 0.004 * given.abs()).all())
+        assert not torch.equal(found[target], given)
+    assert (mover.counters().stored_bytes, mover.counters().loaded_bytes) == (2 * codec.blob_bytes,) * 2
+
+
+def test_a_tier_has_slots_of_the_codec_s_size() -> None:
+    """Oracle: bytes of a blob; the shape of what MemoryMonitor watches."""
+    shape = shape_of(torch.bfloat16)
+    codec, blocks = codec_of("int8", shape), KvBlocks.allocate(shape, 2, CPU)
+    tier = HostTier(blocks.raw, 5, codec)
+    assert tier.slots.shape == (5, 3 * 2 * 8 * 2 * (16 + 2))
+    tier.close()
+
+
+def test_fingerprints_tell_codecs_apart() -> None:
+    """Oracle: any change of codec, shape, type or order is another fingerprint, and an equal choice the same one."""
+    shapes = (shape_of(torch.bfloat16), shape_of(torch.float16), shape_of(torch.bfloat16, head_dim=32))
+    found = [
+        codec_of(text, shape, lanes).fingerprint()
+        for text in ("none", "int8", "fp8")
+        for shape in shapes
+        for lanes in (0, 8)
+    ]
+    assert len(set(found)) == len(found) and {len(one) for one in found} == {16}
+    assert codec_of("int8", shape_of(torch.bfloat16)).fingerprint() == found[6]
+
+
+def test_staging_on_gpus_is_bounded() -> None:
+    """Oracle: by hand: at most 32 MiB, at least a blob; none for blocks that are copied as they are."""
+    small = shape_of(torch.bfloat16)
+    large = shape_of(torch.bfloat16, layers_per_block=80, block_size=256, local_num_kv_heads=8, head_dim=128)
+    assert staging_bytes(codec_of("none", small)) == 0
+    assert 31 << 20 < staging_bytes(codec_of("int8", small)) <= 32 << 20
+    assert staging_bytes(codec_of("int8", large)) == codec_of("int8", large).blob_bytes

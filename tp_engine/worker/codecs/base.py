@@ -1,0 +1,89 @@
+"""What a codec of the lower tiers does, and the one that keeps blocks as they are."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tp_engine.kernels.block_codes import Pairs
+from tp_engine.kernels.native.library import native_library
+
+
+class Codec(Protocol):
+    """Blocks of a pool (blocks, block_bytes) as *blobs* of ``blob_bytes`` each, both uint8, and back.
+
+    A slot of the host tier holds one blob, and a disk keeps it unchanged; plans know nothing of it.  On a CPU ``blobs``
+    are the slots themselves.  On CUDA they are a staging area on the device; there ``is_copy`` says that none is needed
+    because a blob is the block.
+    """
+
+    is_copy: bool
+    blob_bytes: int
+
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
+
+        Returns (n,) bool on the pool's device: blobs that must not be used; None if all are good.
+        """
+
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+        """Write the blocks of blobs; ``pairs`` are places in ``blobs`` and blocks."""
+
+    def work_bytes(self, num_blobs: int) -> int:
+        """The most memory on the device that so many blocks take in ``encode`` or ``decode``, beside the arguments."""
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ between codecs that do not read each other's blobs."""
+
+
+class BlockCopy:
+    """The codec ``none``: a blob is the block."""
+
+    is_copy = True
+
+    def __init__(self, block_bytes: int, order: str) -> None:
+        """``order`` names how K/V lie in a block."""
+        self.blob_bytes = block_bytes
+        self._order = order
+        self._library = native_library()
+
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> None:
+        """Copy; see ``Codec``."""
+        self._copy(pool, blobs, pairs)
+
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+        """Copy; see ``Codec``."""
+        self._copy(blobs, pool, pairs)
+
+    def work_bytes(self, num_blobs: int) -> int:
+        """Nothing."""
+        return 0
+
+    def fingerprint(self) -> bytes:
+        """See ``Codec``."""
+        return fingerprint_of("none", self.blob_bytes, self._order)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: Pairs) -> None:
+        assert isinstance(pairs, np.ndarray), "on a device the mover copies"
+        if self._library is None:
+            from_ids, to_ids = torch.from_numpy(pairs).long().unbind(1)
+            target[to_ids] = source[from_ids]
+            return
+        pairs = np.ascontiguousarray(pairs, dtype=np.int32)
+        assert pairs.min() >= 0 and pairs[:, 0].max() < len(source) and pairs[:, 1].max() < len(target), pairs
+        self._library.copy_blocks(
+            source.data_ptr(),
+            target.data_ptr(),
+            pairs.ctypes.data,
+            len(pairs),
+            source.shape[1],
+            torch.get_num_threads(),
+        )
+
+
+def fingerprint_of(*parts: object) -> bytes:
+    """16 bytes for a codec's name and all that its blobs depend on."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
