@@ -102,7 +102,7 @@ class EngineConfig:
     )
     kv_offloading_codec: str = option(
         "none",
-        "form of KV blocks on the host: none (exact); lossy: int8 (half the bytes of bfloat16), fp8, or pca:RANK",
+        "form of KV blocks on the host: none (exact); lossy: int8 (half the bytes of bfloat16), fp8",
     )
     max_model_len: int | None = option(
         None,

@@ -98,7 +98,7 @@ class BlockForm:
     def _exchanged(self, blocks: torch.Tensor, given: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
         """``blocks`` with keys of the shape ``given`` in that of ``wanted``, as vectors."""
         parts = blocks.clone().view(len(blocks), self.num_parts // 2, 2, math.prod(given))
-        keys = parts[:, :, 0].unflatten(-1, given).transpose(3, 4)
+        keys = parts[:, :, 0].view(len(blocks), -1, *given).transpose(3, 4)
         assert keys.shape[2:] == wanted, (given, wanted)
         parts[:, :, 0] = keys.flatten(2)
         return parts.view(self.dtype).view(len(blocks), self.num_parts, self.part_vectors, self.head_dim)

@@ -26,7 +26,7 @@ _ROUNDER = tl.constexpr(1.5 * 2**23)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _round_up(scales):  # type: ignore[no-untyped-def]
     """float32 scales as the bits of bfloat16, in the upper half; see ``block_codes.round_up``."""
     bits = (scales.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000

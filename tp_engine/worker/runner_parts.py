@@ -35,9 +35,9 @@ class RunnerParts:
     layout: KvLayout
     backends: Backends
     kv_shape: KvCacheShape
-    codec: Codec | None
     device: Device
     note_inputs: NoteInputs | None
+    codec: Codec | None = None
 
     def make_runner(self, num_blocks: int, num_slots: int) -> ModelRunner:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on.
