@@ -22,6 +22,7 @@ PACKAGE = ROOT / "tp_engine"
 DIRECTIONS = {
     "launch": {"cli"},
     "cli": {"server"},
+    "integrations": {"server"},
     "server": {"api"},
     "api": {"engine"},
     "engine": {"sched", "ipc", "worker", "grammar"},
@@ -54,6 +55,7 @@ DOORS = {
     "flashinfer": "tp_engine/attention/flashinfer.py",
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
+    "ray": "tp_engine/integrations/",
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",
 }

@@ -18,7 +18,6 @@ import uvicorn
 
 from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
@@ -101,17 +100,9 @@ class Frontend:
         except (ConfigError, EngineDeadError) as error:
             logger.error("%s", error)
             return
-        model = llm.model_info
-        self._state.sampling_defaults = await asyncio.to_thread(
-            load_generation_defaults,
-            model.model,
-            model.revision,
-            source=self._config.generation_config,
-            overrides=self._config.sampling_overrides,
-        )
+        await self._state.open(llm)
         gc.collect()
         gc.freeze()  # full collections, which stop everything, then skip the libraries' objects
-        self._state.attach(llm)
         self._announce()
         await self._await_end(llm)
 

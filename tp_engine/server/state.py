@@ -12,6 +12,7 @@ from typing import Any
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.request import EngineRequest
@@ -47,8 +48,19 @@ class ServerState:
         self.pulse: Pulse | None = None
         self._llm: AsyncLLM | None = None
 
+    async def open(self, llm: AsyncLLM) -> None:
+        """The engine is ready: load its model's sampling defaults, and serve."""
+        self.sampling_defaults = await asyncio.to_thread(
+            load_generation_defaults,
+            llm.model_info.model,
+            llm.model_info.revision,
+            source=self.config.generation_config,
+            overrides=self.config.sampling_overrides,
+        )
+        self.attach(llm)
+
     def attach(self, llm: AsyncLLM) -> None:
-        """The engine is ready."""
+        """Serve with ``llm``, whose sampling defaults are known."""
         self.limit.max_num_prompts = llm.model_info.max_num_seqs + self.config.max_num_queued_reqs
         self.metrics.attach(llm.model_info)
         llm.input_processor.chat = ChatFormat(llm.tokenizer, self.config)
