@@ -50,6 +50,19 @@ install_into() { # folder extra ...
     echo "$pins" >"$stamp"
 }
 
+# Makes a virtual environment for packages that can not be beside the server's, or need not; sets OWN_PYTHON.
+set_up_own() { # folder package ...
+    local folder="$ROOT/$1"
+    shift
+    OWN_PYTHON="$folder/bin/python"
+    if [[ "$(cat "$folder/.installed" 2>/dev/null)" != "$*" ]]; then
+        say "setting up $folder (once; a few minutes)"
+        "$(base_python)" -m venv "$folder"
+        "$OWN_PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
+        echo "$*" >"$folder/.installed"
+    fi
+}
+
 # Lets Python keep compiled source, whatever the shell's settings: tests start hundreds of short processes, and each
 # would compile for half a second.
 compile_once() { unset PYTHONDONTWRITEBYTECODE; }

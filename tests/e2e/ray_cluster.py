@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from ray import serve
 from ray.data import ActorPoolStrategy
 from ray.data.llm import HttpRequestProcessorConfig, build_processor
 
+from tests.e2e.serving import free_port
 from tp_engine.integrations import ray_actor_options
 from tp_engine.integrations.ray_data import Generate
 from tp_engine.integrations.ray_serve import build_app
@@ -162,13 +162,6 @@ def kill_one(url: str, client: httpx.Client) -> dict[str, Any]:
         "ranks_gone_s": ranks_gone_s,
         "replaced_s": replaced_s,
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main() -> None:

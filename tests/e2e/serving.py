@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -74,3 +75,11 @@ def serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0) -> Iterat
         yield server
     finally:
         server.stop()
+
+
+def free_port() -> int:
+    """A port of this host that no program listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

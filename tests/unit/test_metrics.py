@@ -18,9 +18,10 @@ from tests.fake_engine import FakeEngine, arith
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.metrics import ServerMetrics
-from tp_engine.server.metrics.families import FAMILIES, PREFIX, token_buckets
+from tp_engine.server.metrics.families import FAMILIES, OLDER_NAMES, token_buckets
 from tp_engine.server.metrics.figures import Histogram
 
+PREFIX = "tp_engine:"
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana_dashboard.json"
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
@@ -303,6 +304,30 @@ def test_a_silent_engine_leaves_the_servers_own_figures() -> None:
         assert "num_requests_running" not in families and "rank_steps" not in families
 
     served(scenario)
+
+
+def test_prefixes_and_the_names_that_routers_read() -> None:
+    """Oracle: the names in the sources of llm-d's scheduler and of vLLM's routers; both prefixes have the same."""
+
+    async def scenario(app: App) -> None:
+        await app.post("/v1/completions", completion())
+        text = (await app.get("/metrics")).content.decode()
+        families = {one.name: one for one in text_string_to_metric_families(text)}
+        read = {
+            "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info",
+            "gpu_cache_usage_perc", "gpu_prefix_cache_queries", "gpu_prefix_cache_hits",
+        }  # fmt: skip
+        assert read <= {name.removeprefix("vllm:") for name in families}
+        assert families.keys() == {
+            *(f"{prefix}:{name}" for prefix in ("tp_engine", "vllm") for name in FAMILIES),
+            *(f"vllm:{name}" for name in OLDER_NAMES.values()),
+        }
+        for name, also in [*zip(FAMILIES, FAMILIES, strict=True), *OLDER_NAMES.items()]:
+            ours = [(one.labels, one.value) for one in families[f"tp_engine:{name}"].samples]
+            assert ours == [(one.labels, one.value) for one in families[f"vllm:{also}"].samples]
+        assert {"block_size", "num_gpu_blocks"} <= families["vllm:cache_config_info"].samples[0].labels.keys()
+
+    served(scenario, config=ServerConfig(metrics_prefix=("tp_engine", "vllm")))
 
 
 def test_buckets_of_tokens() -> None:

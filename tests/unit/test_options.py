@@ -94,6 +94,8 @@ def test_precedence(tmp_path: Path) -> None:
         (["--kv-cache-memory-bytes", "many"], ["'many' is not a size"]),
         (["--port", "99999"], ["port is 99999", "65535"]),
         (["--shutdown-timeout-s", "60"], ["shutdown_timeout_s is 60", "torchrun"]),
+        (["--metrics-prefix", "vllm:"], ["metrics_prefix is 'vllm:'", "such as tp_engine vllm"]),
+        (["--metrics-prefix", "vllm", "vllm"], ["metrics_prefix is 'vllm vllm'", "different"]),
         (["--config", "/no/such.toml"], ["/no/such.toml", "No such file"]),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tp_engine.config import check_type, option
 from tp_engine.errors import ConfigError
 from tp_engine.units import MIB
 
+_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -60,6 +62,9 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         flags=("--log-requests",),
         negative_flags=("--disable-log-requests",),
     )
+    metrics_prefix: tuple[str, ...] = option(
+        ("tp_engine",), "prefixes of names in /metrics; vllm for routers that read vLLM's names, several for both"
+    )
     disable_log_stats: bool = option(False, "no line in the log every ten seconds on throughput, queue and KV cache")
     otlp_traces_endpoint: str | None = option(
         None, "OpenTelemetry collector that gets a span per prompt, such as http://localhost:4317 (extra: otel)"
@@ -92,6 +97,12 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
             raise ConfigError(f"port is {self.port}; it must be from 0 (any free port) to 65535")
         if self.max_num_queued_reqs < 0:
             raise ConfigError(f"max_num_queued_reqs is {self.max_num_queued_reqs}; it must be at least 0")
+        bad = [prefix for prefix in self.metrics_prefix if not _PREFIX.fullmatch(prefix)]
+        if bad or not self.metrics_prefix or len(set(self.metrics_prefix)) < len(self.metrics_prefix):
+            raise ConfigError(
+                f"metrics_prefix is {' '.join(self.metrics_prefix)!r}; it must be one name or several different ones, "
+                "of letters, digits and _, such as tp_engine vllm"
+            )
         for name in ("max_body_bytes", "body_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")

@@ -112,12 +112,23 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/server_info", responses=ANSWERS)
     async def server_info() -> Response:
-        """The effective configuration, each rank's memory, and versions; secrets are hidden."""
+        """The effective configuration, each rank's memory, and versions; secrets are hidden.
+
+        The first three fields have SGLang's names: its router learns the model's name from them.
+        """
         engine = await state.llm.engine.act(Action.DESCRIBE, timeout_s=_QUICK_S)
         report = await state.llm.report(timeout_s=_QUICK_S)
-        memory = [{"rank": rank.rank, **rank.memory} for rank in report.ranks]
+        model = state.llm.model_info
         return json_reply(
-            {"engine": engine, "server": public_fields(state.config), "memory_bytes": memory, "versions": _versions()}
+            {
+                "served_model_name": state.model_names[0],
+                "model_path": model.model,
+                "tp_size": model.tensor_parallel_size,
+                "engine": engine,
+                "server": public_fields(state.config),
+                "memory_bytes": [{"rank": rank.rank, **rank.memory} for rank in report.ranks],
+                "versions": _versions(),
+            }
         )
 
 

@@ -38,7 +38,7 @@ class ServerState:
         self.created = int(time.time())
         self.limit = PromptLimit()
         self.running = RunningRequests()
-        self.metrics = ServerMetrics(model_names[0])
+        self.metrics = ServerMetrics(model_names[0], config.metrics_prefix)
         self.watch = EngineWatch(lambda: self.llm, self.metrics.requests, logs=not config.disable_log_stats)
         self.tracer: RequestTracer | None = None
         if config.otlp_traces_endpoint is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -21,7 +21,7 @@ from tp_engine.engine.report import (
 )
 from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
-from tp_engine.server.metrics.families import histograms, number, numbers
+from tp_engine.server.metrics.families import histograms, number, numbers, prefixed
 from tp_engine.server.metrics.figures import HttpFigures, RequestFigures
 
 _STATS = {
@@ -56,10 +56,11 @@ _SPREAD_OF_RANK: dict[f.MetricFamily, tuple[tuple[float, ...], Callable[[RankRep
 class ServerMetrics:
     """The figures of requests and HTTP exchanges, and the engine's own as of a report."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prefixes: Sequence[str] = ("tp_engine",)) -> None:
         self.requests = RequestFigures()
         self.http = HttpFigures()
         self._model_name = model_name
+        self._prefixes = prefixes
         self._info: ModelInfo | None = None
 
     def attach(self, info: ModelInfo) -> None:
@@ -68,12 +69,14 @@ class ServerMetrics:
         self.requests.set_max_model_len(info.max_model_len)
 
     def exposition(self, report: EngineReport | None, peak_usage: float = 0.0) -> bytes:
-        """The text that Prometheus scrapes; ``report`` is None if the engine does not answer.
+        """The text that Prometheus scrapes, all of it once per prefix.
 
-        ``peak_usage``: the allocation monitor's largest share of used blocks, 0 to 1.
+        ``report`` is None if the engine does not answer.  ``peak_usage`` is the allocation monitor's largest share of
+        used blocks, 0 to 1.
         """
-        registry = CollectorRegistry()
-        registry.register(_Metrics(self._metrics(report, peak_usage)))
+        registry, metrics = CollectorRegistry(), list(self._metrics(report, peak_usage))
+        for prefix in self._prefixes:
+            registry.register(_Metrics(prefixed(metrics, prefix)))
         return generate_latest(registry)
 
     def _metrics(self, report: EngineReport | None, peak_usage: float) -> Iterator[Metric]:

@@ -1,12 +1,12 @@
 """The name, meaning, labels and buckets of every metric, each once; and its samples as Prometheus's client has them.
 
-Names, units and buckets are vLLM's where vLLM has the metric, below our own prefix; every metric also has the label
-``model_name``.  A counter's samples end in ``_total``.
+Names, units and buckets are vLLM's where vLLM has the metric, below the prefixes of ``--metrics-prefix``; every metric
+also has the label ``model_name``.  A counter's samples end in ``_total``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Metric
@@ -18,8 +18,6 @@ from prometheus_client.core import (
 )
 
 from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S
-
-PREFIX = "tp_engine:"
 
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -174,6 +172,14 @@ RANK_RESIDENT = MetricFamily("gauge", "rank_resident_memory_bytes", "host memory
 RANK_MEMORY = MetricFamily("gauge", "rank_memory_bytes", "a line of a rank's memory ledger", ("rank", "line"))
 STARTUP = MetricFamily("gauge", "startup_phase_seconds", "a phase of a rank's start", ("rank", "phase"))
 
+# Names that vLLM's metrics had before; routers made for vLLM still read them below its prefix.
+VLLM_PREFIX = "vllm"
+OLDER_NAMES = {
+    KV_USAGE.name: "gpu_cache_usage_perc",
+    QUERIES.name: "gpu_prefix_cache_queries",
+    HITS.name: "gpu_prefix_cache_hits",
+}
+
 FAMILIES: dict[str, MetricFamily] = {
     one.name: one for one in tuple(globals().values()) if isinstance(one, MetricFamily)
 }
@@ -181,7 +187,7 @@ FAMILIES: dict[str, MetricFamily] = {
 
 def _empty(family: MetricFamily) -> Metric:
     """The metric without samples; ``add_metric`` takes label values, ``model_name`` before the others."""
-    name, labels = PREFIX + family.name, ("model_name", *family.labels)
+    name, labels = family.name, ("model_name", *family.labels)
     match family.kind:
         case "counter":
             return CounterMetricFamily(name, family.text, labels=labels)
@@ -231,3 +237,17 @@ def histograms(
             buckets.append(("+Inf" if bound == float("inf") else repr(bound), running))
         metric.add_metric((model_name, *labels), buckets, total)
     return metric
+
+
+def prefixed(metrics: Iterable[Metric], prefix: str) -> Iterator[Metric]:
+    """The metrics as ``prefix:NAME``; below vLLM's prefix some of them also have the names that they had before."""
+    for metric in metrics:
+        yield _renamed(metric, f"{prefix}:{metric.name}")
+        if prefix == VLLM_PREFIX and metric.name in OLDER_NAMES:
+            yield _renamed(metric, f"{prefix}:{OLDER_NAMES[metric.name]}")
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    renamed = Metric(name, metric.documentation, metric.type)
+    renamed.samples = [one._replace(name=name + one.name.removeprefix(metric.name)) for one in metric.samples]
+    return renamed
