@@ -198,6 +198,7 @@ class FakeEngine:
     model_info: ModelInfo = MODEL_INFO
     num_steps: int = 0
     aborted: list[str] = field(default_factory=list)
+    expected: list[tuple[str, str]] = field(default_factory=list)
     added: list[EngineRequest] = field(default_factory=list)
     trace_folder: str | None = None
     profiled: list[Control] = field(default_factory=list)
@@ -270,6 +271,9 @@ class FakeEngine:
             moves=MoveCounters(stored_bytes=3000, loaded_bytes=2000, store_s=0.5, load_s=0.25, wait_s=0.125),
             view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
         )
+
+    def expect(self, session: str, salt: str) -> None:
+        self.expected.append((session, salt))
 
     def reset_prefix_cache(self) -> bool:
         return not self._sequences

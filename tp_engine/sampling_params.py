@@ -49,6 +49,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch.
     ``max_tokens`` None means as many as the model's context allows.  ``logprobs`` and ``prompt_logprobs`` are the
     number of alternatives per token (None for none).  ``bad_words`` never appear, alone or within text.
+    ``prompt_cache_key`` names the session that the request belongs to, for prefetching from the host tier.
     ``structured_outputs`` constrains the form of the output.  Raises ``RequestError`` for a value out of range.
     """
 
@@ -74,6 +75,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:

@@ -349,8 +349,11 @@ class RandomLoad:
         stem = rng.choice(self.stems)
         start = self._earlier() if rng.random() < 0.3 else stem[: rng.randint(0, len(stem))]
         prompt = (start + self._tokens(rng.randint(1, 6)))[: self.longest]
+        number = len(self.simulation.requests)
+        self.simulation.scheduler.expect(f"session {(number + 1) % 5}", "")
         self.simulation.add(
             prompt,
+            prompt_cache_key=f"session {number % 5}",
             priority=rng.choice((0, 0, 0, 1, -1)),
             will_continue=rng.random() < 0.5,
             n=rng.choice((1, 1, 1, 2, 3)),

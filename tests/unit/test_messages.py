@@ -39,6 +39,7 @@ EVERY_PARAM = SamplingParams(
     prompt_logprobs=20,
     skip_special_tokens=False,
     cache_salt="tenant \U0001f600",
+    prompt_cache_key="session \U0001f600",
 )
 
 
@@ -81,6 +82,7 @@ TO_ENGINE: list[ToEngine] = [
     ),
     messages.AddRequest(request=EngineRequest(request_id="", prompt_token_ids=[], params=SamplingParams())),
     messages.AbortRequests(request_ids=["a", "b"]),
+    messages.ExpectSession(session="agent 7", salt="a"),
     messages.GetStats(),
     messages.Stop(),
 ]

@@ -144,6 +144,30 @@ def test_abort_by_any_id() -> None:
     serve(scenario, FakeEngine(arith, step_delay_s=0.005))
 
 
+def test_sessions_that_return() -> None:
+    """Oracle: what reaches the engine: the names and salts of ``/prefetch`` and of bodies, before their request."""
+    engine = FakeEngine(echo)
+
+    async def scenario(app: App) -> None:
+        answer = await app.post("/prefetch", {"prompt_cache_key": "a"})
+        assert (answer.status, answer.json()) == (200, {})
+        assert (await app.post("/prefetch", {"prompt_cache_key": "b", "cache_salt": "s"})).status == 200
+        body = {"prompt": ids("a"), "prompt_cache_key": "c", "cache_salt": "t"}
+        assert (await app.post("/v1/completions", body)).status == 200
+        for path, rest in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            assert (await app.post(path, {**rest, "prompt_cache_key": path})).status == 200
+        for wrong in ({}, {"prompt_cache_key": 1}, {"prompt_cache_key": "x" * 1025}):
+            assert (await app.post("/prefetch", wrong)).status == 400
+        assert (await app.post("/v1/completions", {"prompt": "a", "prompt_cache_key": "\ud800"})).status == 400
+
+    serve(scenario, engine)
+    assert engine.expected[:3] == [("a", ""), ("b", "s"), ("c", "t")]
+    assert engine.expected[3:] == [("/v1/chat/completions", ""), ("/v1/responses", "")]
+
+
 def test_operators_endpoints() -> None:
     """Oracle: the orders that reach the engine; secrets are hidden."""
 

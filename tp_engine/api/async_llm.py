@@ -143,6 +143,13 @@ class AsyncLLM:
         """End a request: its stream ends with finish reason ``abort``.  Nothing happens for one that has ended."""
         self.engine.abort([request_id])
 
+    async def prefetch(self, prompt_cache_key: str, cache_salt: str | None = None) -> None:
+        """Say that the next request of a session (``SamplingParams.prompt_cache_key``) will come soon.
+
+        While other requests run, the host tier's part of what the session ended with comes back meanwhile.
+        """
+        self.engine.expect(prompt_cache_key, cache_salt or "")
+
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
         """The prompt of a conversation, by the model's chat template."""
         await self.start()

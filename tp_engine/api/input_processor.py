@@ -188,8 +188,9 @@ class InputProcessor:
                 )
         for text in params.stop:
             check_text("stop", text)
-        if params.cache_salt is not None:
-            check_text("cache_salt", params.cache_salt)
+        for name, value in (("cache_salt", params.cache_salt), ("prompt_cache_key", params.prompt_cache_key)):
+            if value is not None:
+                check_text(name, value)
         if params.structured_outputs is not None:
             check_constraint(params.structured_outputs, self.tokenizer)
 

@@ -90,6 +90,10 @@ class EngineClient:
         """End requests; ignores unknown ids, and does nothing if the engine has ended."""
         self._send(messages.AbortRequests(request_ids=list(request_ids)))
 
+    def expect(self, session: str, salt: str) -> None:
+        """Say that a session will go on soon; does nothing if the engine has ended."""
+        self._send(messages.ExpectSession(session=session, salt=salt))
+
     async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
         """The scheduler's counters; the engine answers between two steps."""
         stats: SchedulerStats = await self._ask(messages.GetStats(), timeout_s)

@@ -96,6 +96,10 @@ class Engine:
         self._grammars.forget(request_ids)
         return self._scheduler.abort(request_ids)
 
+    def expect(self, session: str, salt: str) -> None:
+        """See ``Scheduler.expect``."""
+        self._scheduler.expect(session, salt)
+
     def step(self) -> StepOutput:
         """Run one step on all ranks and return its output, which is empty if there is nothing to do.
 

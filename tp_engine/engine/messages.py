@@ -2,7 +2,7 @@
 
 ::
 
-    frontend -> rank 0    Hello, AddRequest, AbortRequests, GetStats, GetReport, Act, Stop
+    frontend -> rank 0    Hello, AddRequest, AbortRequests, ExpectSession, GetStats, GetReport, Act, Stop
     rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, Acted, Stopped, EngineDead
 """
 
@@ -65,6 +65,13 @@ class AbortRequests(_Message, frozen=True, kw_only=True):
     """End requests now; unknown ids are ignored."""
 
     request_ids: list[str]
+
+
+class ExpectSession(_Message, frozen=True, kw_only=True):
+    """A client's session will go on soon (``Scheduler.expect``); there is no answer."""
+
+    session: str
+    salt: str = ""
 
 
 class GetStats(_Message, frozen=True, kw_only=True):
@@ -146,7 +153,7 @@ class EngineDead(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | GetStats | GetReport | Act | Stop
+ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | ExpectSession | GetStats | GetReport | Act | Stop
 ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | Acted | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.

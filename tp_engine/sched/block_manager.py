@@ -118,11 +118,14 @@ class BlockManager:
 
     def find_hits(self, sequence: Sequence) -> Hits:
         """The cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
-        salt, windows = sequence.group.salt, self.windows
         if not self._caching or sequence.wants_prompt_logprobs:
-            return Hits(self._nothing, salt)
-        token_bytes = sequence.token_ids.tobytes()
-        usable = (len(sequence.token_ids) - 1) // self.block_size
+            return Hits(self._nothing, sequence.group.salt)
+        return self.find_prefix(sequence.group.salt, sequence.token_ids)
+
+    def find_prefix(self, salt: str, token_ids: IntArray) -> Hits:
+        """As ``find_hits``, for any tokens behind a salt."""
+        windows, token_bytes = self.windows, token_ids.tobytes()
+        usable = (len(token_ids) - 1) // self.block_size
         blocks, place = self.cache.match(salt, token_bytes, usable)
         if self._has_windows:
             sufficient = windows.longest_hit(blocks != NO_BLOCK)

@@ -105,13 +105,20 @@ class Scheduler:
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
-        if not request.is_constrained:
-            for sequence in group.sequences:
-                self._batch.waiting.push(sequence)
-            return
-        self._num_parked += len(group.sequences)
         for sequence in group.sequences:
-            sequence.blocked = Blocked.GRAMMAR
+            if request.is_constrained:
+                sequence.blocked = Blocked.GRAMMAR
+                self._num_parked += 1
+            else:
+                self._batch.waiting.push(sequence)
+        if self._prefetcher is not None:
+            self._prefetcher.arrive(group.sequences[0])
+
+    def expect(self, session: str, salt: str) -> None:
+        """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
+        from the host tier, as far as there is room."""
+        if self._prefetcher is not None:
+            self._prefetcher.expect((session, salt), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
@@ -156,7 +163,7 @@ class Scheduler:
         if plan is not None:
             self._step_id = plan.step_id
             self._departures.append(self._batch.rows.num_departures)
-            if self._prefetcher is not None and self._batch.waiting:
+            if self._prefetcher is not None and self._prefetcher.has_work:
                 self._prefetcher.look(self._step_id)
         return plan
 
@@ -332,6 +339,8 @@ class Scheduler:
                 self._batch.waiting.forget(sequence)
         else:
             self._batch.leave(sequence, SequencePhase.FINISHED)
+            if self._prefetcher is not None:
+                self._prefetcher.note_end(sequence)
         group = sequence.group
         group.num_unfinished -= 1
         if group.num_unfinished == 0:

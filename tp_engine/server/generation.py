@@ -33,6 +33,8 @@ async def answer(state: ServerState, request: Request, kind: type[Body]) -> Resp
     state.check_room()
     body: Body = await read_body(kind, request, state.config)
     model = state.model_name(body.model)
+    if body.prompt_cache_key is not None:  # its blocks may come back while the prompt is tokenized
+        await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)
     body.request_id = name_request(request.scope["state"], body.request_id)
     with contextlib.ExitStack() as held:
         processor = state.llm.input_processor

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from tp_engine import __version__
@@ -30,6 +30,15 @@ class AbortBody(BaseModel):
 
     request_ids: list[str] | None = None
     abort_all: bool | None = None
+
+
+class PrefetchBody(BaseModel):
+    """``POST /prefetch``: a session, by the fields that its requests have."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    prompt_cache_key: str = Field(max_length=1024)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
 
 def add_operator_routes(app: FastAPI, state: ServerState) -> None:
@@ -94,6 +103,13 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
         for engine_id in engine_ids:
             await state.llm.abort(engine_id)
         return json_reply({"num_aborted": len(engine_ids)})
+
+    @app.post("/prefetch", **takes(PrefetchBody))
+    async def prefetch(request: Request) -> Response:
+        """A session will go on soon: bring back from the host tier what it ended with."""
+        body = await read_body(PrefetchBody, request, state.config)
+        await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)
+        return json_reply({})
 
     @app.post("/reset_prefix_cache", responses=ANSWERS)
     async def reset_prefix_cache() -> Response:

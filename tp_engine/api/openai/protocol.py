@@ -78,6 +78,7 @@ class GenerationBody(BaseModel):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    prompt_cache_key: str | None = Field(None, max_length=1024)
 
     @property
     def include_usage(self) -> bool:

@@ -72,7 +72,6 @@ class ResponsesBody(GenerationBody):
     prompt: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
