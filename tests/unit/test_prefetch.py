@@ -6,6 +6,7 @@ Oracle: counts worked out by hand, and in every case the fake model and the cont
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ BUSY = replace(POOL, num_blocks=40, max_num_batched_tokens=8, max_host_moves=2)
 NEXT = [*prompt(1, 33), 7, 7]
 
 
-def busy_engine(lag: Lag = Lag.MOST, ahead: int = 0, **session: str) -> TierSimulation:
+def busy_engine(lag: Lag = Lag.MOST, ahead: int = 0, **session: Any) -> TierSimulation:
     """The session has ended with 34 tokens, its 8 blocks are on the host, and a row decodes."""
     simulation = TierSimulation(BUSY, lag=lag, ahead=ahead)
     simulation.add(prompt(1, 33), max_tokens=2, **ENDLESS, **session)

@@ -188,9 +188,9 @@ class InputProcessor:
                 )
         for text in params.stop:
             check_text("stop", text)
-        for name, value in (("cache_salt", params.cache_salt), ("prompt_cache_key", params.prompt_cache_key)):
-            if value is not None:
-                check_text(name, value)
+        for name, label in (("cache_salt", params.cache_salt), ("prompt_cache_key", params.prompt_cache_key)):
+            if label is not None:
+                check_text(name, label)
         if params.structured_outputs is not None:
             check_constraint(params.structured_outputs, self.tokenizer)
 
