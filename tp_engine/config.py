@@ -14,7 +14,7 @@ from typing import Any
 
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
-from tp_engine.kv_codec import check_codec
+from tp_engine.kv_codec import KV_OFFLOADING_CODECS, check_codec
 from tp_engine.log import LOG_FORMATS
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 
@@ -102,7 +102,8 @@ class EngineConfig:
     )
     kv_offloading_codec: str = option(
         "none",
-        "form of KV blocks on the host: none (exact); lossy: int8 (half the bytes of bfloat16), fp8",
+        "form of KV blocks on the host: none (exact); lossy: int8 and fp8 (half of bfloat16)",
+        choices=KV_OFFLOADING_CODECS,
     )
     max_model_len: int | None = option(
         None,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tp_engine import LLM, ConfigError, SamplingParams
+from tp_engine import LLM, SamplingParams
 
 VOCAB = 203
 GENERATOR = torch.Generator().manual_seed(0)
@@ -75,9 +75,3 @@ def test_error_is_bounded(
     assert (codec == "none") == (most < 1e-4)
     assert ("the codec is lossy" in caplog.text) == (codec != "none")
     assert f"codec {codec}" in caplog.text
-
-
-def test_rank_above_the_width_is_refused_before_a_start(folder: Path) -> None:
-    """Oracle: 4 KV heads of 8 are 32 numbers a token."""
-    with pytest.raises(ConfigError, match=r"is pca:33, but the keys of a token and layer are 32"):
-        LLM(str(folder), kv_offloading_codec="pca:33", **OPTIONS)

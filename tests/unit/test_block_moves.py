@@ -239,9 +239,6 @@ class Halves:
         places, blocks = pair_ids(pairs, pool.device)
         pool[blocks] = blobs[places].repeat_interleave(2, 1)
 
-    def work_bytes(self, num_blobs: int) -> int:
-        return 0
-
     def fingerprint(self) -> bytes:
         return b""
 

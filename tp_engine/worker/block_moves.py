@@ -186,8 +186,8 @@ def num_staged(codec: Codec) -> int:
 
 
 def staging_bytes(codec: Codec) -> int:
-    """Bytes that a codec takes on a GPU: the staging area, and what encoding and decoding need beside it."""
-    return 0 if codec.is_copy else num_staged(codec) * codec.blob_bytes + codec.work_bytes(num_staged(codec))
+    """Bytes of the staging area that a codec takes on a GPU."""
+    return 0 if codec.is_copy else num_staged(codec) * codec.blob_bytes
 
 
 def _portions(pairs: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]:

@@ -16,7 +16,7 @@ import torch
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.registry import key_lanes, select_backend
 from tp_engine.errors import RankError
-from tp_engine.kv_codec import CodecChoice
+from tp_engine.kv_codec import is_lossy
 from tp_engine.kv_layout import KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.model_config import local_num_kv_heads
@@ -87,9 +87,10 @@ class Worker:
             head_dim=self._layout.head_dim,
             dtype=effective.kv_cache_dtype,
         )
-        choice = CodecChoice.of(config.kv_offloading_codec)
         lanes = key_lanes(self._backends[0], config.block_size)
-        self._codec = make_codec(choice, self._kv_shape, lanes) if config.kv_offloading_size else None
+        self._codec = (
+            make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None
+        )
         self._runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
@@ -345,7 +346,7 @@ class Worker:
                 *(format_gib(num_bytes), f"{num_tokens:,}", num_slots, codec.blob_bytes, block_bytes),
                 config.kv_offloading_codec,
             )
-            if CodecChoice.of(config.kv_offloading_codec).is_lossy:
+            if is_lossy(config.kv_offloading_codec):
                 logger.info("the codec is lossy: K/V that come back differ a little, and so may answers")
         return num_slots
 

@@ -11,19 +11,19 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.kernels.block_codes import BlockForm
-from tp_engine.kv_codec import CodecChoice
+from tp_engine.kv_codec import is_lossy
 from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.codecs.eight_bits import EightBits
 from tp_engine.worker.kv_cache import KvCacheShape
 
-_CODECS: dict[str, Callable[[CodecChoice, BlockForm], Codec]] = {
-    "int8": lambda choice, form: EightBits(form, torch.int8),
-    "fp8": lambda choice, form: EightBits(form, torch.float8_e4m3fn),
+_CODECS: dict[str, Callable[[BlockForm], Codec]] = {
+    "int8": lambda form: EightBits(form, torch.int8),
+    "fp8": lambda form: EightBits(form, torch.float8_e4m3fn),
 }
 
 
-def make_codec(choice: CodecChoice, shape: KvCacheShape, lanes: int) -> Codec:
-    """The codec for a pool of blocks of ``shape``, whose keys are columns of ``lanes`` tokens, or rows (0)."""
+def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
+    """The codec ``name`` for a pool of blocks of ``shape``, whose keys are columns of ``lanes`` tokens, or rows (0)."""
     form = BlockForm(
         num_parts=2 * shape.layers_per_block,
         block_size=shape.block_size,
@@ -32,7 +32,7 @@ def make_codec(choice: CodecChoice, shape: KvCacheShape, lanes: int) -> Codec:
         dtype=shape.dtype,
         lanes=lanes,
     )
-    if not choice.is_lossy:
+    if not is_lossy(name):
         return BlockCopy(shape.block_bytes, repr(form))
     assert form.block_bytes == shape.block_bytes, "the configuration refuses a quantised cache"
-    return _CODECS[choice.kind](choice, form)
+    return _CODECS[name](form)

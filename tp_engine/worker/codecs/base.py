@@ -23,17 +23,11 @@ class Codec(Protocol):
     is_copy: bool
     blob_bytes: int
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
-        """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
-
-        Returns (n,) bool on the pool's device: blobs that must not be used; None if all are good.
-        """
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> None:
+        """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``."""
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
         """Write the blocks of blobs; ``pairs`` are places in ``blobs`` and blocks."""
-
-    def work_bytes(self, num_blobs: int) -> int:
-        """The most memory on the device that so many blocks take in ``encode`` or ``decode``, beside the arguments."""
 
     def fingerprint(self) -> bytes:
         """16 bytes that differ between codecs that do not read each other's blobs."""
@@ -57,10 +51,6 @@ class BlockCopy:
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
         """Copy; see ``Codec``."""
         self._copy(blobs, pool, pairs)
-
-    def work_bytes(self, num_blobs: int) -> int:
-        """Nothing."""
-        return 0
 
     def fingerprint(self) -> bytes:
         """See ``Codec``."""

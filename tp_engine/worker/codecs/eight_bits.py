@@ -23,16 +23,12 @@ class EightBits:
         self.blob_bytes = form.blob_bytes
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> None:
-        """See ``Codec``; no blob is bad."""
+        """See ``Codec``."""
         op("encode_blocks", pool.device.type)(pool, blobs, pairs, self._form, self._codes)
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
         """See ``Codec``."""
         op("decode_blocks", pool.device.type)(blobs, pool, pairs, self._form, self._codes)
-
-    def work_bytes(self, num_blobs: int) -> int:
-        """Nothing: on a GPU each kernel is one pass."""
-        return 0
 
     def fingerprint(self) -> bytes:
         """See ``Codec``."""
