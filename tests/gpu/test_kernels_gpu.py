@@ -23,6 +23,7 @@ MODULES = (
     "kernel_cases_experts",
     "kernel_cases_one_row_linear",
     "kernel_cases_quantised",
+    "kernel_cases_norm_codes",
     "kernel_cases_decode_inputs",
     "kernel_cases_paged_attention",
     "kernel_cases_reduce_norm",

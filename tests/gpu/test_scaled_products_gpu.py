@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import op
 from tp_engine.kernels.row_codes import multiply_rounded
 from tp_engine.kernels.scaled_products import (
@@ -81,3 +82,19 @@ def test_product_of_gate_and_up(has_blocks: bool, num_rows: int) -> None:
     both = torch.randn(num_rows, 2560, device="cuda").bfloat16()
     expected = product(op("gate", "cuda")(both, SILU), None)
     assert torch.equal(product(both, None, SILU), expected)
+
+
+@pytest.mark.parametrize("num_rows", [65, 1000])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_product_of_a_norm_s_codes(has_blocks: bool, num_rows: int) -> None:
+    """Oracle: the same product of the stored norm, bit by bit; the sum with the residual too."""
+    weight = random_codes(torch.Generator().manual_seed(3), 512, 1280, has_blocks=has_blocks).map(torch.Tensor.cuda)
+    product = scaled_product(weight)
+    if product is None:
+        pytest.skip("this GPU has no such product")
+    x, residual = (torch.randn(num_rows, 1280, device="cuda").bfloat16() for _ in range(2))
+    rule = NormRule(torch.randn(1280, device="cuda").bfloat16(), 1e-6)
+    rest = residual.clone()
+    expected = product(op("add_norm", "cuda")(x, rest, rule), None)
+    assert torch.equal(product(op("norm_codes", "cuda")(x, residual, rule, product.rule), None), expected)
+    assert torch.equal(residual, rest)

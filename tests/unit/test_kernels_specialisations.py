@@ -17,6 +17,7 @@ from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.kernels.routing import ExpertLoad
+from tp_engine.kernels.row_codes import CodeRule
 from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.model_config.mlp import SILU, Activation, RoutingRule
 
@@ -57,6 +58,7 @@ def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tens
     ops["norm"](x, rule)
     ops["add_norm"](x, residual, rule, 0.22)
     ops["add"](x, residual, 0.22)
+    ops["norm_codes"](x, residual, rule, CodeRule(group=128), 0.22)
     addresses = empty(8, dtype=torch.int64)
     all_reduce_add_norm_triton(x, residual, rule, 0.22, buffers=addresses, signals=addresses, rank=1)
     ops["gate"](empty(num_tokens, 6144), Activation("gelu_tanh"))

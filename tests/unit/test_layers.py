@@ -13,14 +13,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from tests.simulated_ranks import run_ranks
 from tests.unit.test_models import CPU, LLAMA3, prefill_metadata
 from tp_engine.attention.base import AttentionShape
+from tp_engine.kernels import ops
 from tp_engine.kernels.heads import apply_rotary, norm_heads
 from tp_engine.kernels.layer_kv import KeyValue
 from tp_engine.kernels.layer_ops import gate
+from tp_engine.kernels.row_codes import CodeRule, RowCodes, quantise_rows
+from tp_engine.layers import residual
 from tp_engine.layers.attention import attend_fresh, current_metadata, forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.formats import choose_formats
 from tp_engine.layers.formats.base import Product
+from tp_engine.layers.formats.quantised_products import WantedCodes
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
@@ -266,3 +270,45 @@ def test_joins() -> None:
             torch.testing.assert_close(
                 first, residual if next_norm is None else F.rms_norm(residual, (8,), next_norm.weight, 1e-5)
             )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_join_writes_codes_for_its_readers(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the join itself, whose rows then become codes: first, after an all-reduce, and after an output's norm.
+
+    Up to the readers' number of rows, and without readers that want codes, it gives rows.
+    """
+    wanted = WantedCodes(CodeRule(), more_than=2)
+    monkeypatch.setattr(residual, "wanted_codes", lambda products: wanted if products else None)
+    monkeypatch.setattr(ops, "native_library", lambda: None)
+    ops.op.cache_clear()
+
+    def body(communicator: Communicator) -> None:
+        context = LayerContext(
+            communicator=communicator, dtype=torch.bfloat16, device=CPU, format_of=choose_formats(None)
+        )
+        out_norm, next_norm = (Norm(NormSpec(name=name, eps=1e-5), 8, context=context) for name in ("out", "next"))
+        reader = RowParallelLinear(8, 8, bias=False, context=context)
+        for parameter in (out_norm.weight, next_norm.weight, *reader.parameters()):
+            parameter.fill_(0.75)
+        reader.finish_loading()
+        generator = torch.Generator().manual_seed(communicator.info.rank)
+        for num_rows in (2, 3):
+            stream = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(9)).bfloat16()
+            part = torch.randn(num_rows, 8, generator=generator).bfloat16()
+            for output, own in ((None, None), (None, part), (out_norm, part)):
+                join = Join(output, next_norm, 0.5, [reader], context=context)
+                rest, expected_rest = stream.clone(), stream.clone()
+                found = join.for_readers(None if own is None else own.clone(), rest)
+                expected = join(None if own is None else own.clone(), expected_rest)
+                assert torch.equal(rest, expected_rest) and isinstance(found, RowCodes) == (num_rows > 2)
+                if isinstance(found, RowCodes):
+                    codes, scales = quantise_rows(expected)
+                    assert torch.equal(found.codes.float(), codes.float()) and torch.equal(found.scales, scales)
+                else:
+                    assert torch.equal(found, expected)
+        plain = Join(None, next_norm, 0.5, context=context).for_readers(part, stream)
+        assert isinstance(plain, torch.Tensor)
+
+    run_ranks(world_size, body)
+    ops.op.cache_clear()

@@ -11,13 +11,15 @@ from tp_engine.kernels import layer_ops
 from tp_engine.kernels.experts import QuantisedExpertWeights, mix_quantised_experts
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
-from tp_engine.kernels.scaled_products import RowwiseProduct, random_codes
+from tp_engine.kernels.row_codes import RowCodes, quantise_rows
+from tp_engine.kernels.scaled_products import BlockProduct, RowwiseProduct, random_codes
 from tp_engine.layers.formats import quantised_products
 from tp_engine.layers.formats.quantised_products import (
     TritonQuantised,
     choose_quantised_experts,
     choose_quantised_product,
     gated_pair,
+    wanted_codes,
 )
 from tp_engine.model_config.mlp import SILU
 
@@ -78,4 +80,42 @@ def test_gated_pair(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair is not None and gated_pair(gate_up, TritonQuantised(weights[1], None)) is None
     x = random((pair.more_than + 1, 32), torch.bfloat16, "cpu") / 8
     biases = [random((size,), torch.bfloat16, "cpu") if has_bias else None for size in (96, 32)]
-    assert torch.equal(pair(x, *biases), down(gate_up(x, biases[0]), biases[1]))
+    expected = pair(x, *biases)
+    assert torch.equal(expected, down(gate_up(x, biases[0]), biases[1]))
+    assert torch.equal(pair(RowCodes(*quantise_rows(x)), *biases), expected)
+
+
+@needs_triton
+def test_wanted_codes() -> None:
+    """Oracle: the rule: all readers multiply codes, and round alike: one input scale is not another."""
+    generator = torch.Generator().manual_seed(1)
+    rows, blocks = (random_codes(generator, 128, 128, has_blocks=has_blocks) for has_blocks in (False, True))
+    scale = torch.tensor(0.1)
+
+    def product(scaled: RowwiseProduct | BlockProduct | None) -> TritonQuantised:
+        return TritonQuantised(rows, None, scaled)
+
+    plain, other = product(RowwiseProduct(rows)), product(RowwiseProduct(rows))
+    of_blocks, fixed, weight_only = product(BlockProduct(blocks)), product(RowwiseProduct(rows, scale)), product(None)
+    for products, group, own in (([plain, other], 0, None), ([of_blocks], 128, None), ([fixed, fixed], 0, scale)):
+        wanted = wanted_codes(products)
+        assert wanted is not None and (wanted.rule.group, wanted.rule.scale) == (group, own)
+        assert wanted.more_than == products[0].few_rows
+    also_fixed = product(RowwiseProduct(rows, scale.clone()))
+    for products in ([], [weight_only], [plain, weight_only], [plain, of_blocks], [plain, fixed], [fixed, also_fixed]):
+        assert wanted_codes(products) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("has_input_scale", [False, True])
+def test_codes_instead_of_rows(has_input_scale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the product of the rows, bit by bit; scales may lie in memory as either kernel writes them."""
+    monkeypatch.setattr(quantised_products, "op", lambda name, device_type: getattr(layer_ops, name))
+    weight = random_codes(torch.Generator().manual_seed(1), 96, 32, has_blocks=False)
+    scale = torch.tensor(0.01) if has_input_scale else None
+    x, bias = random((70, 32), torch.bfloat16, "cpu"), random((96,), torch.bfloat16, "cpu")
+    codes, scales = quantise_rows(x, scale=scale)
+    for activation in (None, SILU):
+        product = TritonQuantised(weight, activation, RowwiseProduct(weight, scale))
+        for own in (scales, scales.clone(), scales.t().contiguous().t()):
+            assert torch.equal(product(RowCodes(codes, own), bias), product(x, bias))

@@ -47,6 +47,35 @@ def normalised(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def normalised_row(  # type: ignore[no-untyped-def]
+    x,
+    residual,
+    gain,
+    token,
+    column,
+    inside,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,  # noqa: N803
+    ADDS: tl.constexpr,  # noqa: N803
+    SCALE: tl.constexpr,  # noqa: N803
+    CENTRED: tl.constexpr,  # noqa: N803
+):
+    """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first."""
+    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        if SCALE != 1:
+            values *= SCALE
+        place = residual + token * residual_stride + column
+        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(residual.dtype.element_ty)
+        tl.store(place, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    return normalised(values, gain, inside, eps, SIZE, CENTRED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def norm_kernel(  # type: ignore[no-untyped-def]
     x,
     residual,
@@ -63,23 +92,16 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One program: one row of SIZE elements; with ADDS, SCALE times the row is added to the residual."""
+    """One program: one row of SIZE elements."""
     let_next_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     gain = load_gain(weight, column, inside, OFFSET)
     wait_for_previous(PDL)
-    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        if SCALE != 1:
-            values *= SCALE
-        place = residual + token * residual_stride + column
-        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        rounded = values.to(residual.dtype.element_ty)
-        tl.store(place, rounded, mask=inside)
-        values = rounded.to(tl.float32)
-    result = normalised(values, gain, inside, eps, SIZE, CENTRED)
+    result = normalised_row(
+        x, residual, gain, token, column, inside, x_stride, residual_stride, eps, SIZE, ADDS, SCALE, CENTRED
+    )
     tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -61,6 +61,7 @@ OPS: dict[str, Op] = {
     "decode_blocks": Op(
         block_codes.decode_blocks, "block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
     ),
+    "norm_codes": Op(row_codes.norm_codes, "norm_codes_triton:norm_codes_triton"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
     "store_kv": Op(layer_kv.store_kv, "store_kv_triton:store_kv_triton"),
 }

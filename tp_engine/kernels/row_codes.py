@@ -6,20 +6,53 @@
 
 A token's scales are its own, so a row's result does not depend on the rest of the step.  Some checkpoints have one
 scale for all activations of a layer instead.  NaN stays: the scale of a group with NaN is NaN.
+
+Rows that an activation or a norm makes become codes in the pass over memory that makes them: ``quantise_rows`` with an
+activation, and ``norm_codes``.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, dequantise, quantise
-from tp_engine.kernels.layer_ops import gate
+from tp_engine.kernels.layer_ops import NormRule, add_norm, gate, norm
 from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
 from tp_engine.model_config.mlp import Activation
 
 CODE_DTYPE = torch.float8_e4m3fn
 LARGEST_CODE = LARGEST_VALUE[CODE_DTYPE]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeRule:
+    """How rows become codes: a scale for ``group`` columns, 0: for a row; or ``scale``, a float32 scalar, for all."""
+
+    group: int = 0
+    scale: torch.Tensor | None = None
+
+    def is_same(self, other: CodeRule) -> bool:
+        """Whether both give the same codes, as far as can be told without reading the device's memory."""
+        return self.group == other.group and self.scale is other.scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowCodes:
+    """Rows as ``codes`` (N, in) float8_e4m3fn and ``scales`` (N, groups) float32."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+Rows: TypeAlias = torch.Tensor | RowCodes
+"""What a linear layer reads: (N, in), or codes of it."""
 
 
 def quantise_rows(
@@ -40,6 +73,17 @@ def quantise_rows(
     padded = F.pad(x, (0, -size % width)).reshape(num_rows, -1, width)
     codes, scales = quantise(padded, CODE_DTYPE)
     return codes.reshape(num_rows, -1)[:, :size].contiguous(), scales
+
+
+def norm_codes(
+    x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, wanted: CodeRule, scale: float = 1.0
+) -> RowCodes:
+    """``layer_ops.norm`` of ``x`` (N, size) as codes; with a ``residual``, ``layer_ops.add_norm``, which adds to it.
+
+    The norm is rounded to the type of ``x``, as if it was stored, before it becomes codes.
+    """
+    rows = norm(x, rule) if residual is None else add_norm(x, residual, rule, scale)
+    return RowCodes(*quantise_rows(rows, wanted.group, wanted.scale))
 
 
 def rounded_rows(x: torch.Tensor, group: int = 0, scale: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,6 +18,27 @@ _BLOCK = 1024
 _ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def rounded_groups(  # type: ignore[no-untyped-def]
+    values,
+    given,
+    LARGEST: tl.constexpr,  # noqa: N803
+    HAS_SCALE: tl.constexpr,  # noqa: N803
+):
+    """float32 ``values`` (groups, columns) -> in the range of codes, not yet rounded, and the groups' scales."""
+    if HAS_SCALE:
+        scale = tl.load(given)
+        found = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
+        own = tl.zeros((values.shape[0],), tl.float32) + scale
+    else:
+        peak = tl.max(tl.abs(values), axis=1)
+        found = scaled_to_range(values, peak[:, None], LARGEST, False)
+        own = peak / LARGEST
+    # Maxima leave NaN out, so it is looked for.
+    is_broken = tl.max((values != values).to(tl.int32), axis=1) > 0
+    return found, tl.where(is_broken, float("nan"), own)
+
+
 @triton.jit(do_not_specialize=["scale_stride"])  # type: ignore[untyped-decorator]
 def quantise_rows_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -54,17 +75,7 @@ def quantise_rows_kernel(  # type: ignore[no-untyped-def]
         up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
         values = gated(values, up, KIND, ALPHA, LIMIT).to(x.dtype.element_ty).to(tl.float32)
     is_part = part * WIDTH < SIZE
-    if HAS_SCALE:
-        scale = tl.load(given)
-        found = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
-        own = tl.zeros((PARTS,), tl.float32) + scale
-    else:
-        peak = tl.max(tl.abs(values), axis=1)
-        found = scaled_to_range(values, peak[:, None], LARGEST, False)
-        own = peak / LARGEST
-    # Maxima leave NaN out, so it is looked for.
-    is_broken = tl.max((values != values).to(tl.int32), axis=1) > 0
-    own = tl.where(is_broken, float("nan"), own)
+    found, own = rounded_groups(values, given, LARGEST, HAS_SCALE)
     tl.store(codes + token * SIZE + column, found.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + part * scale_stride + token, own, mask=is_part)
 

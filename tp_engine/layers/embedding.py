@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product
 from tp_engine.layers.formats.dense import Dense, PanelLinear
@@ -128,7 +129,7 @@ class ParallelLMHead(LocalLinear):
         if self._share_rows is not None and isinstance(self._product, PanelLinear):
             self._share_rows(self._product.weight.rows)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Rows) -> torch.Tensor:
         logits = self.product(hidden, None)[:, : self.slice.width]
         if self._bounds is not None:
             self._cap_logits(logits, *self._bounds)

@@ -15,8 +15,11 @@ columns of which stored modules it holds; its format (``formats/``) decides how 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
+from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.base import LinearFormat, Product
 from tp_engine.layers.formats.stored import LinearShape, Part
@@ -54,11 +57,11 @@ class LocalLinear(Layer):
         for name in weights:
             delattr(self, name)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in) -> (N, out)."""
-        return self.loaded(x, bias)
+    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x`` (N, in), codes only if the product wants them (``wanted_codes``) -> (N, out)."""
+        return self.loaded(cast("torch.Tensor", x), bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         return self.product(x, self.bias)
 
 
@@ -133,10 +136,10 @@ class RowParallelLinear(LocalLinear):
         """The bias, where this rank adds it."""
         return self.bias if self._adds_bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         return self._communicator.all_reduce(self.part(x))
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
+    def part(self, x: Rows) -> torch.Tensor:
         """(N, out) of this rank; the ranks' sum is the layer's output.  No collective."""
         return self.product(x, self.own_bias)
 

@@ -1,14 +1,22 @@
-"""From one block to the next: all-reduce, sum with the residual stream, norm; in one kernel or several."""
+"""From one block to the next: all-reduce, sum with the residual stream, norm; in one kernel or several.
+
+Where the next block's products multiply 8-bit floats, the norm writes these instead of rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton
+from tp_engine.kernels.row_codes import RowCodes, Rows
 from tp_engine.layers.context import LayerContext
+from tp_engine.layers.formats.quantised_products import WantedCodes, wanted_codes
+from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.norm import Norm
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
@@ -19,13 +27,22 @@ class Join:
 
     ``out_norm`` normalises the ranks' sum of the output, which is multiplied by ``scale`` when it is added;
     ``next_norm`` normalises the stream.  Either may be None.  Without ``out_norm``, all-reduce, sum and norm are one
-    operation.
+    operation.  ``readers`` are all that reads the normalised stream.
     """
 
-    def __init__(self, out_norm: Norm | None, next_norm: Norm | None, scale: float, *, context: LayerContext) -> None:
-        self._out_norm, self._next_norm, self._scale = out_norm, next_norm, scale
+    def __init__(
+        self,
+        out_norm: Norm | None,
+        next_norm: Norm | None,
+        scale: float,
+        readers: Sequence[LocalLinear] = (),
+        *,
+        context: LayerContext,
+    ) -> None:
+        self._out_norm, self._next_norm, self._scale, self._readers = out_norm, next_norm, scale, readers
         self._communicator = context.communicator
         self._add, self._add_norm = context.op("add"), context.op("add_norm")
+        self._norm_codes = context.op("norm_codes")
         self._reduce_add_norm = reduce_add_norm(context.communicator, self._add_norm)
         self.is_recordable = context.can_record("add", "add_norm")
 
@@ -40,14 +57,33 @@ class Join:
             return residual if next_norm is None else next_norm(residual)
         if out_norm is None and next_norm is not None:
             return self._reduce_add_norm(part, residual, next_norm.rule, self._scale)
-        output = self._communicator.all_reduce(part)
-        if out_norm is not None:
-            output = out_norm(output)
+        output = self._output(part)
         if next_norm is None:
             self._add(output, residual, self._scale)
             return residual
         joined: torch.Tensor = self._add_norm(output, residual, next_norm.rule, self._scale)
         return joined
+
+    def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:
+        """As when it is called, but of many rows only the codes, if all readers multiply codes."""
+        wanted, norm = self._wanted, self._next_norm
+        if wanted is None or norm is None or len(residual) <= wanted.more_than:
+            return self(part, residual)
+        codes: RowCodes
+        if part is None:
+            codes = self._norm_codes(residual, None, norm.rule, wanted.rule)
+        else:
+            codes = self._norm_codes(self._output(part), residual, norm.rule, wanted.rule, self._scale)
+        return codes
+
+    @cached_property
+    def _wanted(self) -> WantedCodes | None:
+        return wanted_codes([reader.loaded for reader in self._readers])
+
+    def _output(self, part: torch.Tensor) -> torch.Tensor:
+        """The block's output."""
+        output = self._communicator.all_reduce(part)
+        return output if self._out_norm is None else self._out_norm(output)
 
 
 class AddNorm(Protocol):

@@ -107,8 +107,9 @@ class CausalLM(nn.Module):
         rotations = [rope(positions) for rope in self.ropes]
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
         for index in self._run:
-            x = self._joins[index](part, residual)
-            part, residual = self.layers[index](x, residual, rotations, wanted if index == last else None)
+            join, own = self._joins[index], wanted if index == last else None
+            x = join(part, residual) if own is not None else join.for_readers(part, residual)
+            part, residual = self.layers[index](x, residual, rotations, own)
         return self._joins[-1](part, residual)
 
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,8 @@ def _make_joins(
     out_norms = [None, *(layer.mlp_out_norm for layer in layers)]
     next_norms = [*(layer.input_norm for layer in layers), final_norm]
     scales = [1.0, *(spec.residual_scale for spec in specs)]
-    return [Join(*one, context=context) for one in zip(out_norms, next_norms, scales, strict=True)]
+    readers = [*(layer.readers for layer in layers), ()]
+    return [Join(*one, context=context) for one in zip(out_norms, next_norms, scales, readers, strict=True)]
 
 
 def build_model(

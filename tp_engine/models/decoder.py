@@ -11,9 +11,10 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.heads import Rotation
+from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.linear import QKVParallelLinear, RowParallelLinear
+from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import order_of
@@ -58,7 +59,7 @@ class SelfAttention(Layer):
         self._prepare_heads = context.op("prepare_heads")
         self.is_recordable = context.can_record("prepare_heads")
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, head_norm = self.attention, None
         shape = attention.shape
@@ -102,23 +103,28 @@ class DecoderLayer(Layer):
 
         self.input_norm, self.mlp_out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
-        self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, context=context)
+        of_mlp: list[LocalLinear] = self.mlp.readers
+        self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, of_mlp, context=context)
+        self.readers = [self.self_attn.qkv_proj, *(of_mlp if spec.is_parallel else ())]
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
         self.is_recordable = self._join.is_recordable
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
+        self, x: Rows, residual: torch.Tensor, rotations: Sequence[Rotation], wanted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention reads ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
+        """The ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
         Returns this rank's part of the layer's last output, not yet added, and the stream.  With ``wanted`` (n,) int64,
-        both are of these tokens only: the others need only their keys and values.
+        both are of these tokens only: the others need only their keys and values.  ``x`` is then a tensor.
         """
         part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
         residual = only(wanted, residual)
         if not self._is_parallel:
-            return self.mlp(self._join(part, residual)), residual
-        both = self.mlp(only(wanted, x))
+            return self.mlp(self._join.for_readers(part, residual)), residual
+        if wanted is not None:
+            assert isinstance(x, torch.Tensor), "codes are of all tokens"
+            x = only(wanted, x)
+        both = self.mlp(x)
         self._add(part, both)
         return both, residual
 

@@ -6,10 +6,11 @@ from functools import cached_property
 
 import torch
 
+from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
 from tp_engine.layers.formats.quantised_products import GatedPair, gated_pair
-from tp_engine.layers.linear import GatedColumnParallelLinear, RowParallelLinear
+from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 
 
@@ -30,12 +31,17 @@ class GatedMLP(Layer):
             spec.inner_size, hidden_size, bias=spec.bias, context=context.at("down_proj")
         )
 
+    @property
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.gate_up_proj]
+
     @cached_property
     def _pair(self) -> GatedPair | None:
         """Both products as one, for many rows, if the weights have it."""
         return gated_pair(self.gate_up_proj.loaded, self.down_proj.loaded)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Rows) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
         pair = self._pair
         if pair is not None and len(x) > pair.more_than:
@@ -56,6 +62,11 @@ class ExpertsMLP(Layer):
         self._gate = spec.num_experts if spec.shared_gate else None
         self._add, self._add_gated = context.op("add"), context.op("add_gated")
         self.is_recordable = context.can_record("add", "add_gated")
+
+    @property
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input; the router's reads values, so no norm writes codes for experts."""
+        return [self.router.linear]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output."""

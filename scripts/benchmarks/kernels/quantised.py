@@ -1,4 +1,5 @@
-"""Cases of ``bench_kernels``: products with quantised weights, beside the same products in the model's type."""
+"""Cases of ``bench_kernels``: products with quantised weights, beside the same products in the model's type, and norms
+whose rows become 8-bit floats."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.cases import KernelCase, Launch, Shape
+from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use
 from tp_engine.kernels.quantised import Codes, QuantisedWeight, values_per_byte
 
 _FEW_ROWS = 64  # up to here the weight's bytes limit a product, beyond it arithmetic
@@ -47,6 +48,27 @@ def quantised_cases(shape: Shape, num_rows: int) -> Iterator[KernelCase]:
             make=partial(_launch, shape, num_rows, name),
             num_flops=num_flops,
         )
+    if num_rows > _FEW_ROWS and can_use(torch.float8_e4m3fn, shape.device):
+        for group in (0, min(128, shape.hidden)):
+            yield from _norm_cases(shape, num_rows, group)
+
+
+def _norm_cases(shape: Shape, num_rows: int, group: int) -> Iterator[KernelCase]:
+    """The residual's sum, its norm, and codes with scales of ``group`` columns: by two kernels, and by one.
+
+    Bytes are those that one kernel needs, so the shares compare the times: the rows and the residual (in), the sum, the
+    codes and their scales (out), the weight.
+    """
+    element, scales = shape.dtype.itemsize, 4 * (shape.hidden // group if group else 1)
+    num_bytes = num_rows * (3 * shape.hidden * element + shape.hidden + scales) + shape.hidden * element
+    kind = "fp8 in groups" if group else "fp8 per row"
+    for name, is_fused in ((f"add_rms_norm, then {kind}", False), (f"add_rms_norm as {kind}", True)):
+        yield KernelCase(
+            kernel=name,
+            size=f"{num_rows} rows",
+            num_bytes=num_bytes,
+            make=partial(_norm_launch, shape, num_rows, group, is_fused),
+        )
 
 
 def make_weight(name: str, sizes: Sequence[int], device: str) -> QuantisedWeight:
@@ -74,3 +96,16 @@ def _plain_launch(shape: Shape, num_rows: int) -> Launch:
     weight = torch.randn(2 * shape.inner, shape.hidden, device=shape.device).to(shape.dtype)
     x = torch.randn(num_rows, shape.hidden, device=shape.device).to(shape.dtype)
     return lambda: F.linear(x, weight)
+
+
+def _norm_launch(shape: Shape, num_rows: int, group: int, is_fused: bool) -> Launch:
+    from tp_engine.kernels.layer_ops import NormRule
+    from tp_engine.kernels.ops import op
+    from tp_engine.kernels.row_codes import CodeRule
+
+    norm_codes, add_norm, quantise = (op(name, shape.device) for name in ("norm_codes", "add_norm", "quantise_rows"))
+    x, residual = (torch.randn(num_rows, shape.hidden, device=shape.device).to(shape.dtype) for _ in range(2))
+    rule, wanted = NormRule(torch.ones(shape.hidden, device=shape.device, dtype=shape.dtype), 1e-6), CodeRule(group)
+    if is_fused:
+        return lambda: norm_codes(x, residual, rule, wanted)
+    return lambda: quantise(add_norm(x, residual, rule), group)

@@ -15,7 +15,8 @@ more        any other                            Triton makes the values, PyTorc
 ==========  ===================================  ===================================================================
 
 Where ``down`` of a gated MLP is a scaled product, the activation and the rounding of its result to 8 bits are one pass
-over memory (``GatedPair``).  Experts on a GPU are Triton's grouped products, and PyTorch's from many pairs on
+over memory (``GatedPair``).  Where all products that read a norm are scaled, so are the norm and the rounding of its
+rows (``wanted_codes``).  Experts on a GPU are Triton's grouped products, and PyTorch's from many pairs on
 (``kernels.experts_grouped``).
 
 Weights stay packed: no copy of the values is kept.  Activations may be rounded to 8 bits only if the format says that
@@ -25,6 +26,8 @@ they are quantised, and only where that makes the product faster; elsewhere they
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +38,7 @@ from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.quantised import QuantisedPanels
 from tp_engine.kernels.ops import has_triton, op
 from tp_engine.kernels.quantised import QuantisedWeight, multiply_quantised
+from tp_engine.kernels.row_codes import CodeRule, Rows
 from tp_engine.kernels.scaled_products import ScaledProduct, has_fp8_units, scaled_product
 from tp_engine.layers.formats.base import ExpertsProduct, Product
 from tp_engine.layers.formats.dense import runs_triton
@@ -75,7 +79,7 @@ class PanelQuantised:
 class TritonQuantised:
     """The products of the table above; an ``activation`` is applied to gate and up.
 
-    ``scaled``: the product of codes for many rows, if there is one.
+    ``scaled``: the product of codes for many rows, if there is one; it takes rows that are codes already, too.
     """
 
     is_recordable = True
@@ -96,16 +100,19 @@ class TritonQuantised:
         many = f"above {FEW_ROWS_BESIDE_CODES} rows PyTorch's scaled products"
         self.made_by = "Triton" if scaled is None else f"Triton, {many}"
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) <= self.few_rows:
+    def __call__(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and len(x) <= self.few_rows:
             product = self._of_one_row if len(x) == 1 else self._of_few_rows
             return product(x, self._weight, bias, self.activation)
         out = self.before_activation(x, bias)
         return out if self.activation is None else self._gate(out, self.activation)
 
-    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def before_activation(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """The product of many rows, not activated."""
-        return self._of_many_rows(x, self._weight, bias) if self.scaled is None else self.scaled(x, bias)
+        if self.scaled is not None:
+            return self.scaled(x, bias)
+        assert isinstance(x, torch.Tensor), "without a product of codes, rows are values"
+        return self._of_many_rows(x, self._weight, bias)
 
 
 class GatedPair:
@@ -118,11 +125,17 @@ class GatedPair:
         self._gate_up, self._down, self._activation = gate_up.before_activation, scaled, gate_up.activation
         self.more_than = max(gate_up.few_rows, down.few_rows)
 
-    def __call__(
-        self, x: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, x: Rows, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in) -> (N, out), bit by bit what the two products give."""
         return self._down(self._gate_up(x, gate_up_bias), down_bias, self._activation)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedCodes:
+    """The codes that products want to read, instead of rows, if there are more than ``more_than`` rows."""
+
+    rule: CodeRule
+    more_than: int
 
 
 class PlainQuantisedExperts:
@@ -168,6 +181,18 @@ def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
     if not (isinstance(gate_up, TritonQuantised) and isinstance(down, TritonQuantised)) or down.scaled is None:
         return None
     return GatedPair(gate_up, down, down.scaled)
+
+
+def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
+    """The codes that all ``products`` want; None if one multiplies values, or if they round differently."""
+    scaled: list[ScaledProduct] = []
+    for product in products:
+        if not isinstance(product, TritonQuantised) or product.scaled is None:
+            return None
+        scaled.append(product.scaled)
+    if not scaled or not all(one.rule.is_same(scaled[0].rule) for one in scaled):
+        return None
+    return WantedCodes(scaled[0].rule, FEW_ROWS_BESIDE_CODES)
 
 
 def choose_quantised_experts(
