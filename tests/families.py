@@ -36,6 +36,15 @@ _QWEN_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads
 _EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}  # 3 ranks have 8, 16 and 16 of the 40
 _SHARED = {**_EXPERTS, "moe_intermediate_size": 24}
 _SLIDING_3_TO_1 = {"num_hidden_layers": 4, "sliding_window": 8}
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA_VISION = {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "model_type": "gemma4_vision"}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "LlamaForCausalLM"),
@@ -69,6 +78,22 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForConditionalGeneration",
         {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 24},
         vision=_SIGLIP,
+    ),
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", {**_GEMMA4, "final_logit_softcapping": 9.0}),
+    "gemma4-experts": Family(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "moe_intermediate_size": 40,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 3,
+        },
+        vision=_GEMMA_VISION,
+        seed=10,
     ),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", {**_SLIDING_3_TO_1, "rope_scaling": _YARN}),

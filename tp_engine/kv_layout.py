@@ -1,7 +1,7 @@
 """The KV cache on paper: which layers share block tables, how long their blocks are kept, and what they take and hold.
 
-Layers whose K/V lives equally long and has the same shape form *groups* of equal size.  A block of the pool holds
-``block_size`` tokens of one group's layers, so all blocks have the same bytes, and every group has a table of its own::
+Layers whose K/V lives equally long and has the same shape form *groups*.  A block of the pool holds ``block_size``
+tokens of one group's layers; all blocks have the same bytes, and every group has a table of its own::
 
     6 layers, 5 of them with a window        pool  | b0 | b1 | b2 | b3 | b4 | b5 | b6 | ...
                                                        one layer each: 6 groups
@@ -10,7 +10,13 @@ Layers whose K/V lives equally long and has the same shape form *groups* of equa
     ...
     group 5   layer 4, window                row 0: . .  . 23 29 ...
 
-A model whose layers are all alike has one group, and a block holds all of its layers.
+A model whose layers are all alike has one group, and a block holds all of its layers.  Where layers differ in KV heads
+or head_dim, a block holds more of the small ones; what a group does not fill is padding::
+
+    2 full layers of 1 x 8, 2 windowed ones of 1 x 16        | layer 0 | layer 1 |   | layer 2           |
+
+The grouping follows from what a rank keeps, so it may differ between numbers of ranks: KV heads of one kind of layer
+may be split where those of another are repeated.
 
 No torch and no numpy: the advice before a start reads it too.
 """
@@ -19,14 +25,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
-from tp_engine.units import ceil_div, format_gib
+from tp_engine.units import ceil_div, format_gib, round_up
 
-MAX_GROUPS = 8
+MAX_GROUPS = 12
 # Kernels begin at the start of a tile: so many keys behind a window may still be read, and are hidden by a mask.
 TILE_TOKENS = 128
 SCALE_BYTES = 4
+
+
+def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
+    """KV heads that each rank holds, where ``K`` is their number and ``W`` the world size.
+
+    ::
+
+        K % W == 0   each rank holds K / W heads         K=4, W=2:  rank 0 [0 1]  rank 1 [2 3]
+        W % K == 0   each head is held by W / K ranks    K=2, W=4:  rank 0 [0]  rank 1 [0]  rank 2 [1]  rank 3 [1]
+    """
+    return max(1, num_kv_heads // world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +61,35 @@ class KvKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
-    """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all."""
+    """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all.
+
+    Each layer keeps keys and values of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``.
+    """
 
     layers: tuple[int, ...]
     window: int | None
+    local_num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a layer's keys, or values, of one token."""
+        return self.local_num_kv_heads * self.head_dim
+
+    def value_bytes(self, block_size: int, itemsize: int) -> int:
+        """Bytes of the keys and values in a block of this group."""
+        return 2 * len(self.layers) * block_size * self.width * itemsize
+
+    def scale_bytes(self, block_size: int) -> int:
+        """Bytes of a quantised block's scales: one float32 per token, head and layer, for keys and for values."""
+        return 2 * len(self.layers) * block_size * self.local_num_kv_heads * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The groups of a model, those that keep all blocks first; see the module's text.
-
-    Each layer keeps ``num_kv_heads`` (the whole model's) keys and values of ``head_dim`` per token.
-    """
+    """The groups of a model on one rank, those that keep all blocks first; see the module's text."""
 
     groups: tuple[KvGroup, ...]
-    num_kv_heads: int
-    head_dim: int
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -66,14 +97,25 @@ class KvLayout:
         return tuple(group.window for group in self.groups)
 
     @property
-    def layers_per_block(self) -> int:
-        """Layers that a block has room for: those of the largest group."""
-        return max(len(group.layers) for group in self.groups)
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same shape, so that blocks of all groups are read alike."""
+        return len({(group.local_num_kv_heads, group.head_dim) for group in self.groups}) == 1
 
     @property
     def keeps_all(self) -> bool:
         """Whether there is one group, which keeps all of its blocks: as many as its tokens fill."""
         return self.windows == (None,)
+
+    def block_bytes(self, block_size: int, itemsize: int, *, has_scales: bool = False) -> int:
+        """Bytes of one block on one rank: of the largest group, with its padding.
+
+        A whole number of any group's tokens, so that kernels can count from block to block in tokens.
+        """
+        largest = max(
+            group.value_bytes(block_size, itemsize) + (group.scale_bytes(block_size) if has_scales else 0)
+            for group in self.groups
+        )
+        return largest if has_scales else round_up(largest, lcm(*(group.width for group in self.groups)) * itemsize)
 
     def blocks_for(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
         """The most blocks of all groups that a sequence of up to ``num_tokens`` holds at once.
@@ -95,42 +137,61 @@ class KvLayout:
         raise AssertionError(f"layer {layer} is in no group")
 
 
-def lay_out(kinds: Sequence[KvKind]) -> KvLayout:
-    """The layout of a model whose layer i is of ``kinds[i]``; all have as many KV heads of the same size.
+def lay_out(kinds: Sequence[KvKind], world_size: int = 1) -> KvLayout:
+    """The layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``.
 
-    Each kind is cut into groups as large as the rarest kind, so that blocks have little unused room.  There is one
-    group where all layers are alike, and where the cut would need more than ``MAX_GROUPS`` tables per row.
+    All layers of the kind with the fewest elements make one group, and the other kinds are cut into groups of about as
+    many elements, so that blocks have little unused room.  Blocks are larger where that would need more than
+    ``MAX_GROUPS`` tables per row; if none does, layers of one shape make one group.
     """
-    ((num_kv_heads, head_dim),) = {(kind.num_kv_heads, kind.head_dim) for kind in kinds}
     layers_of: dict[KvKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
         layers_of.setdefault(kind, []).append(layer)
-    size = min(map(len, layers_of.values()))
-    num_groups = sum(ceil_div(len(layers), size) for layers in layers_of.values())
-    if num_groups > MAX_GROUPS:
-        window = kinds[0].window if len({kind.window for kind in layers_of}) == 1 else None
-        return KvLayout((KvGroup(layers=tuple(range(len(kinds))), window=window),), num_kv_heads, head_dim)
-    ordered = sorted(layers_of, key=lambda kind: (kind.window is not None, kind.window or 0))
+    widths = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) * kind.head_dim for kind in layers_of}
+    sizes = _group_sizes({kind: (len(layers), widths[kind]) for kind, layers in layers_of.items()})
+    if sizes is None:
+        layers_of = _merge_windows(layers_of)
+        sizes = {kind: len(layers) for kind, layers in layers_of.items()}
     groups = []
-    for kind in ordered:
+    for kind in sorted(layers_of, key=lambda one: (one.window is not None, one.window or 0)):
         layers = layers_of[kind]
-        count = ceil_div(len(layers), size)
+        count = ceil_div(len(layers), sizes[kind])
         for index in range(count):
             first, end = index * len(layers) // count, (index + 1) * len(layers) // count
-            groups.append(KvGroup(layers=tuple(layers[first:end]), window=kind.window))
-    return KvLayout(tuple(groups), num_kv_heads, head_dim)
+            groups.append(
+                KvGroup(
+                    layers=tuple(layers[first:end]),
+                    window=kind.window,
+                    local_num_kv_heads=local_num_kv_heads(kind.num_kv_heads, world_size),
+                    head_dim=kind.head_dim,
+                )
+            )
+    return KvLayout(tuple(groups))
 
 
-def kv_block_bytes(
-    *, num_layers: int, block_size: int, local_num_kv_heads: int, head_dim: int, itemsize: int, scale_bytes: int = 0
-) -> int:
-    """Bytes of one block on one rank: keys and values of its layers, plus ``scale_bytes`` of a quantised cache."""
-    return 2 * num_layers * block_size * local_num_kv_heads * head_dim * itemsize + scale_bytes
+def _group_sizes(kinds: dict[KvKind, tuple[int, int]]) -> dict[KvKind, int] | None:
+    """The most layers of each kind's groups, from its number of layers and their width: those of the smallest blocks
+    that need no more than ``MAX_GROUPS`` groups.  None if all do."""
+    least = min(count * width for count, width in kinds.values())
+    rooms = {size * width for count, width in kinds.values() for size in range(1, count + 1)}
+    for room in sorted(one for one in rooms if one >= least):
+        sizes = {kind: room // width for kind, (_, width) in kinds.items()}
+        if all(sizes.values()) and sum(ceil_div(kinds[kind][0], size) for kind, size in sizes.items()) <= MAX_GROUPS:
+            return sizes
+    return None
 
 
-def kv_scale_bytes(*, num_layers: int, block_size: int, local_num_kv_heads: int) -> int:
-    """Bytes of a quantised block's scales: one float32 per token, head and layer, for keys and for values."""
-    return 2 * num_layers * block_size * local_num_kv_heads * SCALE_BYTES
+def _merge_windows(layers_of: dict[KvKind, list[int]]) -> dict[KvKind, list[int]]:
+    """The layers of each shape as one kind, with a window only if all have the same."""
+    found: dict[tuple[int, int], list[KvKind]] = {}
+    for kind in layers_of:
+        found.setdefault((kind.num_kv_heads, kind.head_dim), []).append(kind)
+    return {
+        alike[0] if len(alike) == 1 else replace(alike[0], window=None): sorted(
+            layer for kind in alike for layer in layers_of[kind]
+        )
+        for alike in found.values()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ import numpy as np
 from benchmarks.workloads import Workload
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.model_config import read_model
-from tp_engine.model_config.mlp import ExpertsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +70,9 @@ def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
         num_layers=model.num_layers,
         attention_width=max(attention.num_heads * attention.head_dim for attention in attentions),
         experts=tuple(
-            (3 * model.hidden_size * layer.mlp.inner_size, layer.mlp.num_experts, layer.mlp.rule.top_k)
+            (3 * model.hidden_size * layer.experts.inner_size, layer.experts.num_experts, layer.experts.rule.top_k)
             for layer in model.layers
-            if isinstance(layer.mlp, ExpertsSpec)
+            if layer.experts is not None
         ),
     )
 

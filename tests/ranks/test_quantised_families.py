@@ -76,14 +76,14 @@ def quantised(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     return get
 
 
-def whole_prompts(folder: Path) -> dict[str, dict[str, Any]]:
+def whole_prompts(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
     """Whole prompts, with tapes or graphs."""
-    return {"ahead": settings_of(folder)["ahead"]}
+    return {"ahead": settings_of(folder, world_size)["ahead"]}
 
 
-def also_chunks(folder: Path) -> dict[str, dict[str, Any]]:
+def also_chunks(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
     """Whole prompts; and chunks of prompts, without tapes and graphs."""
-    return {name: options for name, options in settings_of(folder).items() if name in ("ahead", "chunked")}
+    return {name: options for name, options in settings_of(folder, world_size).items() if name in ("ahead", "chunked")}
 
 
 @contextmanager

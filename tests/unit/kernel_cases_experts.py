@@ -45,6 +45,9 @@ def check_route(device: str, num_experts: int, dtype: torch.dtype, rule: Routing
     assert torch.equal(ids, expected_ids), (ids, expected_ids)
     assert ids.dtype == torch.int32 and torch.allclose(weights, expected, rtol=1e-5, atol=1e-6)
     assert all(len(part) == 0 for part in route(logits[:0], rule, correction))
+    scale = random((num_experts,), torch.float32, device, 2)
+    same_ids, scaled = route(logits, rule, correction, None, scale)
+    assert torch.equal(same_ids, ids) and torch.allclose(scaled, weights * scale[ids.long()], rtol=1e-5, atol=1e-6)
 
 
 def make_weights(

@@ -36,6 +36,7 @@ class Heads:
     turns: bool = True
     rotary_dim: int | None = None
     scales_query: bool = False
+    includes_values: bool = False
     cache_dtype: torch.dtype | None = None
 
     def norm(self, device: str) -> HeadNorm | None:
@@ -43,8 +44,17 @@ class Heads:
         if not self.normalises:
             return None
         q_weight, k_weight = random((2, self.head_dim), self.dtype, device, 3)
-        weights = torch.cat((q_weight.expand(self.num_heads, -1), k_weight.expand(self.num_kv_heads, -1)))
-        return HeadNorm(q_weight=q_weight, k_weight=k_weight, weights=weights, eps=EPS, offset=self.offset)
+        weights = [q_weight.expand(self.num_heads, -1), k_weight.expand(self.num_kv_heads, -1)]
+        if self.includes_values:
+            weights.append(torch.full_like(weights[1], 1.0 - self.offset))
+        return HeadNorm(
+            q_weight=q_weight,
+            k_weight=k_weight,
+            weights=torch.cat(weights),
+            eps=EPS,
+            offset=self.offset,
+            includes_values=self.includes_values,
+        )
 
     def rotation(self, device: str) -> Rotation | None:
         """A rotation at ``POSITIONS``."""
@@ -77,7 +87,7 @@ def prepare_exactly(
     """Queries and keys in float64."""
     wide = merged[:, :-num_kv_heads].double()
     if norm is not None:
-        weights = norm.weights.double() + norm.offset
+        weights = norm.weights[: wide.shape[1]].double() + norm.offset
         wide = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * weights
     if rotation is None:
         return wide
@@ -99,16 +109,20 @@ def check_heads(device: str, case: Heads) -> None:
     prepare_heads, prepare_plainly = both("prepare_heads")
     twin = prepare_plainly(merged.clone(), num_kv_heads, norm, rotation, None, slots)
     kv = None if case.cache_dtype is None else case.cache(case.cache_dtype, device)
+    exact_value = merged[:, -num_kv_heads:].double()
+    if case.includes_values:
+        exact_value = exact_value * (exact_value.square().mean(-1, keepdim=True) + EPS).rsqrt()
     query, key, value = prepare_heads(merged.clone(), num_kv_heads, norm, rotation, kv, slots)
     assert_close_enough(query, twin[0], exact[:, :num_heads])
     if kv is None:
         assert_close_enough(key, twin[1], exact[:, num_heads:])
-        assert torch.equal(value, merged[:, -num_kv_heads:])
+        assert case.includes_values or torch.equal(value, merged[:, -num_kv_heads:])
+        assert_close_enough(value, twin[2], exact_value)
         return
     assert key is None and value is None
     expected, exact_kv = case.cache(kv.cache.dtype, device), case.cache(torch.float64, device)
     store_kv(KeyValue(twin[1], twin[2]), expected, slots)
-    store_kv(KeyValue(exact[:, num_heads:], merged[:, -num_kv_heads:]), exact_kv, slots)
+    store_kv(KeyValue(exact[:, num_heads:], exact_value), exact_kv, slots)
     for part in (0, 1):
         found, exact_part = read_part(kv, part), exact_kv.cache[part]
         assert not found[exact_part == 0].any(), "something was stored where no slot points"
@@ -167,6 +181,9 @@ def heads_of(dtype: torch.dtype) -> list[Heads]:
         ((4, 2, 48), {"normalises": True, "rotary_dim": 0, "scales_query": True}),
         ((4, 2, 48), {"normalises": True, "cache_dtype": torch.int8, "turns": False}),
         ((5, 1, 80), {"turns": False}),
+        ((8, 1, 512), {"normalises": True, "cache_dtype": dtype, "rotary_dim": 128, "includes_values": True}),
+        ((3, 3, 80), {"normalises": True, "includes_values": True, "offset": 1.0}),
+        ((4, 2, 48), {"normalises": True, "cache_dtype": torch.int8, "includes_values": True}),
     ]
     return [Heads(num_heads=h, num_kv_heads=kv, head_dim=size, dtype=dtype, **rest) for (h, kv, size), rest in shapes]
 
@@ -191,8 +208,8 @@ CASES: dict[str, Case] = {
 
 
 def launch_all(capability: int) -> None:
-    """The launches of Qwen3-0.6B and 32B, Gemma 3, GLM 4.5, Llama 4 and OLMo 2, and of a model with odd sizes in every
-    type; 8-bit floats need sm_89."""
+    """The launches of Qwen3-0.6B and 32B, Gemma 3 and 4, GLM 4.5, Llama 4 and OLMo 2, and of a model with odd sizes in
+    every type; 8-bit floats need sm_89."""
     quantised = [dtype for dtype in LARGEST_VALUE if dtype == torch.int8 or capability >= 89]
     bfloat16 = torch.bfloat16
     launch_model(bfloat16, (16, 8, 128), 128, quantised)
@@ -201,6 +218,8 @@ def launch_all(capability: int) -> None:
     launch_model(bfloat16, (12, 1, 128), 64, quantised)
     launch_model(bfloat16, (40, 8, 128), 0, scales_query=True)
     launch_model(bfloat16, (32, 8, 128), None)
+    launch_model(bfloat16, (16, 8, 256), 256, includes_values=True)
+    launch_model(bfloat16, (16, 2, 512), 128, quantised, includes_values=True)
     for dtype in DTYPES:
         launch_model(dtype, (9, 3, 80), 80)
         launch_model(dtype, (9, 3, 80), 32, scales_query=True)
@@ -216,6 +235,7 @@ def launch_model(
     *,
     offset: float = 0.0,
     scales_query: bool = False,
+    includes_values: bool = False,
 ) -> None:
     """One layer, with a cache of its own type, with quantised caches and with none; no rotation if ``rotary_dim`` is
     None."""
@@ -228,8 +248,15 @@ def launch_model(
     if rotary_dim is not None:
         scale = empty(4096, dtype=torch.float32) if scales_query else None
         rotation = Rotation(empty(4096, rotary_dim), empty(7, dtype=torch.int64), scale)
-    weights = empty(num_heads + num_kv_heads, head_dim)
-    norm = HeadNorm(q_weight=weights[0], k_weight=weights[-1], weights=weights, eps=EPS, offset=offset)
+    weights = empty(num_heads + (2 if includes_values else 1) * num_kv_heads, head_dim)
+    norm = HeadNorm(
+        q_weight=weights[0],
+        k_weight=weights[num_heads],
+        weights=weights,
+        eps=EPS,
+        offset=offset,
+        includes_values=includes_values,
+    )
     scales = empty(2, 64, num_kv_heads, 16, dtype=torch.float32)
     prepare_heads = implementation("prepare_heads", "triton")
     for cache_dtype in (dtype, *(quantised or ())):

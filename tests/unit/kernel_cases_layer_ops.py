@@ -58,7 +58,9 @@ def norm_exactly(rows: torch.Tensor, rule: NormRule) -> torch.Tensor:
     return wide * (wide.square().mean(-1, keepdim=True) + rule.eps).rsqrt() * (rule.weight.double() + rule.offset)
 
 
-def check_norm(device: str, size: int, dtype: torch.dtype, offset: float, is_centred: bool, scale: float) -> None:
+def check_norm(
+    device: str, size: int, dtype: torch.dtype, offset: float, is_centred: bool, scale: float, stream_scale: float = 1.0
+) -> None:
     """Rows that are slices of wider rows, with a mean other than zero; then with a residual that is added to in
     place."""
     x = random((5, size + 24), dtype, device)[:, 8 : 8 + size].add_(0.5)
@@ -70,12 +72,14 @@ def check_norm(device: str, size: int, dtype: torch.dtype, offset: float, is_cen
     assert_close_enough(norm(x, rule), twin(x, rule), exact, granted)
     by_add, by_twin, by_add_norm = (residual.clone() for _ in range(3))
     add, plain_add = both("add")
-    add(x, by_add, scale)
-    plain_add(x, by_twin, scale)
-    found = implementation("add_norm", "triton")(x, by_add_norm, rule, scale)
+    add(x, by_add, scale, stream_scale)
+    plain_add(x, by_twin, scale, stream_scale)
+    found = implementation("add_norm", "triton")(x, by_add_norm, rule, scale, stream_scale)
     assert torch.equal(by_add, by_add_norm)
-    assert_close_enough(by_add, by_twin, residual.double() + x.double() * scale)
-    assert scale != 1.0 or torch.equal(by_add, by_twin), "a plain sum is rounded once, whichever way it is made"
+    assert_close_enough(by_add, by_twin, (residual.double() + x.double() * scale) * stream_scale)
+    assert scale * stream_scale != 1.0 or torch.equal(by_add, by_twin), (
+        "a plain sum is rounded once, whichever way it is made"
+    )
     assert_close_enough(found, twin(by_add_norm, rule), norm_exactly(by_add_norm, rule), granted)
 
 
@@ -139,6 +143,9 @@ def make_cases() -> dict[str, Case]:
         for size, (offset, is_centred, scale) in [*product((48, 1000), rules), (512, rules[0])]:
             name = f"norm-{size}-{dtype}-offset-{offset}{'-centred' * is_centred}-scale-{scale}"
             cases[name] = partial(check_norm, size=size, dtype=dtype, offset=offset, is_centred=is_centred, scale=scale)
+        cases[f"norm-1000-{dtype}-scaled-stream"] = partial(
+            check_norm, size=1000, dtype=dtype, offset=0.0, is_centred=False, scale=1.0, stream_scale=0.37
+        )
         for size, activation in product((24, 1500), ACTIVATIONS):
             name = f"gate-{size}-{dtype}-{activation.kind}-{activation.limit}"
             cases[name] = partial(check_gate, size=size, dtype=dtype, activation=activation)
@@ -192,6 +199,7 @@ def launch_model(
     run("norm", x, rule)
     run("add_norm", x, residual, rule, scale)
     run("add", x, residual, scale)
+    run("add_norm", x, residual, rule, scale, 0.7)
     run("gate", empty(7, 2 * inner), activation)
     run("embed", empty(7, dtype=torch.int64), empty(4000, hidden), 4000, embedding_scale)
     run("cap_logits", empty(7, 4000), logits_scale, cap)

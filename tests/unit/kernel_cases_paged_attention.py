@@ -25,6 +25,7 @@ from tp_engine.kernels.layer_kv import (
 from tp_engine.kernels.paged_decode_triton import MAX_ARRIVALS, decode_sizes, paged_decode_triton
 from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
 from tp_engine.kernels.plain_attention import paged_attention
+from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.worker.kv_cache import KvCacheShape
 
 INT8, FP8 = LARGEST_VALUE
@@ -75,6 +76,7 @@ DECODE_CASES = (
     Case(window=100, head_dim=112, group=7, num_kv_heads=1),
     Case(dtype=torch.float16, head_dim=128, block_size=256),
     Case(head_dim=256, group=20, num_kv_heads=1),
+    Case(head_dim=512, group=2, num_kv_heads=1, cache_dtype=INT8),
     Case(dtype=torch.float16, cache_dtype=INT8),
     Case(dtype=torch.float16, cache_dtype=FP8, splits=1),
     Case(cache_dtype=INT8, head_dim=96, block_size=64),
@@ -96,11 +98,13 @@ PREFILL_CASES = (
     Case(softcap=2.0),
     Case(has_sinks=True, window=20, head_dim=80, group=3),
     Case(has_sinks=True, softcap=1.5, dtype=torch.float16, cache_dtype=INT8),
+    Case(head_dim=512, group=2, num_kv_heads=1, cache_dtype=INT8),
 )
 BFLOAT16_CASES = (
     Case(dtype=torch.bfloat16, head_dim=128),
     Case(dtype=torch.bfloat16, head_dim=128, block_size=256, splits=1),
     Case(dtype=torch.bfloat16, head_dim=256, group=2),
+    Case(dtype=torch.bfloat16, head_dim=512, group=8, num_kv_heads=1),
     Case(dtype=torch.bfloat16, head_dim=96, group=1, window=50),
     Case(dtype=torch.bfloat16, head_dim=128, group=8, cache_dtype=FP8),
     Case(dtype=torch.bfloat16, head_dim=128, cache_dtype=INT8, window=70),
@@ -254,10 +258,13 @@ LAUNCHES = (
     Launch(8, 4, 256, torch.bfloat16, torch.bfloat16, 16, 4096, softcap=50.0),  # Gemma 2
     Launch(16, 2, 64, torch.bfloat16, torch.bfloat16, 16, 128, has_sinks=True),  # gpt-oss on 4
     Launch(8, 1, 64, torch.bfloat16, FP8, 16, has_sinks=True),  # gpt-oss on 8, a layer without a window
+    Launch(16, 2, 512, torch.bfloat16, torch.bfloat16, 16),  # Gemma 4, a full layer
+    Launch(8, 1, 512, torch.bfloat16, INT8, 16),
+    Launch(8, 1, 512, torch.float32, torch.float32, 16),
 )
 # Everything on sm_90.  The others cover both types, each cache, the smallest and largest head_dim and block_size, a
 # window, a cap and sinks.
-LAUNCHES_OF = {80: (0, 2, 4, 8), 89: (5, 7), 90: range(len(LAUNCHES)), 100: (1, 3, 5, 7, 9)}
+LAUNCHES_OF = {80: (0, 2, 4, 8, 10), 89: (5, 7, 10, 11), 90: range(len(LAUNCHES)), 100: (1, 3, 5, 7, 9, 10)}
 # What one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
@@ -267,13 +274,8 @@ def launches(capability: int) -> Iterator[dict[str, Any]]:
     for model in (LAUNCHES[number] for number in LAUNCHES_OF[capability]):
         heads, kv_heads, head_dim, block_size = model.num_heads, model.num_kv_heads, model.head_dim, model.block_size
         merged = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=model.dtype, device="meta")
-        shape = KvCacheShape(
-            layers_per_block=5,
-            block_size=block_size,
-            local_num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=model.cache_dtype,
-        )
+        layout = lay_out([KvKind(window=None, num_kv_heads=kv_heads, head_dim=head_dim)] * 5)
+        shape = KvCacheShape(layout=layout, block_size=block_size, dtype=model.cache_dtype)
         cache, scales = shape.views_of(torch.empty(100, shape.block_bytes, dtype=torch.uint8, device="meta"))
         yield {
             "query": merged[:, :heads],

@@ -61,14 +61,8 @@ def test_block_comes_back_bit_by_bit(
     cpu_mover: MakeMover, dtype: torch.dtype, windows: tuple[int | None, ...], num_ranks: int
 ) -> None:
     """Oracle: all bytes of the blocks before, scales included, for every rank's share of the heads and every layout."""
-    layout = lay_out([KvKind(window=window, num_kv_heads=4, head_dim=6) for window in windows])
-    shape = KvCacheShape(
-        layers_per_block=layout.layers_per_block,
-        block_size=4,
-        local_num_kv_heads=4 // num_ranks,
-        head_dim=layout.head_dim,
-        dtype=dtype,
-    )
+    layout = lay_out([KvKind(window=window, num_kv_heads=4, head_dim=6) for window in windows], num_ranks)
+    shape = KvCacheShape(layout=layout, block_size=4, dtype=dtype)
     blocks = KvBlocks.allocate(shape, 6, CPU)
     blocks.raw.copy_(random_rows(6, shape.block_bytes))
     before, slots = blocks.raw.clone(), torch.zeros(3, shape.block_bytes, dtype=torch.uint8)

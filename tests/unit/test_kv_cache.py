@@ -29,7 +29,7 @@ THREE_ALIKE = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 3)
 
 def small_shape(dtype: torch.dtype = torch.bfloat16) -> KvCacheShape:
     """Three layers."""
-    return KvCacheShape(layers_per_block=3, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=dtype)
+    return KvCacheShape(layout=THREE_ALIKE, block_size=16, dtype=dtype)
 
 
 def small_blocks(dtype: torch.dtype = torch.bfloat16, count: int = 5) -> KvBlocks:
@@ -41,9 +41,13 @@ def small_blocks(dtype: torch.dtype = torch.bfloat16, count: int = 5) -> KvBlock
 def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
     """Oracle: the documented shapes; block_bytes is what the tensor takes per block."""
     blocks = small_blocks(dtype)
-    assert blocks.cache.shape == (5, 3, 2, 16, 2, 64) and blocks.scales is None
-    assert (blocks.cache.dtype, blocks.cache.device, blocks.cache.is_contiguous()) == (dtype, CPU, True)
-    assert blocks.cache.nbytes == blocks.raw.nbytes == 5 * small_shape(dtype).block_bytes
+    assert blocks.views[0].cache.shape == (5, 3, 2, 16, 2, 64) and blocks.views[0].scales is None
+    assert (blocks.views[0].cache.dtype, blocks.views[0].cache.device, blocks.views[0].cache.is_contiguous()) == (
+        dtype,
+        CPU,
+        True,
+    )
+    assert blocks.views[0].cache.nbytes == blocks.raw.nbytes == 5 * small_shape(dtype).block_bytes
     assert not blocks.raw.any()
 
 
@@ -51,12 +55,12 @@ def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
 def test_block_is_one_piece(dtype: torch.dtype) -> None:
     """Oracle: a block of all layers, filled through the views, is one row of ``raw``, and no other row changes."""
     blocks = small_blocks(dtype)
-    blocks.cache[3] = blocks.cache.new_ones((), dtype=torch.float32).to(dtype)
-    if blocks.scales is not None:
-        blocks.scales[3] = 1.0
+    blocks.views[0].cache[3] = blocks.views[0].cache.new_ones((), dtype=torch.float32).to(dtype)
+    if blocks.views[0].scales is not None:
+        blocks.views[0].scales[3] = 1.0
     assert not blocks.raw[[0, 1, 2, 4]].any() and blocks.raw.is_contiguous()
     expected = [torch.ones(3 * 2 * 16 * 2 * 64).to(dtype).view(torch.uint8)]
-    if blocks.scales is not None:
+    if blocks.views[0].scales is not None:
         expected.append(torch.ones(3 * 2 * 2 * 16).view(torch.uint8))
     assert torch.equal(blocks.raw[3], torch.cat(expected))
 
@@ -65,22 +69,26 @@ def test_block_is_one_piece(dtype: torch.dtype) -> None:
 def test_strides_do_not_depend_on_the_number_of_blocks(dtype: torch.dtype) -> None:
     """Oracle: those of five blocks: strides are constants of compiled kernels, which are compiled with one block."""
     one, five = small_blocks(dtype, 1), small_blocks(dtype)
-    assert one.cache.stride() == five.cache.stride()
-    if one.scales is not None and five.scales is not None:
-        assert one.scales.stride() == five.scales.stride() and one.scales.stride(0) * 4 == one.raw.stride(0)
+    assert one.views[0].cache.stride() == five.views[0].cache.stride()
+    if one.views[0].scales is not None and five.views[0].scales is not None:
+        assert one.views[0].scales.stride() == five.views[0].scales.stride() and one.views[0].scales.stride(
+            0
+        ) * 4 == one.raw.stride(0)
 
 
 def test_layers_are_bound_by_index_to_views() -> None:
     """Oracle: layer i's writes appear at [:, i] and nowhere else."""
     blocks, layers = small_blocks(), [Layer() for _ in range(3)]
-    blocks.bind(layers, THREE_ALIKE)
+    blocks.bind(layers)
     for index, layer in enumerate(layers):
         assert layer.kv_cache.shape == (2, 5, 16, 2, 64) and layer.kv_scales is None
         layer.kv_cache.fill_(index + 1)
-    assert [int(blocks.cache[:, index].min()) for index in range(3)] == [1, 2, 3]
-    assert [int(blocks.cache[:, index].max()) for index in range(3)] == [1, 2, 3]
+    assert [int(blocks.views[0].cache[:, index].min()) for index in range(3)] == [1, 2, 3]
+    assert [int(blocks.views[0].cache[:, index].max()) for index in range(3)] == [1, 2, 3]
     layers[1].kv_cache[1, 4] = 7.0
-    assert bool((blocks.cache[4, 1, 1] == 7.0).all()) and int((blocks.cache == 7.0).sum()) == 16 * 2 * 64
+    assert (
+        bool((blocks.views[0].cache[4, 1, 1] == 7.0).all()) and int((blocks.views[0].cache == 7.0).sum()) == 16 * 2 * 64
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -88,10 +96,10 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
     """Oracle: the layout by hand: groups of layers 1, 5 (full), 0, 2 and 3, 4 (windows), so two layers to a block."""
     windows = (8, None, 8, 8, 8, None)
     layout = lay_out([KvKind(window=window, num_kv_heads=2, head_dim=64) for window in windows])
-    shape = dataclasses.replace(small_shape(dtype), layers_per_block=layout.layers_per_block)
+    shape = dataclasses.replace(small_shape(dtype), layout=layout)
     blocks, layers = KvBlocks.allocate(shape, 5, CPU), [Layer() for _ in windows]
-    blocks.bind(layers, layout)
-    cache, scales = blocks.cache, blocks.scales
+    blocks.bind(layers)
+    cache, scales = blocks.views[0]
     assert cache.shape == (5, 2, 2, 16, 2, 64) and 5 * shape.block_bytes == cache.nbytes + (
         scales.nbytes if scales is not None else 0
     )
@@ -106,12 +114,12 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
 def test_quantised_cache_has_scales_that_are_counted(dtype: torch.dtype) -> None:
     """Oracle: the documented shapes; block_bytes is what both tensors take per block; zeros; layers get their views."""
     blocks, layers = small_blocks(dtype), [Layer() for _ in range(3)]
-    scales = blocks.scales
-    assert scales is not None and (blocks.cache.dtype, scales.dtype) == (dtype, torch.float32)
-    assert blocks.cache.shape == (5, 3, 2, 16, 2, 64) and scales.shape == (5, 3, 2, 2, 16)
+    scales = blocks.views[0].scales
+    assert scales is not None and (blocks.views[0].cache.dtype, scales.dtype) == (dtype, torch.float32)
+    assert blocks.views[0].cache.shape == (5, 3, 2, 16, 2, 64) and scales.shape == (5, 3, 2, 2, 16)
     assert 5 * small_shape(dtype).block_bytes == blocks.raw.nbytes == 5 * 2 * 3 * 16 * 2 * (64 + 4)
     assert not blocks.raw.any()
-    blocks.bind(layers, THREE_ALIKE)
+    blocks.bind(layers)
     for index, layer in enumerate(layers):
         assert layer.kv_scales is not None and layer.kv_scales.shape == (2, 5, 2, 16)
         layer.kv_scales.fill_(index + 1)
@@ -131,14 +139,14 @@ def test_copies_read_every_source_first(dtype: torch.dtype) -> None:
 def test_another_number_of_layers_is_our_fault(count: int) -> None:
     """Oracle: an assertion about the number of layers."""
     with pytest.raises(AssertionError, match=f"{count} attention layers for a cache of 3"):
-        small_blocks().bind([Layer() for _ in range(count)], THREE_ALIKE)
+        small_blocks().bind([Layer() for _ in range(count)])
 
 
 def test_pages_are_taken_when_blocks_are_used() -> None:
     """Oracle: a cache of 1.5 GiB occupies nothing at first, then the pages of the first block."""
     blocks = small_blocks(count=65_536)
     assert resident_bytes(blocks.raw) == 0
-    blocks.cache[0] = 1.0
+    blocks.views[0].cache[0] = 1.0
     assert 6 * 4096 <= resident_bytes(blocks.raw) <= 2 << 20
 
 
@@ -146,8 +154,8 @@ def test_works_under_inference_mode() -> None:
     """Oracle: values written inside inference mode can be read outside."""
     blocks = small_blocks(count=2)
     with torch.inference_mode():
-        blocks.cache[:, 0] = 3.0
-    assert int(blocks.cache.sum()) == 2 * 2 * 16 * 2 * 64 * 3
+        blocks.views[0].cache[:, 0] = 3.0
+    assert int(blocks.views[0].cache.sum()) == 2 * 2 * 16 * 2 * 64 * 3
 
 
 @pytest.mark.parametrize("num_blocks", [10**12, 10**18])

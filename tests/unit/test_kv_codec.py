@@ -10,6 +10,7 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS
 from tp_engine.units import GIB
 from tp_engine.worker.block_moves import CpuMover, staging_bytes
@@ -23,8 +24,9 @@ CPU = torch.device("cpu")
 
 
 def shape_of(dtype: torch.dtype, **changes: int) -> KvCacheShape:
-    given = {"layers_per_block": 3, "block_size": 8, "local_num_kv_heads": 2, "head_dim": 16}
-    return KvCacheShape(**(given | changes), dtype=dtype)
+    given = {"num_layers": 3, "block_size": 8, "num_kv_heads": 2, "head_dim": 16} | changes
+    kind = KvKind(window=None, num_kv_heads=given["num_kv_heads"], head_dim=given["head_dim"])
+    return KvCacheShape(layout=lay_out([kind] * given["num_layers"]), block_size=given["block_size"], dtype=dtype)
 
 
 def codec_of(text: str, shape: KvCacheShape, lanes: int = 0) -> Codec:
@@ -58,7 +60,7 @@ def test_quantised_caches_have_no_other_codec(dtype: str, text: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_blocks_per_gib(text: str, head_dim: int) -> None:
     """Oracle: at least 1.9 times the slots of bfloat16 blocks in the same memory."""
-    shape = shape_of(torch.bfloat16, layers_per_block=12, block_size=16, local_num_kv_heads=4, head_dim=head_dim)
+    shape = shape_of(torch.bfloat16, num_layers=12, block_size=16, num_kv_heads=4, head_dim=head_dim)
     given: dict[str, Any] = {"world_size": 2, "local_world_size": 2, "promised_bytes": 0}
     exact, coded = (
         choose_slots(4, codec_of(one, shape).blob_bytes, memory=HostMemory(total=64 * GIB, free=48 * GIB), **given)
@@ -73,13 +75,13 @@ def test_blocks_come_back_through_slots(dtype: torch.dtype, text: str) -> None:
     """Oracle: the values before, within half a step of the largest (int8) or of each (fp8); counters by hand."""
     shape = shape_of(dtype)
     codec, blocks = codec_of(text, shape), KvBlocks.allocate(shape, 6, CPU)
-    blocks.cache.copy_(torch.randn(blocks.cache.shape, generator=torch.Generator().manual_seed(1)))
-    before = blocks.cache.float()
+    blocks.views[0].cache.copy_(torch.randn(blocks.views[0].cache.shape, generator=torch.Generator().manual_seed(1)))
+    before = blocks.views[0].cache.float()
     slots = torch.zeros(4, codec.blob_bytes, dtype=torch.uint8)
     mover = CpuMover(blocks.raw, slots, codec)
     mover.move(np.array([[5, 0], [2, 3]], dtype=np.int32), NO_PAIRS)
     mover.move(NO_PAIRS, np.array([[3, 0], [0, 1]], dtype=np.int32))
-    found = blocks.cache.float()
+    found = blocks.views[0].cache.float()
     assert torch.equal(found[2:], before[2:]) and not slots[1:3].any()
     for target, source in ((0, 2), (1, 5)):
         given = before[source]
@@ -114,7 +116,7 @@ def test_fingerprints_tell_codecs_apart() -> None:
 def test_staging_on_gpus_is_bounded() -> None:
     """Oracle: by hand: at most 32 MiB, at least a blob; none for blocks that are copied as they are."""
     small = shape_of(torch.bfloat16)
-    large = shape_of(torch.bfloat16, layers_per_block=80, block_size=256, local_num_kv_heads=8, head_dim=128)
+    large = shape_of(torch.bfloat16, num_layers=80, block_size=256, num_kv_heads=8, head_dim=128)
     assert staging_bytes(codec_of("none", small)) == 0
     assert 31 << 20 < staging_bytes(codec_of("int8", small)) <= 32 << 20
     assert staging_bytes(codec_of("int8", large)) == codec_of("int8", large).blob_bytes

@@ -55,16 +55,10 @@ class Engine:
         )
         load_weights(dict(model.named_parameters()), spec, path, info=RankInfo())
         model.finish_loading()
-        shape = KvCacheShape(
-            layers_per_block=layout.layers_per_block,
-            block_size=BLOCK_SIZE,
-            local_num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            dtype=torch.float32,
-        )
+        shape = KvCacheShape(layout=layout, block_size=BLOCK_SIZE, dtype=torch.float32)
         blocks = KvBlocks.allocate(shape, NUM_BLOCKS, CPU)
-        self.cache = blocks.cache.fill_(torch.nan)  # no row may read another slot
-        blocks.bind(model.attention_layers, layout)
+        self.cache = blocks.raw.view(torch.float32).fill_(torch.nan)  # no row may read another slot
+        blocks.bind(model.attention_layers)
         self.runner = ModelRunner(
             model=model,
             backends=self.backends,

@@ -76,15 +76,15 @@ def test_norm(dtype: torch.dtype, size: tuple[int, int], offset: float, is_centr
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scale", [1.0, 0.22])
-def test_add(dtype: torch.dtype, size: tuple[int, int], scale: float) -> None:
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.22, 1.0), (1.0, 0.37)])
+def test_add(dtype: torch.dtype, size: tuple[int, int], scales: tuple[float, float]) -> None:
     """Oracle: the formula; the sum by itself, and the norm of the stored sum."""
     x, residual = torch.randn(2, *size).to(dtype)
-    exact = residual.double() + x.double() * scale
+    exact = (residual.double() + x.double() * scales[0]) * scales[1]
 
     def added(add: Callable[..., None]) -> torch.Tensor:
         own: torch.Tensor = residual.clone()
-        add(x, own, scale)
+        add(x, own, *scales)
         return own
 
     compare("add", added, exact)
@@ -92,13 +92,13 @@ def test_add(dtype: torch.dtype, size: tuple[int, int], scale: float) -> None:
 
     def summed(add_norm: Change) -> torch.Tensor:
         own: torch.Tensor = residual.clone()
-        add_norm(x, own, rule, scale)
+        add_norm(x, own, rule, *scales)
         return own
 
     compare("add_norm", summed, exact)
     stored = residual.clone()
-    implementation("add", "twin")(x, stored, scale)
-    compare("add_norm", lambda add_norm: add_norm(x, residual.clone(), rule, scale), normalised(stored, rule))
+    implementation("add", "twin")(x, stored, *scales)
+    compare("add_norm", lambda add_norm: add_norm(x, residual.clone(), rule, *scales), normalised(stored, rule))
 
 
 def gated(gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
@@ -154,7 +154,7 @@ def turned(heads: torch.Tensor, norm: HeadNorm | None, rotation: Rotation | None
     wide = heads[:, :-KV_HEADS].double()
     if norm is not None:
         wide = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-        wide = wide * (norm.weights.double() + norm.offset)
+        wide = wide * (norm.weights[: wide.shape[1]].double() + norm.offset)
     if rotation is None:
         return wide
     half = rotation.rotary_dim // 2
@@ -190,6 +190,27 @@ def test_heads(dtype: torch.dtype, head_dim: int, rotary_dim: int, offset: float
             return torch.cat((query, key), 1)
 
         compare("prepare_heads", prepared, turned(heads, norm, own_rotation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(512, 128), (512, 512), (20, 20)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_of_values(dtype: torch.dtype, head_dim: int, rotary_dim: int, offset: float) -> None:
+    """Oracle: the formula; values do not turn, queries and keys are as without it."""
+    heads, positions = torch.randn(40, HEADS + 2 * KV_HEADS, head_dim).to(dtype), torch.randint(MAX_LEN, (40,))
+    rotation = Rotation(torch.randn(MAX_LEN, rotary_dim).to(dtype), positions, torch.rand(MAX_LEN) + 0.5)
+    weights = torch.randn(HEADS + 2 * KV_HEADS, head_dim).to(dtype)
+    weights[-KV_HEADS:] = 1.0 - offset
+    norm = HeadNorm(
+        q_weight=weights[0], k_weight=weights[HEADS], weights=weights, eps=EPS, offset=offset, includes_values=True
+    )
+    values = heads[:, -KV_HEADS:].double()
+    values = values * (values.square().mean(-1, keepdim=True) + EPS).rsqrt()
+
+    def prepared(prepare: Change) -> torch.Tensor:
+        return torch.cat(prepare(heads.clone(), KV_HEADS, norm, rotation, None, torch.arange(40)), 1)
+
+    compare("prepare_heads", prepared, torch.cat((turned(heads, norm, rotation), values), 1))
 
 
 @pytest.mark.usefixtures("threads")

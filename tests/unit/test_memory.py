@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.memory_cases import FakeDevice, on_ranks
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_block_bytes, kv_cache_lines, lay_out
+from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape
@@ -24,8 +24,8 @@ from tp_engine.worker.memory_ledger import (
     requested_bytes,
 )
 
-SHAPE = KvCacheShape(layers_per_block=4, block_size=16, local_num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 ONE_GROUP = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 4)
+SHAPE = KvCacheShape(layout=ONE_GROUP, block_size=16, dtype=torch.bfloat16)
 # A block for each of a full layer and three with a window of 48.
 FOUR_GROUPS = lay_out([KvKind(window=window, num_kv_heads=2, head_dim=64) for window in (48, None, 48, 48)])
 LEDGER = MemoryLedger(
@@ -50,17 +50,14 @@ LEDGER = MemoryLedger(
 def test_block_bytes(dimensions: tuple[int, int, int, int, int], num_bytes: int) -> None:
     """GOLDEN A4: the allocation guide's 80-layer model, Qwen3-0.6B (28 MiB), a real 70B at TP 8."""
     layers, block_size, heads, head_dim, itemsize = dimensions
-    got = kv_block_bytes(
-        num_layers=layers, block_size=block_size, local_num_kv_heads=heads, head_dim=head_dim, itemsize=itemsize
-    )
-    assert got == num_bytes
+    layout = lay_out([KvKind(window=None, num_kv_heads=heads, head_dim=head_dim)] * layers)
+    assert layout.block_bytes(block_size, itemsize) == num_bytes
 
 
 def test_block_bytes_with_scales() -> None:
     """By hand: a quantised cache pays for its scales."""
-    plain = kv_block_bytes(num_layers=1, block_size=16, local_num_kv_heads=1, head_dim=64, itemsize=1)
-    scaled = kv_block_bytes(num_layers=1, block_size=16, local_num_kv_heads=1, head_dim=64, itemsize=1, scale_bytes=128)
-    assert scaled == plain + 128
+    layout = lay_out([KvKind(window=None, num_kv_heads=1, head_dim=64)])
+    assert layout.block_bytes(16, 1, has_scales=True) == layout.block_bytes(16, 1) + 128
 
 
 def single_snapshot_available(*, total: int, utilization: float, used: int, peak: int, current: int) -> int:
@@ -79,7 +76,8 @@ def test_single_snapshot_formula() -> None:
 
 def test_size_of_the_guides_cache() -> None:
     """GOLDEN A6: (10800, 80, 2, 16, 8, 64) fp16 is 28,311,552,000 bytes, 26.37 GiB, 172,800 tokens."""
-    shape = KvCacheShape(layers_per_block=80, block_size=16, local_num_kv_heads=8, head_dim=64, dtype=torch.float16)
+    layout = lay_out([KvKind(window=None, num_kv_heads=8, head_dim=64)] * 80)
+    shape = KvCacheShape(layout=layout, block_size=16, dtype=torch.float16)
     cache, scales = shape.views_of(torch.empty(10_800, shape.block_bytes, dtype=torch.uint8, device="meta"))
     assert cache.shape == (10_800, 80, 2, 16, 8, 64) and scales is None
     assert 10_800 * shape.block_bytes == 28_311_552_000

@@ -12,6 +12,7 @@ import torch
 
 from tests.unit.memory_cases import FakeDevice
 from tp_engine.device_map import DeviceMap
+from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.units import MIB
 from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
@@ -20,6 +21,7 @@ from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory import MemoryMonitor
 
 GB = 1 << 30
+TWO_LAYERS = lay_out([KvKind(window=None, num_kv_heads=4, head_dim=64)] * 2)
 
 
 def fake_root(folder: Path, files: dict[str, str]) -> Path:
@@ -187,11 +189,11 @@ def test_monitor_counts_what_the_process_gained() -> None:
 
 def test_monitor_leaves_out_pages_of_a_cpu_cache() -> None:
     """Oracle: a used cache of 64 MiB enlarges the process's memory, but not the monitor's figure."""
-    shape = KvCacheShape(layers_per_block=2, block_size=16, local_num_kv_heads=4, head_dim=64, dtype=torch.float32)
+    shape = KvCacheShape(layout=TWO_LAYERS, block_size=16, dtype=torch.float32)
     blocks = KvBlocks.allocate(shape, 64 * MIB // shape.block_bytes, torch.device("cpu"))
     monitor = MemoryMonitor(CpuDevice(1), blocks.raw)
     before = process_memory().resident
-    blocks.cache.fill_(1.0)
+    blocks.raw.fill_(1)
     assert process_memory().resident - before > 60 * MIB
     assert abs(monitor.growth()) < 4 * MIB
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tp_engine.errors import ConfigError
+from tp_engine.kv_layout import local_num_kv_heads
 from tp_engine.model_config import (
     check_tensor_parallel,
     load_model_config,
-    local_num_kv_heads,
     read_model,
     resolve_max_model_len,
 )

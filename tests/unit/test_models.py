@@ -55,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"architecture": "qwen3", "attention_bias": True, "tie": True},
     "mistral": {"architecture": "mistral", "sliding_window": None},
     "mistral-window": {"architecture": "mistral", "sliding_window": 9, "head_dim": 12},
+    "gemma4-values": {"architecture": "gemma4", "num_global_key_value_heads": 2, "attention_k_eq_v": False},
+    "gemma4-wide": {"architecture": "gemma4", "num_global_key_value_heads": 2, "global_head_dim": 512},
     **{f"table-{name}": {"architecture": name} for name in FAMILIES},
 }
 

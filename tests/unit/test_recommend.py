@@ -19,7 +19,7 @@ from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import kv_block_bytes
+from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.spec import ModelSpec
@@ -139,14 +139,14 @@ def test_golden_block_bytes(config: dict[str, Any], world_size: int, block_size:
 
 def test_golden_guide_block_bytes() -> None:
     """GOLDEN A4: the allocation guide's 80 layers of 8 heads of 64."""
-    assert kv_block_bytes(num_layers=80, block_size=16, local_num_kv_heads=8, head_dim=64, itemsize=2) == 2_621_440
+    assert lay_out([KvKind(window=None, num_kv_heads=8, head_dim=64)] * 80).block_bytes(16, 2) == 2_621_440
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_quantised_blocks_are_those_of_the_cache(dtype: str) -> None:
     """Oracle: the shape that the worker allocates."""
     kind = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[dtype]
-    shape = KvCacheShape(layers_per_block=28, block_size=16, local_num_kv_heads=4, head_dim=128, dtype=kind)
+    shape = KvCacheShape(layout=model(QWEN3_06B).kv_layout_on(2), block_size=16, dtype=kind)
     assert sizes.block_bytes(model(QWEN3_06B), 2, 16, dtype) == shape.block_bytes
 
 

@@ -77,17 +77,11 @@ class Rows:
         with patch.object(dense, "_packed", lambda weight: None):  # C, on any processor
             self.model.finish_loading()
         columns = MAX_LEN // BLOCK_SIZE
-        shape = KvCacheShape(
-            layers_per_block=layout.layers_per_block,
-            block_size=BLOCK_SIZE,
-            local_num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            dtype=dtype,
-        )
+        shape = KvCacheShape(layout=layout, block_size=BLOCK_SIZE, dtype=dtype)
         num_blocks = columns * NUM_ROWS * num_groups
         pool = KvBlocks.allocate(shape, num_blocks, CPU)
-        self.cache = pool.cache.normal_()
-        pool.bind(self.model.attention_layers, layout)
+        self.cache = pool.raw.view(dtype).normal_()
+        pool.bind(self.model.attention_layers)
         self.batch = InputBatch(
             max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_groups=num_groups, device=CPU
         )

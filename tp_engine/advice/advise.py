@@ -87,7 +87,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     block_bytes = sizes.block_bytes(model, world_size, block_size, kv_dtype)
     num_blocks = max(0, available // block_bytes)
     capacity = KvCapacity(
-        layout=model.kv_layout,
+        layout=model.kv_layout_on(world_size),
         block_size=block_size,
         max_model_len=question.max_model_len or min(model.max_position, workload.longest),
         chunk_tokens=num_batched_tokens,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tp_engine.kv_layout import kv_block_bytes, kv_scale_bytes
-from tp_engine.model_config import local_num_kv_heads, padded_vocab_size
+from tp_engine.kv_layout import local_num_kv_heads
+from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.units import GIB, MIB
@@ -27,14 +27,8 @@ def local_vocab_size(model: ModelSpec, world_size: int) -> int:
 
 def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block on one rank."""
-    layout = model.kv_layout
-    shape = {
-        "num_layers": layout.layers_per_block,
-        "block_size": block_size,
-        "local_num_kv_heads": local_num_kv_heads(layout.num_kv_heads, world_size),
-    }
-    scales = kv_scale_bytes(**shape) if kv_dtype in QUANTISED else 0
-    return kv_block_bytes(**shape, head_dim=layout.head_dim, itemsize=ITEMSIZES[kv_dtype], scale_bytes=scales)
+    layout = model.kv_layout_on(world_size)
+    return layout.block_bytes(block_size, ITEMSIZES[kv_dtype], has_scales=kv_dtype in QUANTISED)
 
 
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:
@@ -43,7 +37,9 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     for layer in model.distinct_layers:
         num_heads, num_kv_heads = local_heads(layer.attention, world_size)
         heads = (num_heads + 2 * num_kv_heads) * layer.attention.head_dim
-        per_token = max(per_token, _mlp_elements(model.hidden_size, layer.mlp, world_size), 2 * heads)
+        inner = max(_mlp_elements(model.hidden_size, mlp, world_size) for mlp in layer.mlps)
+        waiting = 0 if layer.beside is None else 2 * model.hidden_size  # the dense MLP's output, and the experts' input
+        per_token = max(per_token, inner + waiting, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
     return num_tokens * (3 * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 

@@ -149,9 +149,9 @@ def _products(
     """The linear weights of a layer that can be quantised; ``schemes`` are theirs, in the same order."""
     attention = layer.attention
     queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
-    return [
+    found = [
         _Product(
-            modules=_below("self_attn", attention.fused_name, "q_proj", "k_proj", "v_proj"),
+            modules=_below("self_attn", attention.fused_name, *attention.projections),
             rows=queries + 2 * keys,
             columns=hidden,
             row_cuts=(queries, keys),
@@ -163,10 +163,11 @@ def _products(
             row_cuts=(hidden,),
             column_cuts=_cuts(world_size, queries),
         ),
-        *_products_of_mlp(
-            hidden, layer.mlp, layer.mlp.name, world_size, None if schemes is None else schemes[2], active_only
-        ),
     ]
+    for mlp in layer.mlps:
+        scheme = None if schemes is None else schemes[len(found)]
+        found += _products_of_mlp(hidden, mlp, mlp.name, world_size, scheme, active_only)
+    return found
 
 
 def _products_of_mlp(
@@ -178,13 +179,16 @@ def _products_of_mlp(
         modules = _below(path, mlp.fused_name, "gate_proj", "up_proj")
         yield _Product(modules=modules, rows=2 * inner, columns=hidden, row_cuts=(inner,))
         cuts = _cuts(world_size, inner)
-        yield _Product(modules=(f"{path}.down_proj",), rows=hidden, columns=inner, row_cuts=(hidden,), column_cuts=cuts)
+        yield _Product(
+            modules=_below(path, None, "down_proj"), rows=hidden, columns=inner, row_cuts=(hidden,), column_cuts=cuts
+        )
         return
     block = 1 if scheme is None else scheme.experts_block
     room = local_inner_size(mlp.inner_size, world_size, block=block)
     cuts = tuple(block_bounds(mlp.inner_size, world_size, block=block)[1:-1])
     stored = mlp.stored[0]
-    modules = tuple(dict.fromkeys(f"{path}.{name.format(0)}" for name in (stored.gate, stored.up, stored.down)))
+    names = dict.fromkeys(name.format(0) for name in (stored.gate, stored.up, stored.down))
+    modules = _below(path, None, *names)
     count = mlp.rule.top_k if active_only else mlp.num_experts
     yield _Product(modules=modules, rows=2 * room, columns=hidden, row_cuts=(room, *cuts), count=count, is_expert=True)
     yield _Product(
@@ -197,11 +201,13 @@ def _products_of_mlp(
         is_expert=True,
     )
     if mlp.shared is not None:
-        yield from _products_of_mlp(hidden, mlp.shared, f"{path}.{mlp.shared.name}", world_size, None, active_only)
+        (shared,) = _below(path, None, mlp.shared.name)
+        yield from _products_of_mlp(hidden, mlp.shared, shared, world_size, None, active_only)
 
 
 def _below(path: str, fused: str | None, *names: str) -> tuple[str, ...]:
-    return tuple(f"{path}.{name}" for name in ((fused,) if fused else names))
+    """The modules below ``path``, which may be the layer itself; one, if they are fused."""
+    return tuple(f"{path}.{name}" if path else name for name in ((fused,) if fused else names))
 
 
 def _cuts(world_size: int, share: int) -> tuple[int, ...]:
@@ -215,8 +221,8 @@ def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool
     found = (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias + hidden * len(list(layer.norms))
     if attention.qk_norm is not None:
         found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
-    found += queries // attention.head_dim * attention.has_sinks
-    return found + _others_of_mlp(hidden, layer.mlp, world_size, active_only=active_only)
+    found += queries // attention.head_dim * attention.has_sinks + (layer.stream_scale is not None)
+    return found + sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
 
 
 def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, active_only: bool) -> int:
@@ -224,7 +230,8 @@ def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, 
         return (2 * mlp.inner_size // world_size + hidden) * mlp.bias
     biases = (2 * local_inner_size(mlp.inner_size, world_size) + hidden) * mlp.bias
     found = biases * (mlp.rule.top_k if active_only else mlp.num_experts)
-    found += (hidden + mlp.router_bias + (mlp.correction is not None)) * mlp.num_experts
+    per_expert = hidden + mlp.router_bias + (mlp.correction is not None) + (mlp.expert_scale is not None)
+    found += per_expert * mlp.num_experts + hidden * (mlp.router_scale is not None)
     if mlp.shared is not None:
         found += _others_of_mlp(hidden, mlp.shared, world_size, active_only=active_only)
         found += hidden * (mlp.shared_gate is not None)

@@ -10,7 +10,7 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import PagedAttention
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class NativeBackend:

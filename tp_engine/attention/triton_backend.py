@@ -12,7 +12,7 @@ from tp_engine.kernels.ops import has_triton
 
 MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 # For Triton's interpreter, which has no GPU to ask.
 _INTERPRETED_MULTIPROCESSORS = 4
 

@@ -83,7 +83,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         max_model_len=effective.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
-        windows=effective.model.kv_layout.windows,
+        windows=effective.model.kv_layout_on(config.tensor_parallel_size).windows,
     )
 
 

@@ -1,10 +1,10 @@
 """Queries and keys made ready for attention, in plain PyTorch: the twins of ``heads_triton`` and ``head_width_triton``.
 
-The heads of a token come as the merged projection leaves them, and are normalised (Qwen3) and rotated
-(https://arxiv.org/abs/2104.09864, in the half-split order of transformers' Llama)::
+The heads of a token come as the merged projection leaves them, and are normalised (Qwen3; in Gemma 4 values too) and
+rotated (https://arxiv.org/abs/2104.09864, in the half-split order of transformers' Llama)::
 
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]
-                                      norm, rotate           kept
+                                      norm, rotate           kept, or norm
 
 A partial rotation turns the first ``rotary_dim`` elements of a head, half-split among themselves.
 
@@ -34,13 +34,15 @@ Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadNorm:
     """RMS normalisation of single heads: ``q_weight`` and ``k_weight`` (head_dim,); ``weights`` (H + KV, head_dim)
-    repeats them for every head; ``offset`` is added to them."""
+    repeats them for every head; ``offset`` is added to them.  If it ``includes_values``, ``weights`` has rows for the
+    value heads too, (H + 2 KV, head_dim), which make no difference."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     weights: torch.Tensor
     eps: float
     offset: float = 0.0
+    includes_values: bool = False
 
 
 class Rotation:
@@ -81,7 +83,7 @@ def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 def norm_heads(heads: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
-    """``heads`` (N, H + KV, head_dim), queries then keys: normalise all at once, then multiply by a weight per head."""
+    """``heads`` (N, heads, head_dim), as many as weights: normalise all at once, then multiply by a weight per head."""
     if norm.offset == 0.0:
         return F.rms_norm(heads, heads.shape[-1:], None, norm.eps).mul_(norm.weights)
     scaled = F.rms_norm(widened(heads), heads.shape[-1:], None, norm.eps)
@@ -120,12 +122,15 @@ def prepare_heads(
     """
     num_rotated = heads.shape[1] - num_kv_heads
     num_heads = num_rotated - num_kv_heads
-    own = heads[:, :num_rotated]
-    if norm is not None:
+    own, values = heads[:, :num_rotated], heads[:, num_rotated:]
+    if norm is not None and norm.includes_values:
+        normed = norm_heads(heads, norm)
+        own, values = normed[:, :num_rotated], normed[:, num_rotated:]
+    elif norm is not None:
         own = norm_heads(own, norm)
     if rotation is not None:
         own = rotate_heads(own, num_heads, rotation)
-    return own[:, :num_heads], own[:, num_heads:], heads[:, num_rotated:]
+    return own[:, :num_heads], own[:, num_heads:], values
 
 
 def head_squares(heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:

@@ -156,6 +156,7 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,  # noqa: N803
     REST_PAD: tl.constexpr,  # noqa: N803
     NORMALISES: tl.constexpr,  # noqa: N803
+    NORMALISES_VALUES: tl.constexpr,  # noqa: N803
     OFFSET: tl.constexpr,  # noqa: N803
     TURNS: tl.constexpr,  # noqa: N803
     SCALES_QUERY: tl.constexpr,  # noqa: N803
@@ -192,14 +193,23 @@ def prepare_heads_kernel(  # type: ignore[no-untyped-def]
         factor = tl.where(is_query, tl.load(query_scale + tl.load(positions + token)), 1.0)
         a, b, c = a * factor, b * factor, c * factor
 
+    value = place + NUM_KV_HEADS * HEAD_DIM
+    weight = norm_weights + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
     if is_query or not STORES:
         _store_parts(a, b, c, place, pair, rest, is_head, HALF, REST)
+        if NORMALISES_VALUES and not is_query:
+            a, b, c = _load_parts(value, pair, rest, is_head, HALF, REST)
+            a, b, c = _normalise_parts(a, b, c, weight, eps, pair, rest, HALF, REST, OFFSET)
+            _store_parts(a, b, c, value, pair, rest, is_head, HALF, REST)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head = first_head - NUM_HEADS + lane
-            value = place + NUM_KV_HEADS * HEAD_DIM
             value_a, value_b, value_c = _load_parts(value, pair, rest, is_head, HALF, REST)
+            if NORMALISES_VALUES:
+                value_a, value_b, value_c = _normalise_parts(
+                    value_a, value_b, value_c, weight, eps, pair, rest, HALF, REST, OFFSET
+                )
             # fmt: off
             _store_in_cache(a, b, c, key_cache, key_scales, slot, head, pair, rest, is_head,
                             HALF, REST, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, LARGEST, IS_INTEGER)
@@ -239,6 +249,7 @@ def prepare_heads_triton(
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             NORMALISES=norm is not None,
+            NORMALISES_VALUES=norm is not None and norm.includes_values,
             OFFSET=0.0 if norm is None else norm.offset,
             **constants,
             **dependent_launch(heads.device),

@@ -50,17 +50,19 @@ def norm(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     return (scaled * (widened(rule.weight) + rule.offset)).to(x.dtype)
 
 
-def add(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
-    """Add ``x * scale`` to ``residual`` (both (N, size)), in place."""
-    if scale == 1.0:
+def add(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0) -> None:
+    """Add ``x * scale`` to ``residual`` (both (N, size)), and multiply the sum by ``stream_scale``, in place."""
+    if scale == stream_scale == 1.0:
         residual.add_(x)
     else:
-        residual.copy_(widened(residual) + widened(x) * scale)
+        residual.copy_((widened(residual) + widened(x) * scale) * stream_scale)
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0) -> torch.Tensor:
-    """Add ``x * scale`` to ``residual`` (both (N, size)), in place, and return the normalised sum."""
-    add(x, residual, scale)
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0, stream_scale: float = 1.0
+) -> torch.Tensor:
+    """``add``, and return the normalised stream."""
+    add(x, residual, scale, stream_scale)
     return norm(residual, rule)
 
 

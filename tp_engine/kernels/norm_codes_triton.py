@@ -52,7 +52,7 @@ def norm_codes_kernel(  # type: ignore[no-untyped-def]
     gain = load_gain(weight, column, inside, OFFSET)
     wait_for_previous(PDL)
     row = normalised_row(
-        x, residual, gain, token, column, inside, x_stride, residual_stride, eps, SIZE, ADDS, SCALE, CENTRED
+        x, residual, gain, token, column, inside, x_stride, residual_stride, eps, 1.0, SIZE, ADDS, SCALE, False, CENTRED
     )
     # Outside there may be NaN, if the row has it.
     values = tl.where(inside, row.to(x.dtype.element_ty).to(tl.float32), 0.0)

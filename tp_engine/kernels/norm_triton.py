@@ -57,18 +57,23 @@ def normalised_row(  # type: ignore[no-untyped-def]
     x_stride,
     residual_stride,
     eps,
+    stream_scale,
     SIZE: tl.constexpr,  # noqa: N803
     ADDS: tl.constexpr,  # noqa: N803
     SCALE: tl.constexpr,  # noqa: N803
+    SCALES_STREAM: tl.constexpr,  # noqa: N803
     CENTRED: tl.constexpr,  # noqa: N803
 ):
-    """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first."""
+    """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first, and with
+    SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
     values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         if SCALE != 1:
             values *= SCALE
         place = residual + token * residual_stride + column
         values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        if SCALES_STREAM:
+            values *= stream_scale
         rounded = values.to(residual.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
         values = rounded.to(tl.float32)
@@ -84,10 +89,12 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     residual_stride,
     eps,
+    stream_scale,
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     ADDS: tl.constexpr,  # noqa: N803
     SCALE: tl.constexpr,  # noqa: N803
+    SCALES_STREAM: tl.constexpr,  # noqa: N803
     OFFSET: tl.constexpr,  # noqa: N803
     CENTRED: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
@@ -100,7 +107,21 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     gain = load_gain(weight, column, inside, OFFSET)
     wait_for_previous(PDL)
     result = normalised_row(
-        x, residual, gain, token, column, inside, x_stride, residual_stride, eps, SIZE, ADDS, SCALE, CENTRED
+        x,
+        residual,
+        gain,
+        token,
+        column,
+        inside,
+        x_stride,
+        residual_stride,
+        eps,
+        stream_scale,
+        SIZE,
+        ADDS,
+        SCALE,
+        SCALES_STREAM,
+        CENTRED,
     )
     tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
@@ -111,9 +132,11 @@ def add_kernel(  # type: ignore[no-untyped-def]
     residual,
     x_stride,
     residual_stride,
+    stream_scale,
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     SCALE: tl.constexpr,  # noqa: N803
+    SCALES_STREAM: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: up to BLOCK elements of one row."""
@@ -127,21 +150,27 @@ def add_kernel(  # type: ignore[no-untyped-def]
         values *= SCALE
     place = residual + token * residual_stride + column
     values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if SCALES_STREAM:
+        values *= stream_scale
     tl.store(place, values.to(residual.dtype.element_ty), mask=inside)
 
 
 def norm_triton(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     """``layer_ops.norm``; the rows of ``x`` may be slices of wider ones."""
-    return _launch(x, None, rule, 1.0)
+    return _launch(x, None, rule, 1.0, 1.0)
 
 
-def add_norm_triton(x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0) -> torch.Tensor:
+def add_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0, stream_scale: float = 1.0
+) -> torch.Tensor:
     """``layer_ops.add_norm``, which reads and writes every element once."""
     assert residual.shape == x.shape and residual.stride(1) == 1, (residual.shape, residual.stride())
-    return _launch(x, residual, rule, scale)
+    return _launch(x, residual, rule, scale, stream_scale)
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, scale: float) -> torch.Tensor:
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, scale: float, stream_scale: float
+) -> torch.Tensor:
     num_tokens, size = x.shape
     assert x.stride(1) == 1, (x.shape, x.stride())
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
@@ -155,15 +184,17 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, scal
         x.stride(0),
         0 if residual is None else residual.stride(0),
         rule.eps,
+        float(stream_scale),
         ADDS=residual is not None,
         SCALE=scale,
+        SCALES_STREAM=stream_scale != 1.0,
         **row_constants(size, rule),
         **dependent_launch(x.device),
     )
     return out
 
 
-def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
+def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0) -> None:
     """``layer_ops.add``; the rows of both may be slices of wider ones."""
     num_tokens, size = x.shape
     assert residual.shape == x.shape and x.stride(1) == residual.stride(1) == 1, (residual.shape, residual.stride())
@@ -174,9 +205,11 @@ def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> N
             residual,
             x.stride(0),
             residual.stride(0),
+            float(stream_scale),
             SIZE=size,
             BLOCK=block,
             SCALE=scale,
+            SCALES_STREAM=stream_scale != 1.0,
             **dependent_launch(x.device),
         )
 

@@ -298,8 +298,11 @@ def decode_sizes(
     num_splits = max(
         usual_splits, _power_of_two(num_multiprocessors * _MOST_PROGRAMS_PER_MULTIPROCESSOR // num_programs)
     )
-    head_bytes = triton.next_power_of_2(head_dim) * itemsize
-    if head_bytes > 256:
+    head_pad = triton.next_power_of_2(head_dim)
+    head_bytes = head_pad * itemsize
+    if head_pad > 256:
+        tile, num_warps, num_stages = (32, 8, 2) if itemsize <= 2 else (16, 8, 1)
+    elif head_bytes > 256:
         tile, num_warps, num_stages = 32, 4, 5 if head_bytes <= 512 else 2
     elif is_quantised:
         tile, num_warps, num_stages = 128, 4, 2

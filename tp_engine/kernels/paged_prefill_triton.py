@@ -201,7 +201,13 @@ def prefill_sizes(head_dim: int, itemsize: int, shared_memory: int = LARGE_SHARE
     """
     head_pad = triton.next_power_of_2(head_dim)
     if itemsize > 2:
-        return PrefillSizes(rows=32, tile=32, num_warps=4, num_stages=1)
+        size = 32 if head_pad <= 256 else 16
+        return PrefillSizes(rows=size, tile=size, num_warps=4, num_stages=1)
+    if head_pad > 256:
+        # By compiled code: more rows, or a larger tile, would not fit into the registers.
+        if shared_memory >= LARGE_SHARED_MEMORY:
+            return PrefillSizes(rows=64, tile=16, num_warps=8, num_stages=2)
+        return PrefillSizes(rows=32, tile=32, num_warps=8, num_stages=1)
     if head_pad <= 128:
         return PrefillSizes(rows=128, tile=64, num_warps=8, num_stages=3)
     return PrefillSizes(rows=128, tile=32, num_warps=8, num_stages=2 if shared_memory >= LARGE_SHARED_MEMORY else 1)

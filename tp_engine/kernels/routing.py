@@ -6,7 +6,7 @@
     c_e      s_e + correction_e, for the choice alone; -inf outside of the chosen groups
     chosen   the top_k experts with the largest c; of equal ones, the lower ids.  In that order
     w_j      s of the j-th chosen expert; if s are logits, their softmax over the chosen ones
-             / max(sum of w, smallest_sum), if the rule renormalises; * factor
+             / max(sum of w, smallest_sum), if the rule renormalises; * factor; * the expert's own scale
 
 A group is a stretch of num_experts / num_groups experts; its worth is the sum of its two largest c (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.1.2).  All arithmetic is float32.
@@ -30,11 +30,15 @@ class ExpertLoad:
 
 
 def route(
-    logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None, load: ExpertLoad | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction: torch.Tensor | None,
+    load: ExpertLoad | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` (N, experts), ``correction`` (experts,) float32 -> expert ids (N, k) int32, weights (N, k) float32.
+    """``logits`` (N, experts) -> expert ids (N, k) int32, weights (N, k) float32.
 
-    Adds the tokens of this step to ``load``.
+    ``correction`` and ``expert_scale`` are (experts,) float32.  Adds the tokens of this step to ``load``.
     """
     scores, choice = score(logits, rule, correction)
     chosen = _largest(choice, rule.top_k)
@@ -46,7 +50,8 @@ def route(
     if load is not None:
         is_counted = (load.slots >= 0).to(torch.int64).unsqueeze(1).expand_as(chosen)
         load.counts.scatter_add_(0, chosen.flatten(), is_counted.flatten())
-    return chosen.to(torch.int32), weights * rule.factor
+    weights = weights * rule.factor
+    return chosen.to(torch.int32), weights if expert_scale is None else weights * expert_scale[chosen]
 
 
 def score(

@@ -54,6 +54,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     logits,
     stride,
     correction,
+    expert_scale,
     ids,
     weights,
     counts,
@@ -70,6 +71,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     TOP_GROUPS: tl.constexpr,  # noqa: N803
     HAS_CORRECTION: tl.constexpr,  # noqa: N803
     HAS_LOAD: tl.constexpr,  # noqa: N803
+    HAS_SCALE: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One program: one token."""
@@ -109,11 +111,18 @@ def route_kernel(  # type: ignore[no-untyped-def]
         is_counted = tl.load(slots + token) >= 0
         tl.atomic_add(counts + chosen, 1, mask=(place < TOP_K) & is_counted)
     tl.store(ids + token * TOP_K + place, chosen, mask=place < TOP_K)
-    tl.store(weights + token * TOP_K + place, weight * factor, mask=place < TOP_K)
+    weight *= factor
+    if HAS_SCALE:
+        weight *= tl.load(expert_scale + chosen, mask=place < TOP_K, other=0.0)
+    tl.store(weights + token * TOP_K + place, weight, mask=place < TOP_K)
 
 
 def route_triton(
-    logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None, load: ExpertLoad | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction: torch.Tensor | None,
+    load: ExpertLoad | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``routing.route``; the rows may be slices of wider ones."""
     num_tokens, num_experts = logits.shape
@@ -125,6 +134,7 @@ def route_triton(
             logits,
             logits.stride(0),
             correction,
+            expert_scale,
             ids,
             weights,
             None if load is None else load.counts,
@@ -141,6 +151,7 @@ def route_triton(
             TOP_GROUPS=rule.top_groups,
             HAS_CORRECTION=correction is not None,
             HAS_LOAD=load is not None,
+            HAS_SCALE=expert_scale is not None,
             **dependent_launch(logits.device),
         )
     return ids, weights

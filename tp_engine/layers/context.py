@@ -33,8 +33,8 @@ class LayerContext:
     splits_experts: bool = True
 
     def at(self, name: str) -> LayerContext:
-        """The context of the module ``name`` inside of this one."""
-        return replace(self, path=f"{self.path}.{name}" if self.path else name)
+        """The context of the module ``name`` inside of this one; without a name, this one."""
+        return replace(self, path=".".join(part for part in (self.path, name) if part))
 
     def op(self, name: str) -> Callable[..., Any]:
         """The operation ``name`` of ``kernels.ops``, for this device."""

@@ -25,12 +25,17 @@ from tp_engine.layers.formats.dense import Dense
 from tp_engine.layers.formats.experts import share_experts
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.norm import Norm
 from tp_engine.model_config.mlp import ExpertsSpec
+from tp_engine.model_config.spec import NormSpec
 from tp_engine.weights.source import Source, Span, whole
 
 
 class Router(Layer):
-    """Logits of all experts, and of the shared MLP's gate if there is one: one product, the same on all ranks."""
+    """Logits of all experts, and of the shared MLP's gate if there is one: one product, the same on all ranks.
+
+    With ``norm`` it reads the residual stream, which ``norm`` normalises for it.
+    """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
@@ -42,11 +47,17 @@ class Router(Layer):
         )
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
         self.linear = LocalLinear(shape, bias=spec.router_bias, context=own.at(spec.router), format=Dense())
+        self.norm = None
+        if spec.router_scale is not None:
+            rule = NormSpec(name="", tensor=spec.router_scale, eps=spec.router_eps, factor=hidden_size**-0.5)
+            self.norm = Norm(rule, hidden_size, context=context)
         self._to_float32 = context.op("to_float32")
         self.is_recordable = context.can_record("to_float32")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden) -> (N, experts [+ 1]), in the type of ``x`` or float32."""
+        if self.norm is not None:
+            x = self.norm(x)
         logits: torch.Tensor = self.linear(self._to_float32(x) if self._widens else x)
         return logits
 
@@ -71,7 +82,10 @@ class Experts(Layer):
         )
         for name, parameter in self._format.create_experts(context, self.shape).items():
             self.register_parameter(name, parameter)
-        self.correction = _correction(spec, context)
+        rows = spec.correction_rows
+        shape = (spec.num_experts,) if rows is None else (rows, spec.num_experts)
+        self.correction = _one_for_each(spec.correction, shape, context)
+        self.expert_scale = _one_for_each(spec.expert_scale, (spec.num_experts,), context)
         self.token_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=context.device)
         self._rule, self._num_experts, self._route = spec.rule, spec.num_experts, context.op("route")
         self._can_route = context.can_record("route")
@@ -81,7 +95,9 @@ class Experts(Layer):
         """Make the product of the loaded weights, then drop the parameters."""
         assert self._product is None, "finish_loading was called twice"
         weights: Mapping[str, nn.Parameter] = {
-            name: weight for name, weight in self.named_parameters(recurse=False) if name != "correction"
+            name: weight
+            for name, weight in self.named_parameters(recurse=False)
+            if name not in ("correction", "expert_scale")
         }
         self._product = self._format.finish_experts(weights, self.shape, self._dtype)
         self.is_recordable = self._product.is_recordable and self._can_route
@@ -94,7 +110,8 @@ class Experts(Layer):
         slots = current_metadata().slot_mapping
         # In the last layer only some tokens of a prompt come here; they are not counted.
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
-        return self._product(x, *self._route(logits[:, : self._num_experts], self._rule, self.correction, load))
+        own = logits[:, : self._num_experts]
+        return self._product(x, *self._route(own, self._rule, self.correction, load, self.expert_scale))
 
 
 def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:
@@ -105,16 +122,15 @@ def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:
     return [context.at(name.format(number)).path for number in numbers for name in names]
 
 
-def _correction(spec: ExpertsSpec, context: LayerContext) -> nn.Parameter | None:
-    """What is added to each expert's score for the choice, float32."""
-    if spec.correction is None:
+def _one_for_each(name: str | None, shape: tuple[int, ...], context: LayerContext) -> nn.Parameter | None:
+    """A number for each expert, float32, stored in ``shape``; None without a ``name``."""
+    if name is None:
         return None
-    shape = (spec.num_experts,) if spec.correction_rows is None else (spec.correction_rows, spec.num_experts)
     source = Source(
-        name=context.at(spec.correction).path,
+        name=context.at(name).path,
         shape=shape,
         taken=whole(shape),
-        target=(Span(0, spec.num_experts),),
+        target=(Span(0, shape[-1]),),
         decode=torch.Tensor.flatten,
     )
-    return context.parameter((spec.num_experts,), (source,), dtype=torch.float32)
+    return context.parameter((shape[-1],), (source,), dtype=torch.float32)

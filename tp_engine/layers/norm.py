@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tp_engine.kernels.heads import HeadNorm
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.model_config.spec import AttentionSpec, NormSpec, QkNormSpec
-from tp_engine.weights.source import Decode, Source, Span, equal_share, kv_head_share, times, whole
+from tp_engine.weights.source import Decode, Source, Span, as_stored, equal_share, kv_head_share, times, whole
 
 
 class Norm(Layer):
@@ -17,10 +19,11 @@ class Norm(Layer):
     def __init__(self, spec: NormSpec, size: int, *, context: LayerContext) -> None:
         super().__init__()
         source = Source(
-            name=f"{context.path}.weight",
+            name=f"{context.path}.{spec.tensor}",
             shape=(size,),
             taken=whole((size,)),
             target=whole((size,)),
+            decode=as_stored if spec.factor == 1.0 else partial(_times, factor=spec.factor),
             init=1.0 - spec.offset,
         )
         self.weight = context.parameter((size,), (source,))
@@ -34,8 +37,12 @@ class Norm(Layer):
         return normalised
 
 
+def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
+    return values.float() * factor
+
+
 class QKNorm(Layer):
-    """Normalises the query and key heads of a layer before they turn.
+    """Normalises the query and key heads of a layer before they turn, and the value heads if its spec includes them.
 
     ``prepare_heads`` normalises each head alone; with ``spans_heads``, ``normalise`` normalises all heads of all ranks
     together.  ``order`` is the order of a head's elements, as in the projections.
@@ -72,7 +79,10 @@ class QKNorm(Layer):
         num_heads, num_kv_heads = self._counts
         dim = self._attention.head_dim
         of_query, of_key = self.q_weight.view(-1, dim), self.k_weight.view(-1, dim)
-        self._weights = torch.cat((of_query.expand(num_heads, -1), of_key.expand(num_kv_heads, -1)))
+        weights = [of_query.expand(num_heads, -1), of_key.expand(num_kv_heads, -1)]
+        if self._spec.includes_values:
+            weights.append(torch.full_like(of_key, 1.0 - self._spec.offset).expand(num_kv_heads, -1))
+        self._weights = torch.cat(weights)
 
     @property
     def head_norm(self) -> HeadNorm | None:
@@ -86,6 +96,7 @@ class QKNorm(Layer):
             weights=self._weights,
             eps=self._spec.eps,
             offset=self._spec.offset,
+            includes_values=self._spec.includes_values,
         )
 
     def normalise(self, heads: torch.Tensor) -> None:

@@ -14,20 +14,36 @@ import torch
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.row_codes import RowCodes, Rows
-from tp_engine.layers.context import LayerContext
+from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.quantised_products import WantedCodes, wanted_codes
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.norm import Norm
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.symmetric_memory import SymmetricCommunicator
+from tp_engine.weights.source import Source, whole
+
+
+class StreamScale(Layer):
+    """A stored number, by which the residual stream is multiplied."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        one = whole((1,))
+        source = Source(name=context.path, shape=(1,), taken=one, target=one, init=1.0)
+        self.weight, self.value = context.parameter((1,), (source,), dtype=torch.float32), 1.0
+
+    def finish_loading(self) -> None:
+        """Keep the number on the host, as an argument of the operations."""
+        self.value = float(self.weight)
 
 
 class Join:
     """Adds a block's output to the residual stream and normalises the stream for the next block.
 
-    ``out_norm`` normalises the ranks' sum of the output, which is multiplied by ``scale`` when it is added;
-    ``next_norm`` normalises the stream.  Either may be None.  Without ``out_norm``, all-reduce, sum and norm are one
-    operation.  ``readers`` are all that reads the normalised stream.
+    ``out_norm`` normalises the ranks' sum of the output, which is multiplied by ``scale`` when it is added; then the
+    stream is multiplied by ``stream_scale``; ``next_norm`` normalises the stream.  Each may be None.  Without
+    ``out_norm``, all-reduce, sum and norm are one operation.  ``is_summed``: the block has added up the ranks' parts.
+    ``readers`` are all that reads the normalised stream.
     """
 
     def __init__(
@@ -37,9 +53,12 @@ class Join:
         scale: float,
         readers: Sequence[LocalLinear] = (),
         *,
+        stream_scale: StreamScale | None = None,
+        is_summed: bool = False,
         context: LayerContext,
     ) -> None:
         self._out_norm, self._next_norm, self._scale, self._readers = out_norm, next_norm, scale, readers
+        self._stream_scale, self._is_summed = stream_scale, is_summed
         self._communicator = context.communicator
         self._add, self._add_norm = context.op("add"), context.op("add_norm")
         self._norm_codes = context.op("norm_codes")
@@ -55,17 +74,19 @@ class Join:
         out_norm, next_norm = self._out_norm, self._next_norm
         if part is None:
             return residual if next_norm is None else next_norm(residual)
-        if out_norm is None and next_norm is not None:
+        scales = (self._scale,) if self._stream_scale is None else (self._scale, self._stream_scale.value)
+        if out_norm is None and next_norm is not None and len(scales) == 1 and not self._is_summed:
             return self._reduce_add_norm(part, residual, next_norm.rule, self._scale)
         output = self._output(part)
         if next_norm is None:
-            self._add(output, residual, self._scale)
+            self._add(output, residual, *scales)
             return residual
-        joined: torch.Tensor = self._add_norm(output, residual, next_norm.rule, self._scale)
+        joined: torch.Tensor = self._add_norm(output, residual, next_norm.rule, *scales)
         return joined
 
     def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:
-        """As when it is called, but of many rows only the codes, if all readers multiply codes."""
+        """As when it is called, but of many rows only the codes, if all readers multiply codes and no ``stream_scale``
+        comes before them."""
         wanted, norm = self._wanted, self._next_norm
         if wanted is None or norm is None or len(residual) <= wanted.more_than:
             return self(part, residual)
@@ -78,11 +99,13 @@ class Join:
 
     @cached_property
     def _wanted(self) -> WantedCodes | None:
+        if self._stream_scale is not None:
+            return None
         return wanted_codes([reader.loaded for reader in self._readers])
 
     def _output(self, part: torch.Tensor) -> torch.Tensor:
         """The block's output."""
-        output = self._communicator.all_reduce(part)
+        output = part if self._is_summed else self._communicator.all_reduce(part)
         return output if self._out_norm is None else self._out_norm(output)
 
 

@@ -26,7 +26,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec, max_model_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         positions = torch.arange(max_model_len, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(spec, max_model_len))
+        angles = torch.outer(positions, inverse_frequencies(spec, max_model_len)[: spec.num_pairs])
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor
         self.register_buffer("table", table.to(device, dtype), persistent=False)
         scale = None
@@ -42,9 +42,11 @@ class RotaryEmbedding(nn.Module):
 
 def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
     """The decoding of the stored rows of query and key heads."""
-    if spec is None or not spec.is_interleaved:
-        return as_stored
-    return partial(interleaved_to_halves, head_dim=head_dim, rotary_dim=spec.rotary_dim)
+    if spec is not None and spec.is_interleaved:
+        return partial(interleaved_to_halves, head_dim=head_dim, rotary_dim=spec.rotary_dim)
+    if spec is not None and 2 * spec.num_pairs < spec.rotary_dim:
+        return partial(turning_first, head_dim=head_dim, num_pairs=spec.num_pairs)
+    return as_stored
 
 
 def interleaved_to_halves(values: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
@@ -54,6 +56,15 @@ def interleaved_to_halves(values: torch.Tensor, head_dim: int, rotary_dim: int) 
     heads = values.reshape(-1, head_dim, *rest)
     turning = heads[:, :rotary_dim].reshape(len(heads), -1, 2, *rest).transpose(1, 2).flatten(1, 2)
     return torch.cat((turning, heads[:, rotary_dim:]), 1).flatten(0, 1)
+
+
+def turning_first(values: torch.Tensor, head_dim: int, num_pairs: int) -> torch.Tensor:
+    """Rows of whole heads, ``values`` (heads * head_dim, ...), of which ``num_pairs`` pairs turn, those that begin both
+    halves of a head: these come first, so that the head is one that turns in part."""
+    heads = values.reshape(-1, head_dim, *values.shape[1:])
+    first, second = heads.chunk(2, 1)
+    parts = (first[:, :num_pairs], second[:, :num_pairs], first[:, num_pairs:], second[:, num_pairs:])
+    return torch.cat(parts, 1).flatten(0, 1)
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
@@ -71,8 +82,7 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
         is_long = max_model_len > spec.original_max_position
         return frequencies / torch.tensor(spec.long_factor if is_long else spec.short_factor)
     if spec.kind == "proportional":
-        num_turning = int(spec.rotated_share * spec.rotary_dim // 2)
-        frequencies[num_turning:] = 0.0
+        frequencies[spec.num_pairs :] = 0.0
         return frequencies / spec.factor
     return frequencies
 

@@ -117,7 +117,7 @@ def _split_problem(model: ModelSpec, world_size: int) -> str | None:
         attention = layer.attention
         if attention.num_heads % world_size:
             return f"the {attention.num_heads} attention heads can not be divided equally"
-        if problem := _mlp_problem(layer.mlp, world_size):
+        if problem := next(filter(None, (_mlp_problem(mlp, world_size) for mlp in layer.mlps)), None):
             return problem
         if attention.num_kv_heads % world_size and world_size % attention.num_kv_heads:
             return f"the {attention.num_kv_heads} KV heads can be neither divided equally nor repeated equally often"
@@ -133,17 +133,6 @@ def _mlp_problem(mlp: MlpSpec | ExpertsSpec, world_size: int) -> str | None:
     if mlp.inner_size % world_size:
         return f"the intermediate size of {mlp.inner_size} can not be divided equally"
     return None
-
-
-def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
-    """KV heads that each rank holds, where ``K`` is their number and ``W`` the world size.
-
-    ::
-
-        K % W == 0   each rank holds K / W heads         K=4, W=2:  rank 0 [0 1]  rank 1 [2 3]
-        W % K == 0   each head is held by W / K ranks    K=2, W=4:  rank 0 [0]  rank 1 [0]  rank 2 [1]  rank 3 [1]
-    """
-    return max(1, num_kv_heads // world_size)
 
 
 def padded_vocab_size(vocab_size: int, world_size: int) -> int:

@@ -172,7 +172,7 @@ class DecoderReader:
         if not config.is_taken("pretraining_tp"):
             config.expect("pretraining_tp", int, 1)
         config.finish()
-        self._check_heads()
+        self._check_heads({self.num_kv_heads, *(layer.attention.num_kv_heads for layer in layers)})
         spec = ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
         if not spec.tie_word_embeddings and spec.scheme_of("lm_head") is not None:
             raise ConfigError(
@@ -208,9 +208,10 @@ class DecoderReader:
             raise ConfigError(f"config.json: dtype is {name!r}; this engine loads {', '.join(DTYPES)}")
         return name
 
-    def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"config.json: num_attention_heads is {self.num_heads}; it must be a multiple of num_key_value_heads, "
-                f"{self.num_kv_heads}"
-            )
+    def _check_heads(self, all_num_kv_heads: set[int]) -> None:
+        for num_kv_heads in sorted(all_num_kv_heads):
+            if self.num_heads % num_kv_heads:
+                raise ConfigError(
+                    f"config.json: num_attention_heads is {self.num_heads}; it must be a multiple of "
+                    f"num_key_value_heads, {num_kv_heads}"
+                )

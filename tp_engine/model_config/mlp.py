@@ -113,9 +113,13 @@ class ExpertsSpec:
 
     The output is the sum of the chosen ones' outputs, each times its weight, and of the output of ``shared``, which all
     tokens go through, times the sigmoid of ``shared_gate`` if there is one.  ``correction`` is added to the experts'
-    scores for the choice alone; ``correction_rows``: its tensor has one more dimension, of that size.  ``router``,
-    ``correction``, ``shared_gate`` and the name of ``shared`` stand below ``name`` in the checkpoint.  ``stored`` are
-    the ways in which checkpoints keep the experts; the first one that a checkpoint has is read.
+    scores for the choice alone; ``correction_rows``: its tensor has one more dimension, of that size.  An expert's
+    weight is multiplied by its element of ``expert_scale`` at last.  ``router``, ``correction``, ``expert_scale``,
+    ``shared_gate`` and the name of ``shared`` stand below ``name`` in the checkpoint, which may be empty.  ``stored``
+    are the ways in which checkpoints keep the experts; the first one that a checkpoint has is read.
+
+    ``router_scale``: the router does not read what the experts read, but the residual stream, divided by its root mean
+    square (with ``router_eps``) and by the root of its width, times this tensor (hidden,).
     """
 
     num_experts: int
@@ -126,8 +130,11 @@ class ExpertsSpec:
     router: str = "gate"
     router_bias: bool = False
     routes_in_float32: bool = False
+    router_scale: str | None = None
+    router_eps: float = 0.0
     correction: str | None = None
     correction_rows: int | None = None
+    expert_scale: str | None = None
     shared: MlpSpec | None = None
     shared_gate: str | None = None
     stored: tuple[StoredExperts, ...] = (EACH, FUSED)

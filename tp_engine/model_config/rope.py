@@ -41,6 +41,12 @@ class RopeSpec:
     is_interleaved: bool = False
     query_beta: float = 0.0
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of elements that turn; of a proportional rotation the first ones, the others have frequency 0."""
+        share = self.rotated_share if self.kind == "proportional" else 1.0
+        return int(share * self.rotary_dim // 2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:

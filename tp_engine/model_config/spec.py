@@ -26,22 +26,29 @@ from tp_engine.model_config.rope import RopeSpec
 class NormSpec:
     """``x / sqrt(mean(x^2) + eps) * (weight + offset)``; kind ``layer`` subtracts the mean first.
 
-    ``name`` is the module's in the checkpoint, below its layer.
+    ``name`` is the module's in the checkpoint, below its layer, and ``tensor`` the weight's in it; as it is loaded, the
+    weight is multiplied by ``factor``.
     """
 
     name: str
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0
+    tensor: str = "weight"
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkNormSpec:
-    """Queries and keys are normalised before they turn: each head alone, or (``spans_heads``) all heads together."""
+    """Queries and keys are normalised before they turn: each head alone, or (``spans_heads``) all heads together.
+
+    With ``includes_values``, each value head is normalised too, without a weight.
+    """
 
     eps: float
     offset: float = 0.0
     spans_heads: bool = False
+    includes_values: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,8 @@ class AttentionSpec:
     ``window`` counts the visible keys, self included; None: all.  ``softcap`` c bounds a score s to ``c tanh(s / c)``.
     ``has_sinks``: one more score per head, a weight, takes part in the softmax and has no value.  ``rope`` is an index
     into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
-    query, key and value rows.
+    query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
+    nor normalised as keys are.
     """
 
     num_heads: int
@@ -66,27 +74,65 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     fused_name: str | None = None
+    values_from_keys: bool = False
+
+    @property
+    def projections(self) -> tuple[str, str, str]:
+        """The modules that make queries, keys and values, unless they are fused."""
+        return "q_proj", "k_proj", "k_proj" if self.values_from_keys else "v_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSpec:
+    """Experts beside a layer's dense MLP, within its MLP block::
+
+    stream -> mlp_norm -> mlp     -> mlp_out_norm (this one) -+
+                                                             (+) -> mlp_out_norm of the layer
+    stream -> norm     -> experts -> out_norm                -+
+    """
+
+    experts: ExpertsSpec
+    norm: NormSpec
+    out_norm: NormSpec
+    mlp_out_norm: NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added."""
+    """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added.
+
+    ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec | ExpertsSpec
+    beside: BesideSpec | None = None
     input_norm: NormSpec | None = None
     attention_out_norm: NormSpec | None = None
     mlp_norm: NormSpec | None = None
     mlp_out_norm: NormSpec | None = None
     is_parallel: bool = False
     residual_scale: float = 1.0
+    stream_scale: str | None = None
 
     @property
     def norms(self) -> Iterator[NormSpec]:
         """The norms that are present."""
-        for norm in (self.input_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm):
+        own = (self.input_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
+        beside = self.beside
+        for norm in own if beside is None else (*own, beside.norm, beside.out_norm, beside.mlp_out_norm):
             if norm is not None:
                 yield norm
+
+    @property
+    def mlps(self) -> tuple[MlpSpec | ExpertsSpec, ...]:
+        """What its MLP block runs: an MLP or experts, or both."""
+        return (self.mlp,) if self.beside is None else (self.mlp, self.beside.experts)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The layer's experts, if it has some."""
+        return next((one for one in self.mlps if isinstance(one, ExpertsSpec)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +208,15 @@ class ModelSpec:
             counts[layer] = counts.get(layer, 0) + 1
         return counts
 
-    @cached_property
-    def kv_layout(self) -> KvLayout:
-        """Which layers share block tables."""
+    def kv_layout_on(self, world_size: int) -> KvLayout:
+        """Which layers share block tables, on each of ``world_size`` ranks."""
         attentions = [layer.attention for layer in self.layers]
         return lay_out(
-            [KvKind(window=one.window, num_kv_heads=one.num_kv_heads, head_dim=one.head_dim) for one in attentions]
+            [KvKind(window=one.window, num_kv_heads=one.num_kv_heads, head_dim=one.head_dim) for one in attentions],
+            world_size,
         )
+
+    @cached_property
+    def kv_layout(self) -> KvLayout:
+        """The layout on a single rank."""
+        return self.kv_layout_on(1)

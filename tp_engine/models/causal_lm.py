@@ -30,7 +30,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, backends: Backends, max_model_len: int, context: LayerContext) -> None:
         super().__init__()
-        model, layout = context.at("model"), spec.kv_layout
+        model, layout = context.at("model"), spec.kv_layout_on(context.world_size)
         sizes = (spec.vocab_size, spec.hidden_size)
         self.embed_tokens = VocabParallelEmbedding(*sizes, context=model.at("embed_tokens"), scale=spec.embedding_scale)
         self.ropes = nn.ModuleList(
@@ -126,11 +126,22 @@ def _make_joins(
     layers: Sequence[DecoderLayer], specs: Sequence[LayerSpec], final_norm: Norm, context: LayerContext
 ) -> list[Join]:
     """The joins before each layer and after the last: the output norm of the layer before, the norm of the next."""
-    out_norms = [None, *(layer.mlp_out_norm for layer in layers)]
     next_norms = [*(layer.input_norm for layer in layers), final_norm]
-    scales = [1.0, *(spec.residual_scale for spec in specs)]
     readers = [*(layer.readers for layer in layers), ()]
-    return [Join(*one, context=context) for one in zip(out_norms, next_norms, scales, readers, strict=True)]
+    joins = [Join(None, next_norms[0], 1.0, readers[0], context=context)]
+    for layer, spec, next_norm, own in zip(layers, specs, next_norms[1:], readers[1:], strict=True):
+        joins.append(
+            Join(
+                layer.mlp_out_norm,
+                next_norm,
+                spec.residual_scale,
+                own,
+                stream_scale=layer.stream_scale,
+                is_summed=layer.returns_sum,
+                context=context,
+            )
+        )
+    return joins
 
 
 def build_model(

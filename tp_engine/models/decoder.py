@@ -16,7 +16,7 @@ from tp_engine.layers.attention import Attention, current_metadata
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
-from tp_engine.layers.residual import Join
+from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
@@ -96,7 +96,7 @@ class DecoderLayer(Layer):
             group=group,
             context=context.at("self_attn"),
         )
-        self.mlp = make_mlp(spec.mlp, hidden_size, context=context)
+        self.mlp = make_mlp(spec, hidden_size, context=context)
 
         def norm(one: NormSpec | None) -> Norm | None:
             return None if one is None else Norm(one, hidden_size, context=context.at(one.name))
@@ -106,6 +106,8 @@ class DecoderLayer(Layer):
         of_mlp: list[LocalLinear] = self.mlp.readers
         self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, of_mlp, context=context)
         self.readers = [self.self_attn.qkv_proj, *(of_mlp if spec.is_parallel else ())]
+        self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
+        self.returns_sum = spec.beside is not None
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
         self.is_recordable = self._join.is_recordable
 
@@ -114,13 +116,15 @@ class DecoderLayer(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
-        Returns this rank's part of the layer's last output, not yet added, and the stream.  With ``wanted`` (n,) int64,
-        both are of these tokens only: the others need only their keys and values.  ``x`` is then a tensor.
+        Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
+        and the stream.  With ``wanted`` (n,) int64, both are of these tokens only: the others need only their keys and
+        values.  ``x`` is then a tensor.
         """
         part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
         residual = only(wanted, residual)
         if not self._is_parallel:
-            return self.mlp(self._join.for_readers(part, residual)), residual
+            own = self._join.for_readers(part, residual)
+            return self.mlp(own, residual) if self.returns_sum else self.mlp(own), residual
         if wanted is not None:
             assert isinstance(x, torch.Tensor), "codes are of all tokens"
             x = only(wanted, x)

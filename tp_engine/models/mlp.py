@@ -11,7 +11,9 @@ from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.experts import Experts, Router
 from tp_engine.layers.formats.quantised_products import GatedPair, gated_pair
 from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear
+from tp_engine.layers.norm import Norm
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
+from tp_engine.model_config.spec import BesideSpec, LayerSpec
 
 
 class GatedMLP(Layer):
@@ -68,9 +70,12 @@ class ExpertsMLP(Layer):
         """The layers that read its input; the router's reads values, so no norm writes codes for experts."""
         return [self.router.linear]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` (N, hidden), normalised -> this rank's part of the block's output."""
-        logits = self.router(x)
+    def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` (N, hidden), normalised -> this rank's part of the block's output.
+
+        The router reads ``routed_by`` (N, hidden) instead of ``x`` if it is given.
+        """
+        logits = self.router(x if routed_by is None else routed_by)
         part: torch.Tensor = self.experts(x, logits)
         if self.shared is None:
             return part
@@ -82,9 +87,43 @@ class ExpertsMLP(Layer):
         return part
 
 
-def make_mlp(spec: MlpSpec | ExpertsSpec, hidden_size: int, *, context: LayerContext) -> GatedMLP | ExpertsMLP:
-    """The MLP of a layer at ``context``."""
-    own = context.at(spec.name)
-    if isinstance(spec, ExpertsSpec):
-        return ExpertsMLP(spec, hidden_size, context=own)
-    return GatedMLP(spec, hidden_size, context=own)
+class MlpBesideExperts(Layer):
+    """The normalised output of a dense MLP plus the normalised output of experts, whole on all ranks."""
+
+    def __init__(self, mlp: MlpSpec, spec: BesideSpec, hidden_size: int, *, context: LayerContext) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(mlp, hidden_size, context=context.at(mlp.name))
+        self.experts = ExpertsMLP(spec.experts, hidden_size, context=context.at(spec.experts.name))
+        self.norm, self.out_norm, self.mlp_out_norm = (
+            Norm(one, hidden_size, context=context.at(one.name))
+            for one in (spec.norm, spec.out_norm, spec.mlp_out_norm)
+        )
+        self._all_reduce, self._add = context.communicator.all_reduce, context.op("add")
+        self.is_recordable = context.can_record("add")
+
+    @property
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input, which is not that of the experts."""
+        return self.mlp.readers
+
+    def forward(self, x: Rows, stream: torch.Tensor) -> torch.Tensor:
+        """``x`` (N, hidden), normalised for the dense MLP, and the ``stream`` (N, hidden) -> the block's output.
+
+        Both norms need the sum of all ranks, so there are two all-reduces.
+        """
+        output: torch.Tensor = self.mlp_out_norm(self._all_reduce(self.mlp(x)))
+        routed = self.experts(self.norm(stream), stream)
+        self._add(self.out_norm(self._all_reduce(routed)), output)
+        return output
+
+
+def make_mlp(spec: LayerSpec, hidden_size: int, *, context: LayerContext) -> GatedMLP | ExpertsMLP | MlpBesideExperts:
+    """The MLP block of the layer at ``context``."""
+    mlp = spec.mlp
+    if spec.beside is not None:
+        assert isinstance(mlp, MlpSpec), "experts stand beside a dense MLP"
+        return MlpBesideExperts(mlp, spec.beside, hidden_size, context=context)
+    own = context.at(mlp.name)
+    if isinstance(mlp, ExpertsSpec):
+        return ExpertsMLP(mlp, hidden_size, context=own)
+    return GatedMLP(mlp, hidden_size, context=own)

@@ -13,6 +13,7 @@ from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
+from tp_engine.kv_codec import is_lossy
 from tp_engine.layers.formats import check_quantization
 from tp_engine.model_config import (
     check_quantization_options,
@@ -95,7 +96,7 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model)
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
-    _check_codec(config.kv_offloading_codec, needs.capability)
+    _check_codec(effective, model, needs.capability)
     uses_symmetric_memory(effective, probe_devices(effective))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path)
@@ -134,8 +135,14 @@ def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] |
         )
 
 
-def _check_codec(codec: str, capability: tuple[int, int] | None) -> None:
-    """Raise ``ConfigError`` for a codec that a GPU of this compute capability lacks."""
+def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None) -> None:
+    """Raise ``ConfigError`` for a codec that the model or a GPU of this compute capability can not have."""
+    codec = config.kv_offloading_codec
+    if is_lossy(codec) and not model.kv_layout_on(config.tensor_parallel_size).is_uniform:
+        raise ConfigError(
+            f"kv_offloading_codec is {codec}, but layers of this {model.architecture} differ in KV heads or head_dim, "
+            "and a codec needs blocks of one shape: set kv_offloading_codec=none"
+        )
     if codec == "fp8" and capability is not None and capability < _MIN_FP8_CAPABILITY:
         raise ConfigError(
             f"kv_offloading_codec is fp8, which GPUs before compute capability 8.9 do not have, and this one is of "

@@ -2,14 +2,15 @@
 
 ::
 
-    raw     (blocks, block_bytes) uint8         | block 0                             | block 1 ...
-                                                | K0 V0 K1 V1 ... | scales, if quantised |
-    cache   (blocks, layers per block, 2, block_size, local KV heads, head_dim)           0: keys, 1: values
-    scales  (blocks, layers per block, 2, local KV heads, block_size) float32             kernels/layer_kv.py
+    raw     (blocks, block_bytes) uint8         | block 0                                       | block 1 ...
+                                                | K0 V0 K1 V1 ... | scales, if quantised | room |
+    cache   (blocks, layers of the group, 2, block_size, local KV heads, head_dim)        0: keys, 1: values
+    scales  (blocks, layers of the group, 2, local KV heads, block_size) float32          kernels/layer_kv.py
     a layer's view is (2, blocks, block_size, local KV heads, head_dim): of the layer with place i in its group
 
-A block belongs to one group of layers at a time (kv_layout.py), so the layers at one place share a view, not a block.
-The attention backend decides the order inside of a block; on CPUs it is another.  Whatever moves blocks moves ``raw``.
+A block belongs to one group of layers at a time (kv_layout.py), so each group has a view of all blocks, in the shape of
+its layers; only the largest group leaves no room.  The attention backend decides the order inside of a block; on CPUs
+it is another.  Whatever moves blocks moves ``raw``.
 """
 
 from __future__ import annotations
@@ -19,59 +20,50 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.layer_kv import SCALE_DTYPE, is_quantised, layer_view
-from tp_engine.kv_layout import KvLayout, kv_block_bytes, kv_scale_bytes
+from tp_engine.kv_layout import KvLayout
 from tp_engine.units import format_gib
+
+
+class GroupViews(NamedTuple):
+    """All blocks as one group's layers see them: ``cache``, and ``scales`` of a quantised one, as in the module's
+    text."""
+
+    cache: torch.Tensor
+    scales: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheShape:
     """All of the cache's dimensions but the number of blocks."""
 
-    layers_per_block: int
+    layout: KvLayout
     block_size: int
-    local_num_kv_heads: int
-    head_dim: int
     dtype: torch.dtype
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank."""
-        return kv_block_bytes(
-            num_layers=self.layers_per_block,
-            block_size=self.block_size,
-            local_num_kv_heads=self.local_num_kv_heads,
-            head_dim=self.head_dim,
-            itemsize=self.dtype.itemsize,
-            scale_bytes=self._scale_bytes,
-        )
+        return self.layout.block_bytes(self.block_size, self.dtype.itemsize, has_scales=is_quantised(self.dtype))
 
-    @property
-    def _scale_bytes(self) -> int:
-        if not is_quantised(self.dtype):
-            return 0
-        return kv_scale_bytes(
-            num_layers=self.layers_per_block,
-            block_size=self.block_size,
-            local_num_kv_heads=self.local_num_kv_heads,
-        )
+    def views_of(self, raw: torch.Tensor, group: int = 0) -> GroupViews:
+        """What a group's layers see of ``raw`` (n, block_bytes), contiguous.
 
-    def views_of(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Cache and scales of ``raw`` (n, block_bytes), contiguous, as in the module's text.
-
-        Their strides do not depend on n, so kernels that are compiled for one block suit any number.
+        Strides do not depend on n, so kernels that are compiled for one block suit any number.
         """
-        pieces, end = (self.layers_per_block, 2), self.block_bytes - self._scale_bytes
-        cache = _views(raw, self.dtype, 0, (*pieces, self.block_size, self.local_num_kv_heads, self.head_dim))
-        if not self._scale_bytes:
-            return cache, None
-        return cache, _views(raw, SCALE_DTYPE, end, (*pieces, self.local_num_kv_heads, self.block_size))
+        own = self.layout.groups[group]
+        pieces, heads = (len(own.layers), 2), own.local_num_kv_heads
+        cache = _views(raw, self.dtype, 0, (*pieces, self.block_size, heads, own.head_dim))
+        if not is_quantised(self.dtype):
+            return GroupViews(cache, None)
+        end = own.value_bytes(self.block_size, self.dtype.itemsize)
+        return GroupViews(cache, _views(raw, SCALE_DTYPE, end, (*pieces, heads, self.block_size)))
 
 
 def _views(raw: torch.Tensor, dtype: torch.dtype, begin: int, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -89,11 +81,11 @@ class KvCacheLayer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvBlocks:
-    """``num_blocks`` zeroed blocks; see the module's text for the three tensors, which share memory."""
+    """Zeroed blocks of ``shape``: ``raw``, and the views of each group, which share its memory."""
 
+    shape: KvCacheShape
     raw: torch.Tensor
-    cache: torch.Tensor
-    scales: torch.Tensor | None
+    views: tuple[GroupViews, ...]
 
     @classmethod
     def allocate(cls, shape: KvCacheShape, num_blocks: int, device: torch.device) -> KvBlocks:
@@ -113,17 +105,17 @@ class KvBlocks:
                 f"gpu_memory_utilization, num_gpu_blocks_override or kv_cache_memory_bytes"
             ) from error
         raw = raw.view(num_blocks, shape.block_bytes)
-        return cls(raw, *shape.views_of(raw))
+        return cls(shape, raw, tuple(shape.views_of(raw, group) for group in range(len(shape.layout.groups))))
 
-    def bind(self, layers: Sequence[KvCacheLayer], layout: KvLayout) -> None:
-        """Give each layer the view of its place; there must be as many layers as ``layout`` has."""
+    def bind(self, layers: Sequence[KvCacheLayer]) -> None:
+        """Give each layer the view of its place; there must be as many layers as the layout has."""
+        layout = self.shape.layout
         num_layers = sum(len(group.layers) for group in layout.groups)
         assert len(layers) == num_layers, f"{len(layers)} attention layers for a cache of {num_layers}"
-        assert self.cache.shape[1] == layout.layers_per_block, (self.cache.shape, layout)
         for index, layer in enumerate(layers):
-            _, place = layout.place_of(index)
-            scales = None if self.scales is None else layer_view(self.scales, place)
-            layer.bind_kv_cache(layer_view(self.cache, place), scales)
+            group, place = layout.place_of(index)
+            cache, scales = self.views[group]
+            layer.bind_kv_cache(layer_view(cache, place), None if scales is None else layer_view(scales, place))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks, from ids ``source`` (n,) int64 to ``target`` (n,); all are read before any is written."""

@@ -60,7 +60,7 @@ class RunnerParts:
     ) -> ModelRunner:
         torch_device = self.device.torch_device
         blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
-        blocks.bind(self.model.attention_layers, self.layout)
+        blocks.bind(self.model.attention_layers)
         tier = None if self.codec is None or not num_slots else HostTier(blocks.raw, num_slots, self.codec)
         return ModelRunner(
             model=self.model,

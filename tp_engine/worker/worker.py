@@ -19,7 +19,6 @@ from tp_engine.errors import RankError
 from tp_engine.kv_codec import is_lossy
 from tp_engine.kv_layout import KvCapacity, MoveCounters
 from tp_engine.log import get_logger
-from tp_engine.model_config import local_num_kv_heads
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Control, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
@@ -70,7 +69,7 @@ class Worker:
         self._groups = groups
         self._start_up = StartUp(groups.host, groups.progress)
         config, model = effective.config, effective.model
-        self._layout = model.kv_layout
+        self._layout = model.kv_layout_on(config.tensor_parallel_size)
         self._backends = tuple(
             select_backend(config.attention_backend, effective.attention_needs) for _ in self._layout.groups
         )
@@ -80,13 +79,7 @@ class Worker:
             max_model_len=effective.max_model_len,
             chunk_tokens=config.max_num_batched_tokens,
         )
-        self._kv_shape = KvCacheShape(
-            layers_per_block=self._layout.layers_per_block,
-            block_size=config.block_size,
-            local_num_kv_heads=local_num_kv_heads(self._layout.num_kv_heads, config.tensor_parallel_size),
-            head_dim=self._layout.head_dim,
-            dtype=effective.kv_cache_dtype,
-        )
+        self._kv_shape = KvCacheShape(layout=self._layout, block_size=config.block_size, dtype=effective.kv_cache_dtype)
         lanes = key_lanes(self._backends[0], config.block_size)
         self._codec = (
             make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None

@@ -29,7 +29,7 @@
 
 #include "simd.h"
 
-enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 256 };
+enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 512 };
 
 /* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and not a power of
    two, because the first-level cache has few places for lines that lie a power of two apart. */

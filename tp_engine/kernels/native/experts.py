@@ -129,12 +129,13 @@ def route(
     rule: RoutingRule,
     correction: torch.Tensor | None,
     load: routing.ExpertLoad | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``routing.route``."""
     dtype, (rows, num_experts) = DTYPE_CODES.get(logits.dtype), logits.shape
     is_too_large = num_experts > MAX_EXPERTS or rule.num_groups > MAX_GROUPS
     if dtype is None or logits.stride(1) != 1 or is_too_large:
-        return routing.route(logits, rule, correction, load)
+        return routing.route(logits, rule, correction, load, expert_scale)
     ids = torch.empty((rows, rule.top_k), dtype=torch.int32)
     weights = torch.empty((rows, rule.top_k))
     library.route_tokens(
@@ -142,6 +143,7 @@ def route(
         logits.data_ptr(),
         logits.stride(0),
         None if correction is None else correction.data_ptr(),
+        None if expert_scale is None else expert_scale.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         None if load is None else load.counts.data_ptr(),

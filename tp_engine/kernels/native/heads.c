@@ -1,4 +1,4 @@
-/* Queries and keys made ready for attention, in place: heads are normalised, one by one or all together, and rotated.
+/* Heads made ready for attention, in place: they are normalised, one by one or all together, and queries and keys rotated.
 
    Each item of a head is divided by the root mean square and multiplied by its weight.  Then the first rotary_dim items
    turn, as halves (a, b),
@@ -8,7 +8,7 @@
 #include "simd.h"
 #include "tape.h"
 
-enum { MAX_HEAD_DIM = 256 };
+enum { MAX_HEAD_DIM = 512 };
 
 /* Items below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_ITEMS = 1 << 14 };
@@ -65,9 +65,9 @@ INLINE void turn_heads(char *heads, int64_t first, int64_t end, const Turn *turn
     }
 }
 
-/* `table_row` has rotary_dim items; `scale` is the queries'. */
-INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, const char *table_row, Turn turn, float scale,
-                       const int dtype)
+/* `table_row` has rotary_dim items; `scale` is the queries'; `num_values` value heads do not turn. */
+INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, int64_t num_values, const char *table_row,
+                       Turn turn, float scale, const int dtype)
 {
     float cosines_sines[MAX_HEAD_DIM + 2 * VW];
     widen_row(cosines_sines, table_row, turn.rotary_dim, dtype);
@@ -76,15 +76,19 @@ INLINE void turn_token(char *heads, int64_t num_heads, int64_t num_kv_heads, con
     const int64_t num_scaled = scale != 1 ? num_heads : 0;
     if (num_scaled)
         turn_heads(heads, 0, num_scaled, &turn, scale, dtype);
-    turn_heads(heads, num_scaled, num_heads + num_kv_heads, &turn, 1, dtype);
+    const int64_t first_value = num_heads + num_kv_heads;
+    turn_heads(heads, num_scaled, first_value, &turn, 1, dtype);
+    turn.rotary_dim = 0;
+    turn_heads(heads, first_value, first_value + num_values, &turn, 1, dtype);
 }
 
-/* Prepares the `num_heads` queries and `num_kv_heads` keys of each token; tokens are `stride` elements apart.
+/* Prepares the `num_heads` queries, `num_kv_heads` keys and `num_values` values of each token; tokens are `stride` elements
+   apart.  Values are only normalised: `num_values` is 0 if they are not.
    `table` (positions, rotary_dim): the cosines of each pair, then the sines; NULL with a rotary_dim of 0: nothing turns.
-   `query_scale` (positions,) or NULL; `weights` (num_heads + num_kv_heads, head_dim) or NULL: no normalisation. */
+   `query_scale` (positions,) or NULL; `weights` (heads, head_dim) or NULL: no normalisation. */
 int prepare_heads(char *heads, int64_t stride, const int64_t *positions, const char *table, int64_t rotary_dim,
                   const float *query_scale, const char *weights, float eps, float offset, int64_t num_tokens, int64_t num_heads,
-                  int64_t num_kv_heads, int64_t head_dim, int64_t dtype, int64_t num_threads)
+                  int64_t num_kv_heads, int64_t num_values, int64_t head_dim, int64_t dtype, int64_t num_threads)
 {
     const Turn turn = {.weights = weights, .dim = head_dim, .rotary_dim = rotary_dim, .eps = eps, .offset = offset};
     const int64_t bytes = stride * item_bytes((int)dtype), row_bytes = rotary_dim * item_bytes((int)dtype);
@@ -94,7 +98,7 @@ int prepare_heads(char *heads, int64_t stride, const int64_t *positions, const c
         const char *row = table ? table + positions[token] * row_bytes : table;
         const float scale = query_scale ? query_scale[positions[token]] : 1;
         char *own = heads + token * bytes;
-        FOR_DTYPE(turn_token(own, num_heads, num_kv_heads, row, turn, scale, TYPE))
+        FOR_DTYPE(turn_token(own, num_heads, num_kv_heads, num_values, row, turn, scale, TYPE))
     }
     return 0;
 }
@@ -158,7 +162,7 @@ int play_prepare_heads(const Word *a)
 {
     return prepare_heads(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].integer, a[5].pointer, a[6].pointer,
                          a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer, a[12].integer, a[13].integer,
-                         a[14].integer);
+                         a[14].integer, a[15].integer);
 }
 
 int play_head_squares(const Word *a)

@@ -20,11 +20,11 @@ _logger = get_logger(__name__)
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
-    "norm_rows": (*[_POINTER] * 4, _INT, _INT, *[_FLOAT] * 3, *[_INT] * 3),
-    "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _INT, _INT),
+    "norm_rows": (*[_POINTER] * 4, _INT, _INT, *[_FLOAT] * 4, *[_INT] * 3),
+    "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _INT, _INT),
     "gate_rows": (_POINTER, _POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
     "cap_logits": (_POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
-    "prepare_heads": (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, *[_INT] * 6),
+    "prepare_heads": (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, *[_INT] * 7),
     "head_squares": (_POINTER, _INT, _POINTER, *[_INT] * 6),
     "norm_width": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 6, _FLOAT, _INT, _INT),
     "prepare_decodes": (
@@ -46,7 +46,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         _INT,
         _INT,
     ),
-    "route_tokens": (ctypes.POINTER(Routing), _POINTER, _INT, *[_POINTER] * 5, _INT, _INT),
+    "route_tokens": (ctypes.POINTER(Routing), _POINTER, _INT, *[_POINTER] * 6, _INT, _INT),
     "widen_rows_to_float32": (_POINTER, _POINTER, *[_INT] * 3),
     "mix_experts": (ctypes.POINTER(Experts), *[_POINTER] * 5, _INT, _INT),
     "add_gated": (*[_POINTER] * 3, *[_INT] * 5),

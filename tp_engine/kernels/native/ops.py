@@ -19,7 +19,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.model_config.mlp import Activation
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def embed(
@@ -49,20 +49,25 @@ def norm(library: ctypes.CDLL, x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     """See ``layer_ops.norm``."""
     if not (x.is_contiguous() and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
         return twins.norm(x, rule)
-    return _normalise(library, x, None, rule, 1.0)
+    return _normalise(library, x, None, rule, 1.0, 1.0)
 
 
 def add_norm(
-    library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0
+    library: ctypes.CDLL,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    rule: NormRule,
+    scale: float = 1.0,
+    stream_scale: float = 1.0,
 ) -> torch.Tensor:
     """See ``layer_ops.add_norm``."""
     if not (are_dense(x, residual) and x.dtype is rule.weight.dtype):
-        return twins.add_norm(x, residual, rule, scale)
-    return _normalise(library, x, residual.data_ptr(), rule, scale)
+        return twins.add_norm(x, residual, rule, scale, stream_scale)
+    return _normalise(library, x, residual.data_ptr(), rule, scale, stream_scale)
 
 
 def _normalise(
-    library: ctypes.CDLL, x: torch.Tensor, residual: int | None, rule: NormRule, scale: float
+    library: ctypes.CDLL, x: torch.Tensor, residual: int | None, rule: NormRule, scale: float, stream_scale: float
 ) -> torch.Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
@@ -76,6 +81,7 @@ def _normalise(
         float(rule.eps),
         float(rule.offset),
         float(scale),
+        float(stream_scale),
         int(rule.is_centred),
         DTYPE_CODES[x.dtype],
         torch.get_num_threads(),
@@ -83,13 +89,15 @@ def _normalise(
     return out
 
 
-def add(library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> None:
+def add(
+    library: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0
+) -> None:
     """See ``layer_ops.add``."""
     if not are_dense(x, residual):
-        twins.add(x, residual, scale)
+        twins.add(x, residual, scale, stream_scale)
         return
-    threads = torch.get_num_threads()
-    library.add_scaled(x.data_ptr(), residual.data_ptr(), x.numel(), float(scale), DTYPE_CODES[x.dtype], threads)
+    scales, threads = (float(scale), float(stream_scale)), torch.get_num_threads()
+    library.add_scaled(x.data_ptr(), residual.data_ptr(), x.numel(), *scales, DTYPE_CODES[x.dtype], threads)
 
 
 def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
@@ -122,7 +130,7 @@ def prepare_heads(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> Heads:
-    """See ``heads.prepare_heads``; queries and keys are overwritten, nothing is stored."""
+    """See ``heads.prepare_heads``; the heads are overwritten, nothing is stored."""
     dtype = DTYPE_CODES.get(heads.dtype)
     if dtype is None or not heads.is_contiguous() or heads.shape[2] > MAX_HEAD_DIM:
         return head_twins.prepare_heads(heads, num_kv_heads, norm, rotation, kv, slot_mapping)
@@ -138,6 +146,7 @@ def prepare_heads(
             num_tokens,
             num_heads,
             num_kv_heads,
+            num_kv_heads if norm is not None and norm.includes_values else 0,
             head_dim,
             dtype,
             torch.get_num_threads(),

@@ -60,7 +60,8 @@ static void keep_groups(const Routing *r, float *values)
         values[i] = kept[i / size] ? values[i] : -INFINITY;
 }
 
-static void route_row(const Routing *r, const char *logits, const float *correction, int32_t *ids, float *weights)
+static void route_row(const Routing *r, const char *logits, const float *correction, const float *expert_scale,
+                      int32_t *ids, float *weights)
 {
     float scores[MAX_EXPERTS + 2 * VW], choice[MAX_EXPERTS];
     uint8_t taken[MAX_EXPERTS] = {0};
@@ -85,18 +86,18 @@ static void route_row(const Routing *r, const char *logits, const float *correct
         sum += weights[j];
     const float divisor = r->renormalises ? (sum > r->smallest_sum ? sum : r->smallest_sum) : 1.0f;
     for (int64_t j = 0; j < r->top_k; j++)
-        weights[j] = weights[j] / divisor * r->factor;
+        weights[j] = weights[j] / divisor * r->factor * (expert_scale ? expert_scale[ids[j]] : 1.0f);
 }
 
-/* logits (rows, num_experts), their rows `stride` elements apart; correction (num_experts) or NULL -> ids and weights
-   (rows, top_k).  counts (num_experts) or NULL: adds one for each expert of a row whose slot is 0 or more. */
-int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction, int32_t *ids, float *weights,
-                 int64_t *counts, const int64_t *slots, int64_t rows, int64_t num_threads)
+/* logits (rows, num_experts), their rows `stride` elements apart; correction and expert_scale (num_experts) or NULL -> ids
+   and weights (rows, top_k).  counts (num_experts) or NULL: adds one for each expert of a row whose slot is 0 or more. */
+int route_tokens(const Routing *r, const char *logits, int64_t stride, const float *correction, const float *expert_scale,
+                 int32_t *ids, float *weights, int64_t *counts, const int64_t *slots, int64_t rows, int64_t num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (rows * r->num_experts >= 1 << 13)
     for (int64_t row = 0; row < rows; row++)
-        route_row(r, logits + row * stride * item_bytes((int)r->dtype), correction, ids + row * r->top_k,
-                  weights + row * r->top_k);
+        route_row(r, logits + row * stride * item_bytes((int)r->dtype), correction, expert_scale,
+                  ids + row * r->top_k, weights + row * r->top_k);
     for (int64_t pair = 0; counts && pair < rows * r->top_k; pair++)
         counts[ids[pair]] += slots[pair / r->top_k] >= 0;
     return 0;
@@ -105,7 +106,7 @@ int route_tokens(const Routing *r, const char *logits, int64_t stride, const flo
 int play_route_tokens(const Word *a)
 {
     return route_tokens(a[0].pointer, a[1].pointer, a[2].integer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].pointer,
-                        a[7].pointer, a[8].integer, a[9].integer);
+                        a[7].pointer, a[8].pointer, a[9].integer, a[10].integer);
 }
 
 /* out (rows, width) float32 = x (rows, width). */

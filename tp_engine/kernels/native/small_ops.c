@@ -28,17 +28,17 @@ INLINE vf squares_around(const char *x, float *mean, int64_t width, const int dt
     return squares;
 }
 
-/* out = y / rms(y) * weight.  y = x * scale + residual is rounded and stored in `residual`; without a residual, y = x.
-   A rule `is_special` if it has an offset or subtracts the mean. */
-INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *rule, float scale, const int is_special,
-                     const int dtype)
+/* out = y / rms(y) * weight.  y = (x * scale + residual) * stream is rounded and stored in `residual`; without a residual,
+   y = x.  A rule `is_special` if it has an offset or subtracts the mean. */
+INLINE void norm_row(const char *x, char *residual, char *out, const NormRule *rule, float scale, float stream,
+                     const int is_special, const int dtype)
 {
     const int64_t width = rule->width;
     vf squares = splat(0), sum = splat(0);
     for (int64_t i = 0; i < width; i += VW) {
         vf item = load_some(x, i, width, dtype);
         if (residual) {
-            item = rounded(item * scale + load_some(residual, i, width, dtype), dtype);
+            item = rounded((item * scale + load_some(residual, i, width, dtype)) * stream, dtype);
             store_some(residual, i, width, item, dtype);
         }
         squares += item * item;
@@ -70,12 +70,12 @@ INLINE void gate_row(const char *gate, const char *up, char *out, int64_t width,
     }
 }
 
-/* residual += x * scale of some items. */
-INLINE void add_items(const char *x, char *residual, int64_t count, float scale, const int dtype)
+/* residual = (residual + x * scale) * stream of some items. */
+INLINE void add_items(const char *x, char *residual, int64_t count, float scale, float stream, const int dtype)
 {
     for (int64_t i = 0; i < count; i += VW) {
         const vf sum = load_some(x, i, count, dtype) * scale + load_some(residual, i, count, dtype);
-        store_some(residual, i, count, sum, dtype);
+        store_some(residual, i, count, sum * stream, dtype);
     }
 }
 
@@ -90,7 +90,7 @@ INLINE void cap_items(char *logits, int64_t count, float scale, float cap, const
 
 /* x, residual, out (rows, width); `residual` may be NULL. */
 int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, float eps, float offset,
-              float scale, int64_t is_centred, int64_t dtype, int64_t num_threads)
+              float scale, float stream, int64_t is_centred, int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
     const NormRule rule = {weight, width, eps, offset, (int)is_centred};
@@ -100,20 +100,20 @@ int norm_rows(const char *x, char *residual, const char *weight, char *out, int6
         const char *const from = x + row * bytes;
         char *const sum = residual ? residual + row * bytes : residual, *const to = out + row * bytes;
         if (is_special)
-            FOR_DTYPE(norm_row(from, sum, to, &rule, scale, 1, TYPE))
+            FOR_DTYPE(norm_row(from, sum, to, &rule, scale, stream, 1, TYPE))
         else
-            FOR_DTYPE(norm_row(from, sum, to, &rule, scale, 0, TYPE))
+            FOR_DTYPE(norm_row(from, sum, to, &rule, scale, stream, 0, TYPE))
     }
     return 0;
 }
 
-/* residual (count,) += x (count,) * scale. */
-int add_scaled(const char *x, char *residual, int64_t count, float scale, int64_t dtype, int64_t num_threads)
+/* residual (count,) = (residual + x (count,) * scale) * stream. */
+int add_scaled(const char *x, char *residual, int64_t count, float scale, float stream, int64_t dtype, int64_t num_threads)
 {
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && count >= MIN_PARALLEL_ITEMS)
     for (int64_t first = 0; first < count; first += CHUNK) {
         const int64_t skipped = first * item_bytes((int)dtype), own = smaller(CHUNK, count - first);
-        FOR_DTYPE(add_items(x + skipped, residual + skipped, own, scale, TYPE))
+        FOR_DTYPE(add_items(x + skipped, residual + skipped, own, scale, stream, TYPE))
     }
     return 0;
 }
@@ -147,12 +147,12 @@ int cap_logits(char *logits, int64_t stride, int64_t rows, int64_t width, float 
 int play_norm_rows(const Word *a)
 {
     return norm_rows(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].number,
-                     a[7].number, a[8].number, a[9].integer, a[10].integer, a[11].integer);
+                     a[7].number, a[8].number, a[9].number, a[10].integer, a[11].integer, a[12].integer);
 }
 
 int play_add_scaled(const Word *a)
 {
-    return add_scaled(a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].integer, a[5].integer);
+    return add_scaled(a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].number, a[5].integer, a[6].integer);
 }
 
 int play_gate_rows(const Word *a)

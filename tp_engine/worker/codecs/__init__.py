@@ -24,15 +24,17 @@ _CODECS: dict[str, Callable[[BlockForm], Codec]] = {
 
 def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
     """The codec ``name`` for a pool of blocks of ``shape``, whose keys are columns of ``lanes`` tokens, or rows (0)."""
+    if not is_lossy(name):
+        return BlockCopy(shape.block_bytes, repr((shape, lanes)))
+    assert shape.layout.is_uniform, "the configuration refuses layers of several shapes"
+    largest = max(shape.layout.groups, key=lambda group: len(group.layers))
     form = BlockForm(
-        num_parts=2 * shape.layers_per_block,
+        num_parts=2 * len(largest.layers),
         block_size=shape.block_size,
-        num_kv_heads=shape.local_num_kv_heads,
-        head_dim=shape.head_dim,
+        num_kv_heads=largest.local_num_kv_heads,
+        head_dim=largest.head_dim,
         dtype=shape.dtype,
         lanes=lanes,
     )
-    if not is_lossy(name):
-        return BlockCopy(shape.block_bytes, repr(form))
     assert form.block_bytes == shape.block_bytes, "the configuration refuses a quantised cache"
     return _CODECS[name](form)

@@ -1,0 +1,177 @@
+"""Gemma 4 (its text part), dense or with experts beside the MLPs: heads of full layers are wider."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.mlp import EACH, FUSED, RoutingRule
+from tp_engine.model_config.rope import RopeRules, RopeSpec, parse_rope, take_rope_values
+from tp_engine.model_config.spec import (
+    USUAL_NAMES,
+    AttentionSpec,
+    BesideSpec,
+    CheckpointNames,
+    LayerSpec,
+    ModelSpec,
+    QkNormSpec,
+)
+
+ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+_DEFAULTS = {
+    "vocab_size": 262144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+_FULL, _WINDOW = 0, 1  # the two rotations
+_NAMES = CheckpointNames(
+    spellings=(("model.language_model.", "lm_head."),),
+    skipped=tuple(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
+    is_wrapped = config.architecture == "Gemma4ForConditionalGeneration"
+    config = config.text_part() if is_wrapped else config
+    _refuse_parts_of_small_models(config)
+    config.skip("hidden_act", "vocab_size_per_layer_input")
+    reader = DecoderReader(
+        config, activation_key="hidden_activation", activation="gelu_pytorch_tanh", defaults=_DEFAULTS
+    )
+    windows = (*reader.windows(reader.take_window(512), lambda index: (index + 1) % 6 != 0)[:-1], None)
+    shapes = _head_shapes(reader, windows)
+    beside = _read_experts(reader)
+    layers = tuple(_layer(reader, window, shapes[index], beside) for index, window in enumerate(windows))
+    return reader.model(
+        layers,
+        _read_ropes(reader, {layer.attention.head_dim for layer in layers if layer.attention.window is None}),
+        tied=True,
+        embedding_scale=reader.hidden_size**0.5,
+        logit_softcap=config.take("final_logit_softcapping", float),
+        names=_NAMES if is_wrapped else USUAL_NAMES,
+    )
+
+
+def _refuse_parts_of_small_models(config: ConfigJson) -> None:
+    """E2B and E4B have embeddings for each layer, and layers that read other layers' keys.  Images alone would be
+    attended to in both directions."""
+    remedy = "use Gemma 4 31B or 26B-A4B; E2B and E4B are not served"
+    if size := config.take("hidden_size_per_layer_input", int, 256):
+        raise config.refusal("hidden_size_per_layer_input", size, "embeddings for each layer are not supported", remedy)
+    if count := config.take("num_kv_shared_layers", int, 0):
+        raise config.refusal(
+            "num_kv_shared_layers", count, "layers that share the keys and values of others are not supported", remedy
+        )
+    config.skip("use_double_wide_mlp")  # concerns those layers alone
+    found = config.take("use_bidirectional_attention", str)
+    if found not in (None, "vision"):
+        raise config.refusal(
+            "use_bidirectional_attention",
+            found,
+            "text is only attended to backwards",
+            "use a model that generates text",
+        )
+
+
+def _head_shapes(reader: DecoderReader, windows: tuple[int | None, ...]) -> list[tuple[int, int]]:
+    """KV heads and head_dim of each layer: ``global_*`` keys (the hub), or ``per_layer_config`` (transformers 5)."""
+    config = reader.config
+    head_dim = config.take_positive("global_head_dim", 512)
+    # Without shared projections, transformers does not read this key.
+    kv_heads = config.take_positive("num_global_key_value_heads", reader.num_kv_heads)
+    kv_heads = kv_heads if config.peek("attention_k_eq_v") else reader.num_kv_heads
+    usual, full = (reader.num_kv_heads, reader.head_dim), (kv_heads, head_dim)
+    found = config.take("per_layer_config", dict)
+    if found is None:
+        return [full if window is None else usual for window in windows]
+    return [_shape_of_layer(found, index, usual) for index in range(len(windows))]
+
+
+def _shape_of_layer(overrides: Mapping[str, Any], index: int, usual: tuple[int, int]) -> tuple[int, int]:
+    name = str(index)
+    own = ConfigJson(overrides.get(name) or {}, f"config.json: per_layer_config of layer {name}")
+    found = own.take_positive("num_key_value_heads", usual[0]), own.take_positive("head_dim", usual[1])
+    own.finish(frozenset())
+    return found
+
+
+def _layer(reader: DecoderReader, window: int | None, shape: tuple[int, int], beside: BesideSpec | None) -> LayerSpec:
+    """Four norms with plain weights; values are normalised too, and the stream is scaled at the layer's end."""
+    num_kv_heads, head_dim = shape
+    bias = reader.flag("attention_bias")
+    attention: AttentionSpec = reader.attention(
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=1.0,
+        window=window,
+        rope=_FULL if window is None else _WINDOW,
+        qk_norm=QkNormSpec(eps=reader.eps, includes_values=True),
+        qkv_bias=bias,
+        out_bias=bias,
+        values_from_keys=window is None and reader.flag("attention_k_eq_v"),
+    )
+    return LayerSpec(
+        attention=attention,
+        mlp=reader.mlp(),
+        beside=beside,
+        input_norm=reader.norm("input_layernorm"),
+        attention_out_norm=reader.norm("post_attention_layernorm"),
+        mlp_norm=reader.norm("pre_feedforward_layernorm"),
+        mlp_out_norm=reader.norm("post_feedforward_layernorm"),
+        stream_scale="layer_scalar",
+    )
+
+
+def _read_experts(reader: DecoderReader) -> BesideSpec | None:
+    """Experts in every layer, or in none."""
+    config = reader.config
+    if not reader.flag("enable_moe_block"):
+        config.skip("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    rule = RoutingRule(top_k=config.require_positive("top_k_experts"), renormalises=True)
+    experts = reader.experts(
+        config.require_positive("num_experts"),
+        rule,
+        inner_size=config.require_positive("moe_intermediate_size"),
+        router="router.proj",
+        router_scale="router.scale",
+        router_eps=reader.eps,
+        expert_scale="router.per_expert_scale",
+        stored=(FUSED, EACH),
+        name="",
+    )
+    return BesideSpec(
+        experts=experts,
+        norm=reader.norm("pre_feedforward_layernorm_2"),
+        out_norm=reader.norm("post_feedforward_layernorm_2"),
+        mlp_out_norm=reader.norm("post_feedforward_layernorm_1"),
+    )
+
+
+def _read_ropes(reader: DecoderReader, full_dims: set[int]) -> tuple[RopeSpec, RopeSpec]:
+    """``rope_parameters`` by kind of layer."""
+    if len(full_dims) != 1:
+        raise ConfigError(
+            f"config.json: per_layer_config gives full layers heads of {sorted(full_dims)} elements; this engine needs "
+            "one size for all of them"
+        )
+    name, by_type = take_rope_values(reader.config)
+    by_type = by_type or {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {},
+    }
+
+    def rope(kind: str, head_dim: int, rules: RopeRules) -> RopeSpec:
+        values = by_type.get(kind) or {}
+        return parse_rope(name, values, head_dim=head_dim, max_position=reader.max_position, rules=rules)
+
+    return (
+        rope("full_attention", full_dims.pop(), RopeRules(theta=1_000_000.0, partial=1.0)),
+        rope("sliding_attention", reader.head_dim, RopeRules(theta=10_000.0)),
+    )
