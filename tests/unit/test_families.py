@@ -14,6 +14,7 @@ from tp_engine.layers.rotary import inverse_frequencies
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.families import families
 from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.spec import QkNormSpec
 
 # As the publishers wrote them, with fewer layers, and without dates and names of files.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -63,6 +64,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
         },
         "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+    "gemma-4-31B": {
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "boi_token_id": 255999,
+        "eoa_token_index": 258883, "image_token_id": 258880, "initializer_range": 0.02, "model_type": "gemma4",
+        "text_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "enable_moe_block": False,
+            "eos_token_id": 1, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "hidden_size_per_layer_input": 0,
+            "intermediate_size": 21504, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+            "max_position_embeddings": 262144, "model_type": "gemma4_text", "moe_intermediate_size": None,
+            "num_attention_heads": 32, "num_experts": None, "num_global_key_value_heads": 4, "num_hidden_layers": 60,
+            "num_key_value_heads": 16, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 1024, "top_k_experts": None, "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+        },
+        "dtype": "bfloat16", "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
+        "vision_soft_tokens_per_image": 280, "tie_word_embeddings": True, "video_token_id": 258884,
+    },
+    "gemma-4-26B-A4B-text": {
+        "architectures": ["Gemma4ForCausalLM"], "attention_k_eq_v": True, "enable_moe_block": True,
+        "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2816, "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112, "max_position_embeddings": 262144, "model_type": "gemma4_text",
+        "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128, "num_hidden_layers": 30,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "sliding_window": 1024, "top_k_experts": 8,
+        "per_layer_config": {str(layer): {"head_dim": 512, "num_key_value_heads": 2} for layer in range(5, 30, 6)},
+        "dtype": "bfloat16", "vocab_size": 262144,
     },
     "OLMo-2": {
         "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "eos_token_id": 100257, "hidden_act": "silu",
@@ -209,9 +241,32 @@ def test_what_follows_from_a_description() -> None:
     assert olmo.layers[0].input_norm is None and olmo.layers[0].attention_out_norm is not None
 
 
+def test_gemma_4() -> None:
+    """Oracle: transformers' modules, and the layout by hand: full layers are half as wide on 1 rank (31B: 2,048
+    numbers per token to 4,096), and as wide on 8; blocks of 10 full layers hold 5 and 10 windowed ones."""
+    dense, mixed = (read_model(PUBLISHED[name]) for name in ("gemma-4-31B", "gemma-4-26B-A4B-text"))
+    for spec, window, full in ((dense, (16, 256), (4, 512)), (mixed, (8, 256), (2, 512))):
+        attentions = [layer.attention for layer in spec.layers[4:6]]
+        assert [(one.num_kv_heads, one.head_dim) for one in attentions] == [window, full]
+        assert [one.values_from_keys for one in attentions] == [False, True]
+        assert all(one.scale == 1.0 and one.qk_norm == QkNormSpec(eps=1e-6, includes_values=True) for one in attentions)
+        assert [rope.num_pairs for rope in spec.ropes] == [64, 128] and spec.logit_softcap == 30.0
+    assert dense.layers[0].beside is None and dense.layers[0].experts is None
+    experts = mixed.layers[0].experts
+    assert experts is not None and (experts.num_experts, experts.inner_size, experts.rule.top_k) == (128, 704, 8)
+    layouts = [dense.kv_layout_on(size) for size in (1, 8)]
+    assert [len(one.groups) for one in layouts] == [11, 6]
+    assert [one.block_bytes(16, 2) for one in layouts] == [2 * 16 * 2 * 20_480, 2 * 16 * 2 * 5_120]
+    assert [len(mixed.kv_layout_on(size).groups) for size in (1, 4)] == [10, 6]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
+        ("gemma-4-26B-A4B-text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input.*E4B are not"),
+        ("gemma-4-26B-A4B-text", {"num_kv_shared_layers": 18}, "num_kv_shared_layers is 18"),
+        ("gemma-4-26B-A4B-text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("gemma-4-26B-A4B-text", {"per_layer_config": {"5": {"sliding_window": 4}}}, "sliding_window=4"),
         (
             "Phi-3.5-mini",
             {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},

@@ -41,13 +41,10 @@ def small_blocks(dtype: torch.dtype = torch.bfloat16, count: int = 5) -> KvBlock
 def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
     """Oracle: the documented shapes; block_bytes is what the tensor takes per block."""
     blocks = small_blocks(dtype)
-    assert blocks.views[0].cache.shape == (5, 3, 2, 16, 2, 64) and blocks.views[0].scales is None
-    assert (blocks.views[0].cache.dtype, blocks.views[0].cache.device, blocks.views[0].cache.is_contiguous()) == (
-        dtype,
-        CPU,
-        True,
-    )
-    assert blocks.views[0].cache.nbytes == blocks.raw.nbytes == 5 * small_shape(dtype).block_bytes
+    cache, scales = blocks.views[0]
+    assert cache.shape == (5, 3, 2, 16, 2, 64) and scales is None
+    assert (cache.dtype, cache.device, cache.is_contiguous()) == (dtype, CPU, True)
+    assert cache.nbytes == blocks.raw.nbytes == 5 * small_shape(dtype).block_bytes
     assert not blocks.raw.any()
 
 
@@ -69,11 +66,10 @@ def test_block_is_one_piece(dtype: torch.dtype) -> None:
 def test_strides_do_not_depend_on_the_number_of_blocks(dtype: torch.dtype) -> None:
     """Oracle: those of five blocks: strides are constants of compiled kernels, which are compiled with one block."""
     one, five = small_blocks(dtype, 1), small_blocks(dtype)
-    assert one.views[0].cache.stride() == five.views[0].cache.stride()
-    if one.views[0].scales is not None and five.views[0].scales is not None:
-        assert one.views[0].scales.stride() == five.views[0].scales.stride() and one.views[0].scales.stride(
-            0
-        ) * 4 == one.raw.stride(0)
+    (cache, scales), (caches, all_scales) = one.views[0], five.views[0]
+    assert cache.stride() == caches.stride()
+    if scales is not None and all_scales is not None:
+        assert scales.stride() == all_scales.stride() and scales.stride(0) * 4 == one.raw.stride(0)
 
 
 def test_layers_are_bound_by_index_to_views() -> None:
@@ -86,9 +82,8 @@ def test_layers_are_bound_by_index_to_views() -> None:
     assert [int(blocks.views[0].cache[:, index].min()) for index in range(3)] == [1, 2, 3]
     assert [int(blocks.views[0].cache[:, index].max()) for index in range(3)] == [1, 2, 3]
     layers[1].kv_cache[1, 4] = 7.0
-    assert (
-        bool((blocks.views[0].cache[4, 1, 1] == 7.0).all()) and int((blocks.views[0].cache == 7.0).sum()) == 16 * 2 * 64
-    )
+    cache = blocks.views[0].cache
+    assert bool((cache[4, 1, 1] == 7.0).all()) and int((cache == 7.0).sum()) == 16 * 2 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -108,6 +103,34 @@ def test_layers_of_groups_are_bound_by_their_place(dtype: torch.dtype) -> None:
         assert layer.kv_cache.shape == (2, 5, 16, 2, 64)
         if scales is not None and layer.kv_scales is not None:
             assert layer.kv_scales.data_ptr() == scales[:, place].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layers_of_several_shapes_share_a_pool(world_size: int, dtype: torch.dtype) -> None:
+    """Oracle: by hand.  Three windowed layers of 4 heads of 16, three full ones of 1 head of 32: on 1 rank a block has
+    one of the former or three of the latter, on 2 ranks three of both; on 4 ranks a full layer is the larger one.  No
+    layer reaches into another block."""
+    wide = KvKind(window=None, num_kv_heads=1, head_dim=32)
+    kinds = [KvKind(window=8, num_kv_heads=4, head_dim=16), wide] * 3
+    layout = lay_out(kinds, world_size)
+    sizes = {1: (3, 1, 1, 1), 2: (3, 3), 4: (1, 1, 1, 3)}[world_size]
+    assert [len(group.layers) for group in layout.groups] == list(sizes)
+    shape = KvCacheShape(layout=layout, block_size=4, dtype=dtype)
+    local = (max(1, 4 // world_size), 16)
+    scales = 4 if dtype == torch.int8 else 0
+    per_token = [(dtype.itemsize * size + scales) * heads for heads, size in (local, (1, 32))]
+    bytes_of = [2 * 4 * len(group.layers) * per_token[0 if group.window else 1] for group in layout.groups]
+    assert shape.block_bytes == max(bytes_of)
+    blocks, layers = KvBlocks.allocate(shape, 3, CPU), [Layer() for _ in kinds]
+    blocks.bind(layers)
+    for index, layer in enumerate(layers):
+        heads, size = (1, 32) if index % 2 else local
+        assert layer.kv_cache.shape == (2, 3, 4, heads, size)
+        layer.kv_cache[:, 1] = torch.ones((), dtype=torch.float32).to(dtype)
+        if layer.kv_scales is not None:
+            layer.kv_scales[:, 1] = 1.0
+    assert not blocks.raw[[0, 2]].any() and blocks.raw[1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

@@ -208,7 +208,7 @@ def test_norm_of_values(dtype: torch.dtype, head_dim: int, rotary_dim: int, offs
     values = values * (values.square().mean(-1, keepdim=True) + EPS).rsqrt()
 
     def prepared(prepare: Change) -> torch.Tensor:
-        return torch.cat(prepare(heads.clone(), KV_HEADS, norm, rotation, None, torch.arange(40)), 1)
+        return torch.cat(tuple(prepare(heads.clone(), KV_HEADS, norm, rotation, None, torch.arange(40))), 1)
 
     compare("prepare_heads", prepared, torch.cat((turned(heads, norm, rotation), values), 1))
 

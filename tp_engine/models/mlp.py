@@ -98,7 +98,7 @@ class MlpBesideExperts(Layer):
             Norm(one, hidden_size, context=context.at(one.name))
             for one in (spec.norm, spec.out_norm, spec.mlp_out_norm)
         )
-        self._all_reduce, self._add = context.communicator.all_reduce, context.op("add")
+        self._communicator, self._add = context.communicator, context.op("add")
         self.is_recordable = context.can_record("add")
 
     @property
@@ -111,9 +111,9 @@ class MlpBesideExperts(Layer):
 
         Both norms need the sum of all ranks, so there are two all-reduces.
         """
-        output: torch.Tensor = self.mlp_out_norm(self._all_reduce(self.mlp(x)))
+        output: torch.Tensor = self.mlp_out_norm(self._communicator.all_reduce(self.mlp(x)))
         routed = self.experts(self.norm(stream), stream)
-        self._add(self.out_norm(self._all_reduce(routed)), output)
+        self._add(self.out_norm(self._communicator.all_reduce(routed)), output)
         return output
 
 
