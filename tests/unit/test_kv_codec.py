@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from tp_engine.units import GIB
 from tp_engine.worker.block_moves import CpuMover, staging_bytes
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.codecs.base import Codec
+from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.host_memory import HostMemory
 from tp_engine.worker.host_tier import HostTier, choose_slots
 from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
@@ -120,3 +123,12 @@ def test_staging_on_gpus_is_bounded() -> None:
     assert staging_bytes(codec_of("none", small)) == 0
     assert 31 << 20 < staging_bytes(codec_of("int8", small)) <= 32 << 20
     assert staging_bytes(codec_of("int8", large)) == codec_of("int8", large).blob_bytes
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_layers_of_several_shapes_have_no_lossy_codec(codec: str, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the value, the rule, the remedy; none copies bytes, and works."""
+    options: dict[str, Any] = {"model": str(checkpoint("gemma4")), "device": "cpu", "kv_offloading_size": 1}
+    with pytest.raises(ConfigError, match=rf"is {codec}, but layers of this Gemma4ForCausalLM differ.*codec=none"):
+        resolve(EngineConfig(**options, kv_offloading_codec=codec))
+    resolve(EngineConfig(**options))
