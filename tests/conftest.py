@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.leaks import footprint, leaked_since
@@ -20,6 +23,12 @@ from tests.tiny_models import make_checkpoint
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Hypothesis draws the same examples in every run, and a busy machine may take its time over them.
+hypothesis.settings.register_profile(
+    "same each time", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("same each time")
 
 # scripts/test_multi_gpu runs these on every rank of a torchrun job.
 collect_ignore = [] if "RANK" in os.environ else ["multi_gpu"]
@@ -43,12 +52,21 @@ def leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What exists now lives to the end: engines, which collect garbage when they start, need not search it."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def same_torch_each_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seed torch with the test's name, so that each run draws the same numbers; undo a test's number of threads."""
-    torch = sys.modules.get("torch")
-    if torch:
-        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+def same_numbers_each_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed the global generators with the test's name, so that each run draws the same numbers; undo a test's number of
+    torch's threads."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
     yield
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

@@ -6,6 +6,7 @@ process needs a moment to end.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ def _new_children(before: Footprint) -> list[str]:
     for child in set(psutil.Process().children(recursive=True)) - before.children:
         with suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in command:
+            if child.status() != psutil.STATUS_ZOMBIE and not _is_of_multiprocessing(child, command):
                 leaks.append(f"process {child.pid}: {command}")
     return leaks
+
+
+def _is_of_multiprocessing(child: psutil.Process, command: str) -> bool:
+    """Whether it lives as long as this process does: the resource tracker, or the server that forks warm ranks."""
+    is_fork_server = "multiprocessing.forkserver" in command and child.ppid() == os.getpid()
+    return "resource_tracker" in command or is_fork_server

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,4 +100,4 @@ def _arrival(llm: LLM, number: int, rng: random.Random) -> EngineRequest:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], run_chats)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), run_chats)

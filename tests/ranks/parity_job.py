@@ -1,4 +1,4 @@
-"""Run engine cases one after another on torchrun's ranks; rank 0 writes the generated tokens.
+"""Run engine cases one after another on the ranks of a job; rank 0 writes the generated tokens.
 
     torchrun --nproc-per-node N -m tests.ranks.parity_job CASES.json OUT.json
 
@@ -61,11 +61,11 @@ def run_batch_only(llm: LLM, batch: list[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def main(cases_path: str, out_path: str, run: Callable[[LLM, dict[str, Any]], dict[str, Any]] = run_case) -> None:
+def main(cases: Path, out: Path, run: Callable[[LLM, dict[str, Any]], dict[str, Any]] = run_case) -> None:
     """Rank 0 drives every case and the other ranks serve it, one case after the other."""
     launched = env.launched_rank()
     results = []
-    for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):
+    for case in json.loads(cases.read_text(encoding="utf-8")):
         if "fault" in case:
             os.environ["TP_ENGINE_FAULT"] = case["fault"]
         if launched is not None and launched.rank > 0:
@@ -74,8 +74,8 @@ def main(cases_path: str, out_path: str, run: Callable[[LLM, dict[str, Any]], di
         with LLM(**case["options"]) as llm:
             results.append(run(llm, case))
     if launched is None or launched.rank == 0:
-        Path(out_path).write_text(json.dumps(results), encoding="utf-8")
+        out.write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

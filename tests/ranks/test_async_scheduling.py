@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import torchrun
+from tests.ranks import parity_job
 from tests.ranks.test_parity import CACHED, PLAIN, make_case
+from tests.ranks.warm_ranks import warm_ranks
 
 
 @pytest.mark.timeout(200)
@@ -26,10 +27,7 @@ def test_async_scheduling_changes_no_token(checkpoint: Callable[..., Path], tmp_
                 case = make_case(folder, 2, {**settings, "async_scheduling": is_async})
                 cases.append({**case, "params": params})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    job = torchrun(
-        2, ["-m", "tests.ranks.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")], timeout_s=180
-    )
-    assert job.returncode == 0, job.stdout[-6000:]
+    warm_ranks(2, parity_job.main, tmp_path / "cases.json", tmp_path / "out.json", timeout_s=180)
     results = json.loads((tmp_path / "out.json").read_text())
     for ahead, behind in zip(results[::2], results[1::2], strict=True):
         assert ahead["batch"] == behind["batch"]

@@ -1,7 +1,7 @@
 """Every family of the parity table equals transformers in fp32: greedy tokens, and their log-probabilities to 1e-4.
 
-Each runs in five settings, on 1, 2 and 4 ranks, and on 3 if the model's heads allow it.  One torchrun job runs many
-families, because starting ranks costs more than running tiny models.
+Each runs in five settings, on 1, 2 and 4 ranks, and on 3 if the model's heads allow it.  One job runs many families,
+because starting ranks costs more than running tiny models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tests.families import FAMILIES
-from tests.ranks.launch import torchrun
+from tests.ranks import parity_job
+from tests.ranks.warm_ranks import warm_ranks
 from tp_engine.kernels import routing
 from tp_engine.model_config import load_model_config
 
@@ -139,9 +140,7 @@ def run_cases(
         for options in found.values()
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    paths = [str(tmp_path / "cases.json"), str(tmp_path / "out.json")]
-    job = torchrun(world_size, ["-m", "tests.ranks.parity_job", *paths], timeout_s=280)
-    assert job.returncode == 0, job.stdout[-6000:]
+    warm_ranks(world_size, parity_job.main, tmp_path / "cases.json", tmp_path / "out.json", timeout_s=280)
     results = iter(json.loads((tmp_path / "out.json").read_text()))
     return [dict(zip(found, results, strict=False)) for found in settings]
 

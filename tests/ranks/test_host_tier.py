@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import torchrun
+from tests.ranks import parity_job
+from tests.ranks.chats_job import run_chats
+from tests.ranks.warm_ranks import warm_ranks
 from tests.text_tokenizers import byte_level_tokenizer
 
 NUM_CHATS, NUM_TURNS, NUM_ARRIVALS = 16, 4, 48
@@ -51,12 +53,9 @@ def test_a_host_tier_changes_no_token(
     if world_size == 2:
         cases.append({**cases[1], "fault": SLOW_COPIES})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    job = torchrun(
-        world_size, ["-m", "tests.ranks.chats_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")],
-        timeout_s=260,
-    )  # fmt: skip
-    assert job.returncode == 0, job.stdout[-6000:]
-    assert ("injected by TP_ENGINE_FAULT: rank 1 in move" in job.stdout) == (world_size == 2)
+    paths = (tmp_path / "cases.json", tmp_path / "out.json")
+    printed = warm_ranks(world_size, parity_job.main, *paths, run_chats, timeout_s=260)
+    assert ("injected by TP_ENGINE_FAULT: rank 1 in move" in printed) == (world_size == 2)
     plain, *tiered = json.loads((tmp_path / "out.json").read_text())
     for found in tiered:
         assert found["tokens"] == plain["tokens"]

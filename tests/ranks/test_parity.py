@@ -1,6 +1,6 @@
 """Greedy tokens and beams of every architecture at every world size equal those of transformers, in fp32.
 
-One torchrun job per world size runs all cases, because starting ranks costs more than running tiny models.
+One job per world size runs all cases, because starting ranks costs more than running tiny models.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks.launch import torchrun
+from tests.ranks import parity_job
 from tests.ranks.parity_job import BEAMS
+from tests.ranks.warm_ranks import warm_ranks
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -131,11 +132,7 @@ def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Pa
     names = [(model, variant) for model in folders for variant in variants]
     cases = [make_case(folders[model], world_size, variants[variant]) for model, variant in names]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    job = torchrun(
-        world_size, ["-m", "tests.ranks.parity_job", str(tmp_path / "cases.json"), str(tmp_path / "out.json")],
-        timeout_s=280,
-    )  # fmt: skip
-    assert job.returncode == 0, job.stdout[-6000:]
+    warm_ranks(world_size, parity_job.main, tmp_path / "cases.json", tmp_path / "out.json", timeout_s=280)
     results = json.loads((tmp_path / "out.json").read_text())
     for (model, variant), result in zip(names, results, strict=True):
         expected = expected_tokens(folders[model])

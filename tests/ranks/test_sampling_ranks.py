@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks.launch import torchrun
+from tests.ranks import sampling_job
+from tests.ranks.warm_ranks import warm_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_sample_what_one_rank_samples(world_size: int) -> None:
     """Oracle: ``Sampler`` on the whole logits, within the job; rows of every kind, padded vocabularies."""
-    job = torchrun(world_size, ["-m", "tests.ranks.sampling_job"], timeout_s=120)
-    assert job.returncode == 0, job.stdout[-6000:]
+    warm_ranks(world_size, sampling_job.main, timeout_s=120)
