@@ -27,7 +27,7 @@ print("loaded", flush=True)
 def run(rank: int, fault: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, str(rank)], env={**os.environ, "TP_ENGINE_FAULT": fault},
-        capture_output=True, text=True, timeout=30,
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 

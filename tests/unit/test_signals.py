@@ -111,7 +111,7 @@ def test_a_starting_process_stops_at_the_first_signal(number: signal.Signals) ->
     with start(STARTING) as process:
         process.send_signal(number)
         assert lines_of(process) == ["stopped"]
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
 
 
 def test_a_running_process_tells_the_first_from_the_second() -> None:
@@ -122,7 +122,7 @@ def test_a_running_process_tells_the_first_from_the_second() -> None:
         assert process.stdout.readline() == "first\n"
         process.send_signal(signal.SIGTERM)
         assert lines_of(process) == ["second", "restored"]
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
 
 
 def test_a_process_stuck_outside_the_interpreter_ends_too() -> None:
@@ -130,8 +130,8 @@ def test_a_process_stuck_outside_the_interpreter_ends_too() -> None:
     with start(STUCK) as process:
         began_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert time.monotonic() - began_s < 5
+        assert process.wait(40) == 0
+        assert time.monotonic() - began_s < 20
 
 
 def test_nothing_is_raised_within_an_import(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_nothing_is_raised_within_an_import(tmp_path: Path) -> None:
     with start(IMPORTING, tmp_path) as process:
         process.send_signal(signal.SIGINT)
         assert lines_of(process) == ["last"]
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
 
 
 def test_a_stop_that_a_finalizer_swallows_leaves_no_traceback() -> None:
@@ -148,7 +148,7 @@ def test_a_stop_that_a_finalizer_swallows_leaves_no_traceback() -> None:
     with start(IN_A_FINALIZER) as process:
         process.send_signal(signal.SIGINT)
         assert lines_of(process) == ["last"]
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
 
 
 def test_signals_after_the_stop_change_nothing() -> None:
@@ -160,4 +160,4 @@ def test_signals_after_the_stop_change_nothing() -> None:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
         assert lines_of(process) == []
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
