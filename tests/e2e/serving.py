@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -11,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+_PORT_NUMBERS = itertools.count(16 * os.getpid())
 _READY = re.compile(r"serving \S+ at (http://\S+?),? ")
 
 
@@ -78,8 +80,13 @@ def serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0) -> Iterat
 
 
 def free_port() -> int:
-    """A port of this host that no program listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that no program listens on now, another one with each call.
+
+    It lies below the ports that Linux hands out by itself, so that no other program gets it before it is used.
+    """
+    for number in _PORT_NUMBERS:
+        with socket.socket() as probe, suppress(OSError):
+            port = 20_000 + number % 12_000
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable")
