@@ -66,6 +66,11 @@ def log_level() -> str:
     return os.environ.get("TP_ENGINE_LOG_LEVEL", "INFO").upper()
 
 
+def notify_socket() -> str | None:
+    """``NOTIFY_SOCKET``: where systemd wants to hear of a service's state (``Type=notify``)."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
 def default_api_key() -> str | None:
     """``TP_ENGINE_API_KEY``: the server's key if ``--api-key`` is not given."""
     return os.environ.get("TP_ENGINE_API_KEY") or None

@@ -27,7 +27,7 @@ NOT_OURS = {"config.json", "tokenizer.json", "generation_config.json"}
 def places() -> set[str]:
     """Every file and folder of the repository by each ending of its path: ``ipc/segment.py`` and ``segment.py``."""
     found: set[str] = set()
-    tops = ("tp_engine", "tests", "scripts", "launch", "configs", "docs", ".ci", ".github")
+    tops = ("tp_engine", "tests", "scripts", "launch", "configs", "deploy", "docs", ".ci", ".github")
     paths = [path for top in tops for path in (ROOT / top).rglob("*") if "__pycache__" not in path.parts]
     for path in (*paths, *(ROOT / top for top in tops), *ROOT.glob("*.*")):
         parts = path.relative_to(ROOT).parts
@@ -47,6 +47,11 @@ def test_every_file_that_a_document_names_exists(document: str) -> None:
 def test_the_folder_list_is_complete() -> None:
     """Oracle: the folders of the package, and those beside it."""
     house = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## The house\n", 1)[1].split("\n## ", 1)[0]
-    folders = {path.parent.name for path in (ROOT / "tp_engine").glob("*/__init__.py")} | {"launch", "scripts", "tests"}
+    folders = {path.parent.name for path in (ROOT / "tp_engine").glob("*/__init__.py")} | {
+        "deploy",
+        "launch",
+        "scripts",
+        "tests",
+    }
     missing = sorted(folder for folder in folders if f"{folder}/" not in house)
     assert not missing, f"the README's folder list lacks {', '.join(missing)}"

@@ -81,6 +81,7 @@ class Frontend:
         watching = loop.create_task(self._state.watch.run())
         await asyncio.wait({serving, attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         engine_ended = attending.done()
+        _tell_systemd("STOPPING=1")
         self._state.limit.start_draining()
         await self._state.limit.wait_idle(_CLOSE_S if engine_ended else self._config.shutdown_timeout_s)
         server.should_exit = True
@@ -104,6 +105,7 @@ class Frontend:
         gc.collect()
         gc.freeze()  # full collections, which stop everything, then skip the libraries' objects
         self._announce()
+        _tell_systemd("READY=1")
         await self._await_end(llm)
 
     async def _await_end(self, llm: AsyncLLM) -> None:
@@ -132,6 +134,14 @@ class Frontend:
 def _load_early(source: str | None) -> Any | None:
     """The tokenizer of a local folder; None without one, and for a hub model, which rank 0 may be downloading."""
     return load_tokenizer(source) if source is not None and Path(source).expanduser().is_dir() else None
+
+
+def _tell_systemd(state: str) -> None:
+    """The service's state, if systemd has named a socket for it; a name that begins with @ is no file."""
+    address = env.notify_socket()
+    if address is not None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):
+            sender.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 def _do_without_torch() -> None:

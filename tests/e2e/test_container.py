@@ -1,0 +1,93 @@
+"""The commands of deploy/ as they stand, with the demo model on CPUs: probes, readiness for systemd, and the drain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.deployed import container, entrypoint, health_check
+from tests.e2e.frontend import wait_until
+from tests.e2e.serving import ROOT, free_port
+from tp_engine.config import DEMO_MODEL
+
+# What replaces the manifest's options, as later options do.
+SMALL = ["--host=127.0.0.1", f"--model={DEMO_MODEL}", "--device=cpu", "--num-gpu-blocks-override=128",
+         "--max-num-seqs=4", "--served-model-name", "demo"]  # fmt: skip
+START_S = 120.0
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A job of the interpreter's own environment, killed at the end if it still runs."""
+    programs = {"tp-engine": ["-m", "tp_engine.cli"]}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *programs[command[0]], *command[1:]],
+            cwd=ROOT, env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def status(client: httpx.Client, path: str) -> int:
+    """0 while the port is not bound."""
+    with contextlib.suppress(httpx.ConnectError):
+        return client.get(path).status_code
+    return 0
+
+
+def probe_paths(maker: str) -> list[str]:
+    return [container(maker)[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "startup", "readiness")]
+
+
+@pytest.mark.timeout(400)
+def test_the_entry_point_of_the_image(tmp_path: Path) -> None:
+    """Oracle: docs/serving.md's table of probes, the exit code of a drain, and systemd's protocol.
+
+    Rank 0 stops itself while it loads, so that the probes can be asked before the server is ready.
+    """
+    port = free_port()
+    told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    command = [*entrypoint(), *container("deployment")["args"], *SMALL, f"--port={port}", "--tensor-parallel-size=2"]
+    log, (live, started, ready) = tmp_path / "log", probe_paths("deployment")
+    with told, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        told.bind(str(tmp_path / "notify"))
+        told.settimeout(START_S)
+        settings = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "TP_ENGINE_FAULT": "0:load:stop"}
+        with running(command, log, **settings) as process:
+            wait_until(lambda: status(client, live) == 200, "the port", START_S)
+            wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the load", START_S)
+            assert [status(client, path) for path in (started, ready)] == [503, 503]
+            assert docker_says(port) == 1
+            process.send_signal(signal.SIGCONT)
+            assert told.recv(100) == b"READY=1", log.read_text()[-3000:]
+            assert [status(client, path) for path in (live, started, ready)] == [200, 200, 200]
+            assert docker_says(port) == 0
+            body = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"] == "46"
+            text = client.get("/metrics").text
+            assert "\nvllm:num_requests_running{" in text and "\ntp_engine:num_requests_running{" in text
+            process.send_signal(signal.SIGTERM)
+            assert told.recv(100) == b"STOPPING=1"
+            assert process.wait(60) == 0, log.read_text()[-3000:]
+
+
+def docker_says(port: int) -> int:
+    """The exit code of the image's health check."""
+    command = [word.replace(":8000/", f":{port}/") for word in health_check()]
+    return subprocess.run([sys.executable, *command[1:]], capture_output=True, timeout=30).returncode
