@@ -25,8 +25,13 @@ def one(kind: str) -> dict[str, Any]:
 
 
 def pod_templates() -> dict[str, dict[str, Any]]:
-    """The templates of pods, by who makes the pods: ``deployment``."""
-    return {"deployment": one("Deployment")["spec"]["template"]}
+    """The templates of pods, by who makes the pods: ``deployment``, ``leader``, ``worker``."""
+    group = one("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    return {
+        "deployment": one("Deployment")["spec"]["template"],
+        "leader": group["leaderTemplate"],
+        "worker": group["workerTemplate"],
+    }
 
 
 def container(maker: str) -> dict[str, Any]:
@@ -57,3 +62,8 @@ def entrypoint() -> list[str]:
 def health_check() -> list[str]:
     """The command that Docker runs in the container."""
     return list(map(str, json.loads(instruction("HEALTHCHECK").split("CMD ", 1)[1])))
+
+
+def filled(command: list[str], environment: dict[str, str]) -> list[str]:
+    """``$(NAME)`` replaced as Kubernetes does."""
+    return [re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], word) for word in command]

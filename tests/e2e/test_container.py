@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.deployed import container, entrypoint, health_check
+from tests.deployed import container, entrypoint, filled, health_check
 from tests.e2e.frontend import wait_until
 from tests.e2e.serving import ROOT, free_port
 from tp_engine.config import DEMO_MODEL
@@ -29,7 +30,7 @@ START_S = 120.0
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A job of the interpreter's own environment, killed at the end if it still runs."""
-    programs = {"tp-engine": ["-m", "tp_engine.cli"]}
+    programs = {"tp-engine": ["-m", "tp_engine.cli"], "torchrun": ["-m", "torch.distributed.run"]}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *programs[command[0]], *command[1:]],
@@ -91,3 +92,26 @@ def docker_says(port: int) -> int:
     """The exit code of the image's health check."""
     command = [word.replace(":8000/", f":{port}/") for word in health_check()]
     return subprocess.run([sys.executable, *command[1:]], capture_output=True, timeout=30).returncode
+
+
+@pytest.mark.timeout(400)
+def test_the_command_of_a_group_of_one_host(tmp_path: Path) -> None:
+    """Oracle: the probes, a request that is answered, and the end of the server after torchrun's SIGTERM."""
+    port = free_port()
+    group = {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "127.0.0.1"}
+    given = filled(container("leader")["command"], group)
+    replaced = {"--master-port=29500": f"--master-port={free_port()}", "--nproc-per-node=8": "--nproc-per-node=1"}
+    assert replaced.keys() <= set(given)
+    command = [*(replaced.get(word, word) for word in given), *SMALL, f"--port={port}"]
+    log, (live, started, ready) = tmp_path / "log", probe_paths("leader")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client, running(command, log) as process:
+        deadline_s = time.monotonic() + START_S
+        while status(client, ready) != 200:
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()[-3000:]
+            time.sleep(0.1)
+        assert [status(client, path) for path in (live, started)] == [200, 200]
+        body = {"prompt": "12+34=", "temperature": 0, "max_tokens": 4}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        wait_until(lambda: status(client, live) == 0, "the end of the server")

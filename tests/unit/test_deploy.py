@@ -48,8 +48,28 @@ EXPRESSION = strict(
     {"key": TEXT, "operator": {"enum": ["In", "NotIn", "Exists", "DoesNotExist"]}},
     {"values": {"type": "array", "items": TEXT}},
 )
-# The fields that the definition of this kind has, as far as they are used here.
+# The fields that the definitions of these two kinds have, as far as they are used here.
 DEFINITIONS = {
+    "LeaderWorkerSet": strict(
+        {
+            "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+            "kind": TEXT,
+            "metadata": ANY,
+            "spec": strict(
+                {
+                    "replicas": NUMBER,
+                    "leaderWorkerTemplate": strict(
+                        {
+                            "size": NUMBER,
+                            "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+                            "leaderTemplate": ANY,
+                            "workerTemplate": ANY,
+                        }
+                    ),
+                }
+            ),
+        }
+    ),
     "PodMonitor": strict(
         {
             "apiVersion": {"const": "monitoring.coreos.com/v1"},
@@ -85,7 +105,7 @@ def test_manifests_are_valid(version: str) -> None:
 
 def test_a_wrong_field_is_found() -> None:
     """Oracle: misspelt fields, of a pod and of the schemas above."""
-    template = json.loads(json.dumps(pod_templates()["deployment"]))
+    template = json.loads(json.dumps(pod_templates()["leader"]))
     template["spec"]["containers"][0]["readynessProbe"] = {}
     pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
     with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
@@ -101,17 +121,18 @@ def test_selectors_find_the_pods_and_ports() -> None:
     labels = {maker: template["metadata"]["labels"] for maker, template in templates.items()}
     services = {service["metadata"]["name"]: service for path in KUBERNETES for service in documents(path)
                 if service["kind"] == "Service"}  # fmt: skip
-    for name, maker in (("tp-engine", "deployment"),):
+    for name, maker in (("tp-engine", "deployment"), ("tp-engine-hosts", "leader")):
         chosen = [each for each, has in labels.items() if services[name]["spec"]["selector"].items() <= has.items()]
         assert chosen == [maker]
         assert services[name]["spec"]["ports"][0]["targetPort"] == container(maker)["ports"][0]["name"]
     assert one("Deployment")["spec"]["selector"]["matchLabels"].items() <= labels["deployment"].items()
     monitored = one("PodMonitor")["spec"]["selector"]["matchExpressions"][0]
     assert {each[monitored["key"]] for each in labels.values()} == set(monitored["values"])
-    assert one("PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"] == container("deployment")["ports"][0]["name"]
+    assert one("PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"] == container("leader")["ports"][0]["name"]
+    assert "ports" not in container("worker")
 
 
-@pytest.mark.parametrize("maker", ["deployment"])
+@pytest.mark.parametrize("maker", ["deployment", "leader", "worker"])
 def test_the_drain_fits_the_grace_period(maker: str) -> None:
     """Oracle: preStop, then the server's own time for running requests and for its ranks, with 10 s to spare."""
     before_s = int(container(maker)["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -125,10 +146,13 @@ def test_the_drain_fits_the_grace_period(maker: str) -> None:
 
 def words(maker: str) -> list[str]:
     """The options of the server in a pod."""
-    return entrypoint()[2:] + list(container(maker)["args"])
+    found = container(maker)
+    if "command" not in found:
+        return entrypoint()[2:] + list(found["args"])
+    return list(found["command"][found["command"].index("tp_engine.serve") + 1 :])
 
 
-@pytest.mark.parametrize("maker", ["deployment"])
+@pytest.mark.parametrize("maker", ["deployment", "leader", "worker"])
 def test_the_server_takes_the_options(maker: str) -> None:
     """Oracle: the server's own parser; the port is that of the manifest, and the dashboard's names are there."""
     options = parse_options("serve", "", TABLES, words(maker))
@@ -140,7 +164,7 @@ def test_the_server_takes_the_options(maker: str) -> None:
     assert container(maker)["resources"]["limits"]["nvidia.com/gpu"] == "8"
 
 
-@pytest.mark.parametrize("maker", ["deployment"])
+@pytest.mark.parametrize("maker", ["deployment", "leader"])
 def test_probes_ask_what_the_server_answers(maker: str) -> None:
     """Oracle: the server's routes, and the table of probes in docs/serving.md."""
     state = ServerState(ServerConfig(), ("demo",))
