@@ -66,9 +66,9 @@ def test_the_entry_point_of_the_image(tmp_path: Path) -> None:
     command = [*entrypoint(), *container("deployment")["args"], *SMALL, f"--port={port}", "--tensor-parallel-size=2"]
     log, (live, started, ready) = tmp_path / "log", probe_paths("deployment")
     with told, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-        told.bind(str(tmp_path / "notify"))
+        told.bind(f"\0tp_engine_{os.getpid()}")
         told.settimeout(START_S)
-        settings = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "TP_ENGINE_FAULT": "0:load:stop"}
+        settings = {"NOTIFY_SOCKET": f"@tp_engine_{os.getpid()}", "TP_ENGINE_FAULT": "0:load:stop"}
         with running(command, log, **settings) as process:
             wait_until(lambda: status(client, live) == 200, "the port", START_S)
             wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the load", START_S)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -27,6 +30,7 @@ from tp_engine.options import parse_options
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import _LEAVE_S
+from tp_engine.server.main import _tell_systemd
 from tp_engine.server.state import ServerState
 
 VERSIONS = ("1.32", "1.37")  # the oldest and the newest that are checked
@@ -222,3 +226,28 @@ def test_the_systemd_unit() -> None:
     assert command[0].endswith("/tp-engine") and command[1:3] == ["serve", "--config"]
     server = parse_options("serve", "", TABLES, command[4:]).build("server", ServerConfig)
     assert server.shutdown_timeout_s + _LEAVE_S + 10 <= int(service["TimeoutStopSec"])
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told(abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: sd_notify(3): a datagram per state; in NOTIFY_SOCKET, @ stands for the zero byte of an abstract name."""
+    name = f"tp_engine_{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind("\0" + name if abstract else name)
+        told.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
+        _tell_systemd("READY=1")
+        _tell_systemd("STOPPING=1")
+        assert [told.recv(100), told.recv(100)] == [b"READY=1", b"STOPPING=1"]
+
+
+def test_a_server_without_systemd_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the log: a socket that is gone is named there, and without a name nothing is said."""
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    _tell_systemd("READY=1")
+    assert not caplog.records
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
+    _tell_systemd("READY=1")
+    assert f"NOTIFY_SOCKET {tmp_path}/gone" in caplog.text

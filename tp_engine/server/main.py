@@ -39,6 +39,7 @@ _KEEP_ALIVE_S = 65
 _CLOSE_S = 2
 _PULSE_S = 0.5
 _LAST_ANSWERS_S = 3.0
+_NOTIFY_S = 1.0
 
 
 class FrontendServer(uvicorn.Server):
@@ -137,11 +138,16 @@ def _load_early(source: str | None) -> Any | None:
 
 
 def _tell_systemd(state: str) -> None:
-    """The service's state, if systemd has named a socket for it; a name that begins with @ is no file."""
+    """Send the service's state to the socket that systemd has named, if any; a name that begins with @ is no file."""
     address = env.notify_socket()
-    if address is not None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):
+    if address is None:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(_NOTIFY_S)
+        try:
             sender.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError as error:
+            logger.warning("systemd was not told %s: NOTIFY_SOCKET %s: %s", state, address, error)
 
 
 def _do_without_torch() -> None:
