@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import subprocess
@@ -86,7 +87,7 @@ def test_a_damaged_file_is_compiled_again(compiler: Path, damage: str) -> None:
 
 
 def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
-    """Oracle: both get the one whole file, and there is no other."""
+    """Oracle: all get the one whole file, there is no other, and the compiler's log: one process has compiled."""
     compiler.write_text(COMPILER.replace("#!/bin/sh", "#!/bin/sh\nsleep 0.2"))
     script = (
         "from pathlib import Path; from tp_engine.kernels.native.build import built_library; "
@@ -99,6 +100,28 @@ def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
     assert len(paths) == 1
     path = paths.pop()
     assert is_intact(path) and list(path.parent.iterdir()) == [path]
+    assert calls_of(compiler) == len(build.SOURCES) + 1
+
+
+def test_another_process_that_is_too_slow(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the file; the other process, which has the lock all the time, is waited for in vain."""
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.2)
+    env.cache_dir().mkdir()
+    other = os.open(env.cache_dir(), os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).touch())
+        assert is_intact(built_library(Path("/some/libgomp.so.1")))
+    finally:
+        os.close(other)
+
+
+def test_a_compiler_that_does_not_end(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the limit and the remedy."""
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.2)
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(BuildError, match=r"cc had not ended after 0 s; start once while"):
+        built_library(Path("/some/libgomp.so.1"))
 
 
 def test_a_compiler_that_fails(compiler: Path) -> None:

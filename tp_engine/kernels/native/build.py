@@ -5,16 +5,22 @@
     <cache folder>/native-<key>.so      key: sources, flags, compiler, processor, OpenMP runtime
                                         the last 32 bytes: SHA-256 of all before them
 
-Several processes may do this at the same time: each compiles into a folder of its own and renames the whole file.
+Of several processes that want it at the same time, one compiles and the others wait.  Where that does not work, because
+the file system has no locks or the first one is too slow, each compiles into a folder of its own.  Whole files are
+renamed, so a file that lies there is whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +32,8 @@ COMPILE_FLAGS = (
     *("-std=gnu11", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
     "-falign-loops=32",  # some Intel processors decode a loop that straddles such a line anew in every turn
 )
-COMPILE_TIMEOUT_S = 120.0
+COMPILE_TIMEOUT_S = 400.0  # 10 to 20 s on an idle machine; below startup_timeout_s, so that PyTorch can step in
+_LOOK_AGAIN_S = 0.05
 _DIGEST_BYTES = 32
 
 
@@ -41,14 +48,41 @@ def built_library(openmp: Path) -> Path:
     """
     compiler = _find_compiler()
     path = env.cache_dir() / f"native-{_key(compiler, openmp)}.so"
-    if not is_intact(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
-                _compile(compiler, openmp, Path(folder)).replace(path)
-        except OSError as error:
-            raise BuildError(f"can not write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
+    if is_intact(path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(path.parent):
+            if not is_intact(path):
+                with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+                    _compile(compiler, openmp, Path(folder)).replace(path)
+    except OSError as error:
+        raise BuildError(f"can not write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
     return path
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into ``folder``, but not longer than a compiler may take."""
+    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        while not _is_locked(lock) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_AGAIN_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Whether there is nobody to wait for: this process now has the lock, or the file system has none."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def is_intact(path: Path) -> bool:
@@ -104,7 +138,7 @@ def _compile(compiler: Path, openmp: Path, folder: Path) -> Path:
     def compile_one(name: str, target: Path) -> None:
         _run([str(compiler), *COMPILE_FLAGS, "-c", str(FOLDER / name), "-o", str(target)])
 
-    with ThreadPoolExecutor(len(SOURCES)) as threads:
+    with ThreadPoolExecutor(min(len(SOURCES), os.cpu_count() or 1)) as threads:
         list(threads.map(compile_one, SOURCES, objects))
     library = folder / "native.so"
     _run([str(compiler), "-shared", "-o", str(library), *map(str, objects), str(openmp), "-lm"])
@@ -116,7 +150,12 @@ def _compile(compiler: Path, openmp: Path, folder: Path) -> Path:
 def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(
+            f"{command[0]} had not ended after {COMPILE_TIMEOUT_S:.0f} s; start once while the machine is idle, "
+            "and the result is kept"
+        ) from error
+    except OSError as error:
         raise BuildError(f"{command[0]} failed: {error}") from error
     if done.returncode != 0:
         raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
