@@ -164,6 +164,8 @@ def test_native_backend_without_a_compiler() -> None:
         ("triton:xformers", ON_CUDA, "'triton:xformers'; choose auto or one of .*PREFILL:DECODE"),
         ("triton:native", ON_CUDA, "native: it runs on CPUs"),
         ("triton:auto", ON_CUDA, "choose auto or one of"),
+        ("torch:native", ON_CPU, "torch:native: native keeps .* order of its own.*use one of them alone.*=native"),
+        ("native:torch", ON_CPU, "native:torch: native keeps .* order of its own"),
     ],
 )
 def test_named_backend_that_can_not_work(name: str, facts: dict[str, Any], message: str) -> None:

@@ -29,10 +29,14 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Why a backend can not be used, with the remedy, or None; and how to make one."""
+    """Why a backend can not be used, with the remedy, or None; and how to make one.
+
+    ``has_own_order``: what it stores in a block only it can read.
+    """
 
     why_not: Callable[[AttentionNeeds], str | None]
     make: Callable[[AttentionNeeds], AttentionBackend]
+    has_own_order: bool = False
 
 
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this
@@ -42,7 +46,7 @@ _KINDS: dict[str, _Kind] = {
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
     "flashinfer": _Kind(flashinfer.why_not, lambda needs: FlashInferBackend()),
     "torch_varlen": _Kind(torch_varlen.why_not, lambda needs: TorchVarlenBackend()),
-    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend()),
+    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend(), has_own_order=True),
     "torch": _Kind(lambda needs: None, lambda needs: TorchBackend()),
 }
 
@@ -50,11 +54,12 @@ _KINDS: dict[str, _Kind] = {
 def check_backend(name: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
-    Raises ``ConfigError`` if a named backend, or one of a pair, can not be used.
+    Raises ``ConfigError`` if a named backend, or one of a pair, can not be used, or if a pair can not share the cache.
     """
     if name == "auto":
         return _choose(needs)
-    for part in name.split(":", 1):
+    parts = name.split(":", 1)
+    for part in parts:
         if part not in _KINDS:
             raise ConfigError(
                 f"attention_backend is {name!r}; choose auto or one of {', '.join(_KINDS)}, or two of them as "
@@ -63,6 +68,12 @@ def check_backend(name: str, needs: AttentionNeeds) -> str:
         obstacle = _KINDS[part].why_not(needs)
         if obstacle is not None:
             raise ConfigError(f"attention_backend is {part}: {obstacle}")
+    alone = next((part for part in parts if _KINDS[part].has_own_order), None)
+    if alone is not None and len(set(parts)) > 1:
+        raise ConfigError(
+            f"attention_backend is {name}: {alone} keeps the tokens of a block in an order of its own, which the other "
+            f"one of the pair can not read; use one of them alone, such as attention_backend={alone}"
+        )
     return name
 
 
