@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +16,20 @@ import httpx
 import pytest
 
 from tests.e2e.frontend import DEADLINE_S, RunningServer, new_engine, running_server, wait_until
-from tests.e2e.serving import free_port
+from tests.e2e.serving import ROOT, free_port
 from tp_engine.server.config import ServerConfig
 
 PYTHON = os.environ.get("TP_ENGINE_ROUTERS_PYTHON")
 HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+NEEDS_ROUTERS = pytest.mark.skipif(
+    PYTHON is None, reason="the routers have an environment of their own; run scripts/test_routers"
+)
+# Headers that keep requests together, by policy.
+SESSIONS = {
+    "consistent_hash": ("X-Session-Id", "X-User-Id"),
+    "sticky_least_loaded": ("X-Session-Id", "X-User-Id"),
+    "manual": ("X-SMG-Routing-Key",),
+}
 SHARED = "a prefix that all of these requests have in common, and that is much longer than their ends: "
 
 
@@ -80,11 +93,11 @@ def check_stream(client: httpx.Client, replicas: list[RunningServer]) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(PYTHON is None, reason="the routers have an environment of their own; run scripts/test_routers")
+@NEEDS_ROUTERS
 @pytest.mark.parametrize(
     ("module", "policies"),
     [
-        ("sglang_router", ["round_robin", "power_of_two", "cache_aware"]),
+        ("sglang_router", ["round_robin", "power_of_two", "manual", "cache_aware"]),
         ("vllm_router", ["consistent_hash", "sticky_least_loaded", "cache_aware"]),
     ],
 )
@@ -101,11 +114,9 @@ def test_two_replicas_behind_a_router(module: str, policies: list[str], tmp_path
                 counts = spread(client, replicas, [f"{letter} alone" for letter in "abcdef"])
                 assert sum(counts) == 6
                 assert policy != "round_robin" or counts == [3, 3]
-                if policy == "consistent_hash":
-                    sessions = [
-                        spread(client, replicas, ["a", "b", "c"], **{"X-Session-Id": f"s{n}"}) for n in range(8)
-                    ]
-                    assert all(sorted(one) == [0, 3] for one in sessions), "a session stays with its replica"
+                for header in SESSIONS.get(policy, ()):
+                    sessions = [spread(client, replicas, ["a", "b", "c"], **{header: f"s{n}"}) for n in range(8)]
+                    assert all(sorted(one) == [0, 3] for one in sessions), f"{header}: a session stays"
         with routing(module, policies[-1], replicas, tmp_path / policies[-1]) as client:
             models = [model["id"] for model in client.get("/v1/models").json()["data"]]
             assert "demo" in models
@@ -116,3 +127,43 @@ def test_two_replicas_behind_a_router(module: str, policies: list[str], tmp_path
             (other,) = {replica.url for replica in replicas} - {victim.url}
             wait_until(lambda: healthy_workers(client) == {other}, "the dead replica to be taken out")
             assert [complete(client, SHARED + str(number)).status_code for number in range(8)] == [200] * 8
+
+
+@pytest.mark.timeout(300)
+@NEEDS_ROUTERS
+def test_the_commands_of_the_document(tmp_path: Path) -> None:
+    """Oracle: a sum by hand, through the router of docs/serving.md before two servers with the demo model."""
+    assert PYTHON is not None
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```sh\n([^`]*sglang_router[^`]*)```", text)
+    ports = {number: str(free_port()) for number in ("8000", "8001", "8002")}
+    lines = re.sub("|".join(ports), lambda found: ports[found[0]], block.replace("\\\n", " ")).splitlines()
+    programs = {"tp-engine": [sys.executable, "-m", "tp_engine.cli"], "python": [PYTHON]}
+    urls = {f"http://127.0.0.1:{ports[number]}" for number in ("8001", "8002")}
+    with contextlib.ExitStack() as stack:
+        for number, line in enumerate(lines):
+            program, *arguments = shlex.split(line.removesuffix("&"))
+            extra = ["--prometheus-port", str(free_port())] if program == "python" else ["--device=cpu"]
+            output = stack.enter_context((tmp_path / str(number)).open("w"))
+            process = subprocess.Popen(
+                [*programs[program], *arguments, *extra],
+                cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+            stack.callback(end, process)
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{ports['8000']}", timeout=DEADLINE_S))
+        wait_until(lambda: healthy_workers(client) == urls, "the router and its servers", 120.0)
+        body = {"model": "demo_model", "messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
+        for _ in range(4):
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["content"] == "46"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Stop a server or a router with all that it has started."""
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(DEADLINE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(DEADLINE_S)
