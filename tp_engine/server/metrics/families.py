@@ -133,7 +133,7 @@ _DIRECTION = ("direction",)
 MOVED_BYTES = MetricFamily(
     "counter", "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", _DIRECTION
 )
-MOVE_SECONDS = MetricFamily("counter", "kv_offload_seconds", "time of these moves", _DIRECTION)
+MOVE_SECONDS = MetricFamily("counter", "kv_offload_seconds", "rank 0's time for these moves", _DIRECTION)
 MOVE_WAIT = MetricFamily("counter", "kv_offload_wait_seconds", "time that steps of rank 0 waited for moves")
 
 EXPERT_BALANCE = MetricFamily(
