@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -58,6 +59,17 @@ with LLM(**options) as llm:
 """
 
 
+class Place(Protocol):
+    """Where a part of a job runs: how commands are run there, and torchrun's options for meeting the other parts."""
+
+    @property
+    def meeting(self) -> Sequence[str]:
+        """Options of torchrun."""
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """``command``, run there."""
+
+
 @dataclass
 class Job:
     """A running job.  ``lines`` grows while it runs: (time.monotonic(), text)."""
@@ -66,6 +78,7 @@ class Job:
     process: subprocess.Popen[str]
     marker: str
     flight_records: Path
+    is_launched: bool = False
     started_s: float = field(default_factory=time.monotonic)
     reader: threading.Thread = field(init=False)
     lines: list[tuple[float, str]] = field(default_factory=list)
@@ -124,7 +137,7 @@ class Job:
 
     def rank(self, rank: int) -> psutil.Process | None:
         """The process of ``rank``, if it exists."""
-        if self.kind == "script":
+        if not self.is_launched:
             return self._own_rank(rank)
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children():
@@ -186,9 +199,11 @@ def job(
     prompts: Sequence[Sequence[int]] = _PROMPTS,
     options: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
+    place: Place | None = None,
 ) -> Iterator[Job]:
     """A job with the demo model and small limits; no process of it lives after the block.
 
+    With a ``place`` it is one host's part of a job under torchrun, scripts too, with ``num_ranks`` ranks there.
     ``folder`` is for its files.  ``rounds`` is a script's number of ``generate`` calls (0: it stays idle), or a batch's
     number of requests.  ``prompts`` are those of each call, and of the requests in turns.  ``options`` are further
     fields of ``EngineConfig``.
@@ -197,8 +212,9 @@ def job(
     if kind != "serve":
         engine.setdefault("model", str(_without_tokenizer(folder)))
     marker = secrets.token_hex(8)
+    command = _command(kind, folder, engine, num_ranks, rounds, prompts, place)
     process = subprocess.Popen(
-        _command(kind, folder, engine, num_ranks, rounds, prompts),
+        command if place is None else place.command(command),
         cwd=ROOT,
         env={**os.environ, **_environment(fault), **(environment or {}), MARKER: marker, "PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.DEVNULL,
@@ -208,7 +224,7 @@ def job(
         errors="replace",
         start_new_session=True,
     )
-    started = Job(kind, process, marker, folder / "flight")
+    started = Job(kind, process, marker, folder / "flight", is_launched=kind != "script" or place is not None)
     started.reader = threading.Thread(target=_read, args=(started,), daemon=True)
     started.reader.start()
     try:
@@ -258,12 +274,17 @@ def _command(
     num_ranks: int,
     rounds: int,
     prompts: Sequence[Sequence[int]],
+    place: Place | None,
 ) -> list[str]:
-    if kind == "script":
+    if kind == "script" and place is None:
         options = json.dumps({**engine, "tensor_parallel_size": num_ranks})
         return [sys.executable, "-c", _SCRIPT, options, str(rounds), json.dumps(prompts)]
     flags = [text for name, value in engine.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    meeting = ("--standalone",) if place is None else place.meeting
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
+    if kind == "script":
+        (folder / "job.py").write_text(_SCRIPT)
+        return [*torchrun, str(folder / "job.py"), json.dumps(engine), str(rounds), json.dumps(prompts)]
     if kind == "serve":
         return [*torchrun, "launch/serve.py", "--port", "0", "--shutdown-timeout-s", "8", *flags]
     source = folder / "in.jsonl"

@@ -72,7 +72,7 @@ class EngineConfig:
     all_reduce: str = option(
         "auto",
         "how ranks add up their parts; GPUs: nccl, or symm_mem (memory that they share) for all but large tensors; "
-        "CPUs: gloo, or shm (shared memory); auto takes symm_mem if the GPUs can, shm for CPUs of one host",
+        "CPUs: gloo, or shm (shared memory); auto takes symm_mem if GPUs of one host can, shm on CPUs",
         choices=ALL_REDUCES,
     )
     enable_expert_parallel: bool = option(
@@ -128,6 +128,9 @@ class EngineConfig:
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
     hang_soft_limit_s: float = option(30.0, "after so long without progress the stacks of all ranks are logged")
     hang_hard_limit_s: float = option(120.0, "after so long without progress the job ends and names the cause")
+    host_timeout_s: float = option(
+        4.0, "with several hosts: a host that acknowledges nothing for so long is lost, and the job ends"
+    )
     profile: str | None = option(None, "folder for a torch.profiler trace of some steps of every rank (default: none)")
     profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included; or none")
     check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
@@ -166,6 +169,7 @@ class EngineConfig:
             "collective_timeout_s",
             "hang_soft_limit_s",
             "hang_hard_limit_s",
+            "host_timeout_s",
         )
         optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
         for name in positive + optional:

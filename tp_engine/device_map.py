@@ -54,6 +54,11 @@ def check_devices(devices: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def shares_devices(devices: str | None) -> bool:
+    """Whether ``devices`` gives a GPU to several ranks."""
+    return devices is not None and DeviceMap(check_devices(devices)).is_shared
+
+
 def map_devices(devices: str | None, world_size: int, num_found: int) -> DeviceMap:
     """The map on a host with ``num_found`` GPUs; ``ConfigError`` if a GPU of the map does not exist."""
     found = parse_devices(devices, world_size)

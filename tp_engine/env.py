@@ -12,7 +12,7 @@ from tp_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
-    """This process's place in a torchrun job, as torchrun's variables say."""
+    """This process's place in a torchrun job, as torchrun's variables say; ``num_hosts`` 0 if they do not say it."""
 
     rank: int
     world_size: int
@@ -20,6 +20,7 @@ class LaunchedRank:
     local_world_size: int
     master_addr: str
     master_port: int
+    num_hosts: int = 0
 
 
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
@@ -38,6 +39,7 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
             master_addr=env["MASTER_ADDR"],
             master_port=int(env["MASTER_PORT"]),
+            num_hosts=int(env.get("GROUP_WORLD_SIZE", "0")),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(f"incomplete torchrun environment ({error}); start the job with torchrun") from error
@@ -104,6 +106,18 @@ def wants_native_kernels() -> bool:
 def cache_dir() -> Path:
     """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")
+
+
+def use_interface(name: str | None) -> None:
+    """Let gloo and NCCL use this network interface, if ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME`` are not set."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name is not None and variable not in os.environ:
+            os.environ[variable] = name
+
+
+def collective_interfaces() -> tuple[str, str]:
+    """The network interfaces that gloo and NCCL use, as far as the environment says."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "their own choice"), os.environ.get("NCCL_SOCKET_IFNAME", "own choice")
 
 
 def let_ranks_share_devices() -> None:

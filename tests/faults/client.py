@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+from collections.abc import Callable
 
 _PATIENCE_S = 60.0
 _BODY = {"model": None, "prompt": [65, 66, 67], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -13,8 +14,10 @@ _BODY = {"model": None, "prompt": [65, 66, 67], "max_tokens": 200, "ignore_eos":
 class Asking:
     """Two requests, one streamed and one whole, sent at once from two threads."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, enter: Callable[[], None] = lambda: None) -> None:
+        """``enter`` is called by each thread before it opens a connection."""
         self.url = url
+        self._enter = enter
         self._answers: dict[bool, str] = {}
         self._threads = [threading.Thread(target=self._ask, args=(stream,), daemon=True) for stream in (False, True)]
         for thread in self._threads:
@@ -34,6 +37,7 @@ class Asking:
         return found
 
     def _ask(self, stream: bool) -> None:
+        self._enter()
         host, _, port = self.url.removeprefix("http://").partition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=_PATIENCE_S)
         body = json.dumps({name: value for name, value in (_BODY | {"stream": stream}).items() if value is not None})

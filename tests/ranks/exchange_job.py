@@ -23,8 +23,9 @@ from tp_engine.ranks import groups, shared_memory
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
-from tp_engine.ranks.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange, rank_ordered_sum
+from tp_engine.ranks.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange
 from tp_engine.ranks.store import join_store
+from tp_engine.ranks.two_level import ordered_sum
 
 SLOT_BYTES = 96 * 1024
 # Odd sizes, one item more than a slot, several pieces, one and two shots.
@@ -82,7 +83,7 @@ def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
     for dtype in DTYPES:
         for size in SIZES:
             mine = torch.randn(size, generator=generator).to(dtype)
-            expected = rank_ordered_sum(list(torch.split(library.all_gather(mine), size)))
+            expected = ordered_sum(torch.split(library.all_gather(mine), size), library.info.local_world_size)
             for _ in range(3):
                 found = mine.clone()
                 assert shared.all_reduce(found) is found

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ TWO_RANKS: dict[str, Any] = {
 
 
 def torchrun(
-    num_ranks: int, target: Sequence[str], *, meeting: Sequence[str] = ("--standalone",), timeout_s: float = 170.0
+    num_ranks: int,
+    target: Sequence[str],
+    *,
+    meeting: Sequence[str] = ("--standalone",),
+    wrap: Callable[[Sequence[str]], Sequence[str]] = list,
+    timeout_s: float = 170.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``torchrun --nproc-per-node num_ranks target...``; the whole process group is killed at the deadline.
 
-    ``meeting`` tells torchrun where the ranks meet.
+    ``meeting`` tells torchrun where the ranks meet; ``wrap`` makes the command run elsewhere.
     """
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
     process = subprocess.Popen(
-        [*command, *target],
+        wrap([*command, *target]),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

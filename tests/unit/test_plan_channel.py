@@ -10,7 +10,7 @@ import pytest
 from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.ipc.plan_codec import encode_plan
-from tp_engine.ipc.ring_buffer import RingWriter
+from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.ipc.segment import open_segment
 from tp_engine.plan import NO_IDS, Admission, RowSampling, StepPlan
 
@@ -26,7 +26,7 @@ def publisher() -> Iterator[PlanPublisher]:
 
 @pytest.fixture
 def subscribers(publisher: PlanPublisher) -> Iterator[list[PlanSubscriber]]:
-    subscribers = [PlanSubscriber(publisher.name, index) for index in range(2)]
+    subscribers = [PlanSubscriber(RingReader(publisher.name, index)) for index in range(2)]
     publisher.wait_attached(TIMEOUT_S)
     yield subscribers
     for subscriber in subscribers:
@@ -67,7 +67,7 @@ def test_rows_that_go_on_are_sent_once(publisher: PlanPublisher, subscribers: li
 def test_a_lost_plan_is_seen_by_what_follows_it() -> None:
     """Oracle: a reader of steps 1 and 3 does not know the rows of step 2, of epoch 2."""
     ring = RingWriter(1)
-    subscriber = PlanSubscriber(ring.name, 0)
+    subscriber = PlanSubscriber(RingReader(ring.name, 0))
     for data in (encode_plan(plan(1, epoch=1)), encode_plan(plan(3, num_rows=4, epoch=2), 2)):
         ring.write(data, TIMEOUT_S)
     subscriber.receive(TIMEOUT_S)
@@ -81,7 +81,7 @@ def test_a_lost_plan_is_seen_by_what_follows_it() -> None:
 def test_a_call_is_no_plan() -> None:
     """Oracle: the sent plans and the last one's checksum, although the ranks only wake up when they are called."""
     publisher = PlanPublisher(1, spin_s=1e-6)
-    subscriber = PlanSubscriber(publisher.name, 0)
+    subscriber = PlanSubscriber(RingReader(publisher.name, 0))
     publisher.wait_attached(TIMEOUT_S)
     for step_id in range(1, 4):
         publisher.call()
@@ -157,7 +157,7 @@ def test_both_ends_know_the_checksum_of_the_last_plan(
 def test_a_flipped_byte_in_the_ring_is_seen() -> None:
     """Oracle: a plan with one wrong byte, sent through the real ring, is a PlanError with step and both checksums."""
     ring = RingWriter(1)
-    subscriber = PlanSubscriber(ring.name, 0)
+    subscriber = PlanSubscriber(RingReader(ring.name, 0))
     data = bytearray(encode_plan(plan(1)))
     data[-1] ^= 1
     ring.write(bytes(data), TIMEOUT_S)
@@ -169,7 +169,7 @@ def test_a_flipped_byte_in_the_ring_is_seen() -> None:
 
 def test_waits_name_the_rank(publisher: PlanPublisher) -> None:
     """Oracle: rank 2 never attached; rank 0 sent nothing; rank 0 is gone."""
-    subscriber = PlanSubscriber(publisher.name, 0, alive=lambda: False)
+    subscriber = PlanSubscriber(RingReader(publisher.name, 0, alive=lambda: False))
     with pytest.raises(RankError, match=r"rank 2: .*missing ranks: \[2\]"):
         publisher.wait_attached(0.1)
     with pytest.raises(RankError, match="rank 0: sent no step plan within"):

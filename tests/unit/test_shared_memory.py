@@ -19,7 +19,7 @@ from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
 from tp_engine.ranks.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
-from tp_engine.worker.all_reduce import shares_host_memory
+from tp_engine.worker.all_reduce import check_hosts, shares_host_memory
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
 TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)
@@ -31,7 +31,9 @@ TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)
         ("cpu", "auto", ONE_HOST, True),
         ("cpu", "shm", ONE_HOST, True),
         ("cpu", "gloo", ONE_HOST, False),
-        ("cpu", "auto", TWO_HOSTS, False),
+        ("cpu", "auto", TWO_HOSTS, True),
+        ("cpu", "gloo", TWO_HOSTS, False),
+        ("cpu", "auto", RankInfo(world_size=2, local_world_size=1), False),
         ("cpu", "auto", RankInfo(), False),
         ("cpu", "shm", RankInfo(), False),
         ("cuda", "auto", ONE_HOST, False),
@@ -42,10 +44,15 @@ def test_the_option(device: str, all_reduce: str, info: RankInfo, expected: bool
     assert shares_host_memory(EngineConfig(device=device, all_reduce=all_reduce), info) == expected
 
 
-def test_several_hosts_share_no_memory() -> None:
-    """Oracle: the error names both numbers and the remedy."""
-    with pytest.raises(ConfigError, match="of 4 ranks 2 are on this one; leave it out"):
-        shares_host_memory(EngineConfig(device="cpu", all_reduce="shm"), TWO_HOSTS)
+def test_hosts_share_no_memory_with_each_other() -> None:
+    """Oracle: each error names the option, the number of hosts and the remedy."""
+    check_hosts(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=4), 2)
+    with pytest.raises(ConfigError, match=r"each host has one rank.*leave it out"):
+        check_hosts(EngineConfig(device="cpu", all_reduce="shm", tensor_parallel_size=2), 2)
+    with pytest.raises(ConfigError, match=r"'symm_mem'.*on 2; leave it out"):
+        check_hosts(EngineConfig(device="cuda", all_reduce="symm_mem", tensor_parallel_size=4), 2)
+    with pytest.raises(ConfigError, match=r"fuse_all_reduce_norm.*on 2; leave it out"):
+        check_hosts(EngineConfig(device="cuda", fuse_all_reduce_norm=True, tensor_parallel_size=4), 2)
 
 
 def test_two_ranks_never_take_two_shots() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
@@ -11,6 +11,7 @@ from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
+from tp_engine.ipc.relay import PlanLink
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sched.limits import TierReports
@@ -23,10 +24,18 @@ from tp_engine.worker.worker import Worker
 _MOVED_BYTES = 128 << 20
 
 
-def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, leave: Callable[[bool], None]) -> Engine:
+def build_engine(
+    effective: EffectiveConfig,
+    groups: RankGroups,
+    job: Job,
+    *,
+    links: Callable[[], Sequence[PlanLink]] = tuple,
+    leave: Callable[[bool], None],
+) -> Engine:
     """Start this rank's worker, open the plan channel to the other ranks, and add the scheduler.
 
-    ``leave`` waits for the ranks that this process started to end; its argument says whether the job has failed.
+    ``links`` gives the connections to other hosts.  ``leave`` waits for the ranks that this process started to end; its
+    argument says whether the job has failed.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
@@ -38,13 +47,16 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         num_blocks = worker.start()
         job.slot.note_memory(worker.memory)
         job.slot.note_startup(worker.startup_s)
-        publisher = _open_channel(effective, groups, job)
+        publisher = _open_channel(effective, groups, job, links)
         if publisher is not None:
             undo.callback(publisher.close)
         job.progress.reach(RankPhase.READY)
         job.ready()
         undo.pop_all()
     grammars = GrammarQueue(compiler, effective.model.vocab_size)
+    echoes = EchoCheck(job.board, checks_inputs=effective.config.check_inputs)
+    if job.links is not None:
+        job.links.mirrored = echoes.compare_far
     return Engine(
         worker=worker,
         scheduler=Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks, _tier_reports(job)),
@@ -54,7 +66,7 @@ def build_engine(effective: EffectiveConfig, groups: RankGroups, job: Job, *, le
         plan_timeout_s=effective.config.collective_timeout_s,
         num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
-        echoes=EchoCheck(job.board, checks_inputs=effective.config.check_inputs),
+        echoes=echoes,
         leave=lambda: _leave(groups, job, leave),
     )
 
@@ -108,14 +120,15 @@ def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
     )
 
 
-def _open_channel(effective: EffectiveConfig, groups: RankGroups, job: Job) -> PlanPublisher | None:
+def _open_channel(
+    effective: EffectiveConfig, groups: RankGroups, job: Job, links: Callable[[], Sequence[PlanLink]]
+) -> PlanPublisher | None:
     """Rank 0's side of the plan channel; None for a world of one."""
-    num_readers = groups.info.world_size - 1
-    if num_readers == 0:
+    if groups.info.world_size == 1:
         return None
-    publisher = PlanPublisher(num_readers, alive=job.alive)
+    publisher = PlanPublisher(groups.info.local_world_size - 1, alive=job.alive, links=links())
     try:
-        groups.host.broadcast_bytes(publisher.name.encode())
+        groups.host.all_gather_bytes(publisher.name.encode())
         publisher.wait_attached(timeout_s=effective.config.startup_timeout_s)
     except BaseException:
         publisher.close()

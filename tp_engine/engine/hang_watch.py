@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tp_engine.engine.incident import where
+from tp_engine.engine.incident import on_host, where
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import PHASE_WORD, RankSlot, State, process_vitals
 from tp_engine.progress import RankPhase
@@ -87,9 +87,10 @@ class HangWatch:
         return next((hang for hang in found if hang.is_hard), found[0] if found else None)
 
     def acting_rank(self, hang: Hang) -> int:
-        """The rank that ends the job: the lowest one that is present and no culprit, or rank 0 if there is none."""
-        able = [slot.rank for slot in self._board.slots if slot.state in _PRESENT and slot.rank not in hang.culprits]
-        return min(able, default=0)
+        """The rank of this host that ends the job: the lowest one that is present and no culprit, or else the first."""
+        slots = self._board.local_slots
+        able = [slot.rank for slot in slots if slot.state in _PRESENT and slot.rank not in hang.culprits]
+        return min(able, default=slots[0].rank)
 
     def _begin(self, now_ns: int) -> None:
         self._looked_ns = self._counting_from_ns = self._progress_ns = now_ns
@@ -115,9 +116,10 @@ class HangWatch:
 
         A starting rank may also wait for a disk while it holds its interpreter; the limit of the start covers that.
         """
+        far = self._board.far_slots
         for slot in self._board.slots:
             if slot.pid and now_ns - slot.heartbeat_ns > _LATE_S * 1e9:
-                state, used = self._vitals(slot.pid)
+                state, used = slot.host.vitals if slot in far else self._vitals(slot.pid)
                 is_starting = slot.state == State.STARTING and state not in _STOPPED
                 if used > self._used.setdefault(slot.rank, used) or is_starting:
                     self._used[slot.rank], self._lived_ns[slot.rank] = used, now_ns
@@ -135,6 +137,10 @@ class HangWatch:
     def _silence_s(self, slot: RankSlot, now_ns: int) -> float:
         if slot.rank == self._rank or slot.state not in _PRESENT:
             return 0.0
+        topology, host = self._board.topology, self._board.topology.host_of(slot.rank)
+        if host != self._board.host and not topology.is_leader(slot.rank):
+            # Another host's first rank speaks for the others there: if it is silent, they are as they were last seen.
+            now_ns = min(now_ns, self._board.slots[topology.leader_of(host)].heartbeat_ns)
         lived_ns = self._lived_ns.get(slot.rank, 0)
         return (now_ns - max(slot.heartbeat_ns, lived_ns, self._counting_from_ns)) / 1e9
 
@@ -173,7 +179,9 @@ class HangWatch:
     def _hang(self, culprits: tuple[int, ...], age_s: float, hard_s: float, what: str) -> Hang:
         slots = self._board.slots
         if culprits:
-            names = "; ".join(f"rank {rank} is {where(slots[rank])}" for rank in culprits)
+            names = "; ".join(
+                f"rank {rank} is {on_host(self._board, slots[rank])}{where(slots[rank])}" for rank in culprits
+            )
         else:
             names = f"all ranks are {where(slots[self._rank])}"
         return Hang(culprits=culprits, age_s=age_s, hard_s=hard_s, text=f"{what} for {age_s:.1f} s: {names}")

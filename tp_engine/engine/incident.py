@@ -17,6 +17,7 @@ import tp_engine
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RankError
 from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
+from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import (
     NUM_RECORDS,
@@ -63,17 +64,18 @@ def find_incident(board: JobBoard, own_rank: int, gone: Collection[int], exit_co
     """
     silent = [rank for rank in gone if board.slots[rank].state not in (State.LEFT, State.FAILED)]
     if silent:
-        return _told(board.slots[silent[0]], silent[0] in gone, exit_code)
+        return _told(board, board.slots[silent[0]], silent[0] in gone, exit_code)
     failed = sorted((slot for slot in board.slots if slot.state == State.FAILED), key=lambda slot: slot.failed_ns)
     cause = next((slot for slot in failed if slot.blamed_rank is None), None)
     if cause is not None:
-        return None if cause.rank == own_rank else _told(cause, cause.rank in gone, exit_code)
+        return None if cause.rank == own_rank else _told(board, cause, cause.rank in gone, exit_code)
     if not failed or all(slot.rank == own_rank for slot in failed):
         return None
     first = next(slot for slot in failed if slot.rank != own_rank)
     blamed = first.blamed_rank
     assert blamed is not None
-    return Incident(blamed, f"{where(board.slots[blamed])}; rank {first.rank} reports:", first.failure_text)
+    place = on_host(board, board.slots[blamed])
+    return Incident(blamed, f"{place}{where(board.slots[blamed])}; rank {first.rank} reports:", first.failure_text)
 
 
 def where(slot: RankSlot) -> str:
@@ -94,13 +96,22 @@ def describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _told(slot: RankSlot, is_gone: bool, exit_code: ExitCode) -> Incident:
+def on_host(board: JobBoard, slot: RankSlot) -> str:
+    """``'on host 1 (beta), '``; empty if all ranks are on one host."""
+    if board.topology.num_hosts == 1:
+        return ""
+    return f"on host {board.topology.host_of(slot.rank)} ({slot.host.name or 'name unknown'}), "
+
+
+def _told(board: JobBoard, slot: RankSlot, is_gone: bool, exit_code: ExitCode) -> Incident:
     code, process = exit_code(slot.rank), f"process {slot.pid}" if slot.pid else "its process"
-    if code is not None:
+    if slot.host.ended == Ended.LOST:
+        how = "the host, or the network to it, does not answer any more"
+    elif code is not None:
         how = f"{process} ended with {describe_exit(code)}"
     else:
         how = f"{process} is gone" if is_gone else f"{process} failed"
-    return Incident(slot.rank, f"{how}, {where(slot)}", slot.failure_text)
+    return Incident(slot.rank, f"{on_host(board, slot)}{how}, {where(slot)}", slot.failure_text)
 
 
 class FlightRecorder:
@@ -153,16 +164,18 @@ def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: in
             "system": platform.platform(),
         },
         config=dataclasses.asdict(config),
-        ranks=[_rank(slot, slot.inputs.tolist()) for slot in board.slots],
+        ranks=[_rank(board, slot, slot.inputs.tolist()) for slot in board.slots],
     )
 
 
-def _rank(slot: RankSlot, input_echoes: list[int]) -> RankRecord:
-    code = slot.exit_code
+def _rank(board: JobBoard, slot: RankSlot, input_echoes: list[int]) -> RankRecord:
+    code, is_far = slot.exit_code, slot in board.far_slots
     return RankRecord(
         rank=slot.rank,
+        host=board.topology.host_of(slot.rank),
+        host_name=slot.host.name,
         pid=slot.pid,
-        process=process_state(slot.pid, slot.started_ticks),
+        process=_far_process_state(slot) if is_far else process_state(slot.pid, slot.started_ticks),
         exit=None if code is None else describe_exit(code),
         state=slot.state.name.lower(),
         phase=slot.phase.label,
@@ -206,3 +219,12 @@ def process_state(pid: int, started_ticks: int) -> str:
     if state in "ZX" or not is_same:
         return "gone"
     return "stopped" if state in "Tt" else "alive"
+
+
+def _far_process_state(slot: RankSlot) -> str:
+    """``process_state`` of another host's rank, as that host last said; ``lost`` if the host does not answer."""
+    if slot.pid == 0:
+        return "none"
+    if slot.host.ended:
+        return "lost" if slot.host.ended == Ended.LOST else "gone"
+    return "stopped" if slot.host.vitals[0] in "Tt" else "alive"

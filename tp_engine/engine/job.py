@@ -20,6 +20,7 @@ from types import TracebackType
 
 from tp_engine.config import EngineConfig
 from tp_engine.engine.hang_watch import HangLimits
+from tp_engine.engine.host_link import HostLinks
 from tp_engine.engine.incident import FlightRecorder, Incident
 from tp_engine.engine.processes import ChildRanks
 from tp_engine.engine.watchdog import Watchdog
@@ -28,6 +29,7 @@ from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, PHASE_WORD, State
 from tp_engine.progress import RankProgress
+from tp_engine.topology import Topology
 
 _DYING_S = 2.0
 _FOLLOWER_DYING_S = 0.5
@@ -66,6 +68,7 @@ class Job:
             cpu_proves_life=config.device == "cpu",
         )
         self.watchdog = Watchdog(board, rank, limits, ends_process=ends_process, may_kill=same_parent or rank == 0)
+        self.links: HostLinks | None = None
         self._recorder = FlightRecorder(board, config, writer=f"rank {rank}")
         self.watchdog.on_incident = self._record
         self.watchdog.pulse = pulse
@@ -80,10 +83,20 @@ class Job:
         ends_process: bool,
         same_parent: bool,
         pulse: Pulse | None = None,
+        topology: Topology | None = None,
     ) -> Job:
         """Rank 0's membership, with a new board; the watchdog keeps ``pulse`` beating."""
-        board = JobBoard.create(config.tensor_parallel_size)
+        topology = topology or Topology.one_host(config.tensor_parallel_size)
+        board = JobBoard.create(topology.world_size, local_world_size=topology.local_world_size)
         return cls(board, progress, config, 0, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
+
+    @classmethod
+    def lead(cls, progress: RankProgress, config: EngineConfig, rank: int, topology: Topology) -> Job:
+        """The membership of the first rank of a host other than rank 0's, with a new board for that host."""
+        board = JobBoard.create(
+            topology.world_size, local_world_size=topology.local_world_size, host=topology.host_of(rank)
+        )
+        return cls(board, progress, config, rank, ends_process=True, same_parent=True)
 
     @classmethod
     def attach(
@@ -104,6 +117,14 @@ class Job:
         self.watchdog.exit_code = exit_code
         for rank, pid in children.pids.items():
             self.watchdog.adopt(rank, pid)
+
+    def connect(self) -> HostLinks:
+        """The connections of this first rank to other hosts, which keep their boards alike; ``close`` ends them."""
+        if self.links is None:
+            self.links = HostLinks(self.board, self.rank)
+            self.links.wake = self.watchdog.wake
+            self.watchdog.tell_hosts = self.links.tell
+        return self.links
 
     @property
     def has_failed(self) -> bool:
@@ -148,6 +169,7 @@ class Job:
         is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
         self.slot.fail("".join(text), blamed_rank=blamed)
+        self._tell_hosts()
 
     def blame(self, error: BaseException) -> None:
         """Raise ``RankError`` if another rank caused this rank's ``error``; return if it is this rank's own.
@@ -193,6 +215,7 @@ class Job:
         if self.slot.state == State.FAILED:
             return
         self.slot.state = State.LEFT
+        self._tell_hosts()
         deadline_s = monotonic() + _FAREWELL_S
         while (missing := self.watchdog.missing()) and monotonic() < deadline_s:
             self.check()
@@ -205,6 +228,8 @@ class Job:
         """Stop watching.  A job that did not leave counts as failed."""
         if self.slot.state not in (State.LEFT, State.FAILED):
             self.slot.fail("the engine was closed before it was ready")
+        if self.links is not None:
+            self.links.stop()
         self.watchdog.stop()
         self.board.stop_sharing()
 
@@ -213,10 +238,20 @@ class Job:
             self._recorder.write(f"rank {self.rank}: {type(error).__name__}: {error}", culprit)
 
     def _record(self, incident: Incident) -> None:
-        """Rank 0 writes the flight record; rank 1 does if rank 0 is the cause and could not write one."""
-        has_written = self.board.slots[0].state == State.FAILED and self.board.slots[0].blamed_rank is None
-        if self.rank == (1 if incident.rank == 0 else 0) and not (incident.rank == 0 and has_written):
+        """Rank 0 writes the flight record; if rank 0 is the cause and wrote none, the first other rank of each host."""
+        first = self.board.local_slots[0].rank
+        if incident.rank != 0:
+            is_writing = self.rank == 0
+        elif self.board.slots[0].state == State.FAILED and self.board.slots[0].blamed_rank is None:
+            is_writing = False
+        else:
+            is_writing = self.rank == (1 if first == 0 else first)
+        if is_writing:
             self._recorder.write(str(incident.error()), incident.rank)
+
+    def _tell_hosts(self) -> None:
+        if self.links is not None:
+            self.links.tell()
 
     def _is_explained(self, error: BaseException) -> bool:
         return isinstance(error, RankError) and self.watchdog.incident is not None

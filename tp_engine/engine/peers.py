@@ -1,5 +1,7 @@
 """Other processes, held by handles: their end is seen, and a signal can not reach a later process with the same pid.
 
+Of the ranks of other hosts there are no handles: the board says when they have ended (``host_view.py``).
+
 A pidfd does both.  Kernels before 5.3 and some sandboxes have no pidfds: there the start time identifies the process,
 and a wait for its end looks twice a second.
 """
@@ -14,7 +16,7 @@ import time
 from collections.abc import Iterable
 
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import State, process_start, process_vitals
+from tp_engine.ipc.rank_slot import RankSlot, State, process_start, process_vitals
 
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LOOK_S = 0.5
@@ -80,10 +82,14 @@ def _open(pid: int) -> int | None:
 
 
 class Peers:
-    """The processes of the ranks other than ``rank``, once they register on the board, or once ``adopt`` names them."""
+    """The processes of the ranks other than ``rank``, once they register on the board, or once ``adopt`` names them.
+
+    Only processes of this host are polled and killed.
+    """
 
     def __init__(self, board: JobBoard, rank: int) -> None:
-        self._others = [slot for slot in board.slots if slot.rank != rank]
+        self._others = [slot for slot in board.local_slots if slot.rank != rank]
+        self._far = board.far_slots
         self._handles: dict[int, ProcessHandle] = {}
         self._gone: dict[int, None] = {}  # a set in the order of the ends
 
@@ -107,6 +113,9 @@ class Peers:
         for rank, handle in self._handles.items():
             if rank not in self._gone and handle.has_ended():
                 self._gone[rank] = None
+        for slot in self._far:
+            if slot.rank not in self._gone and slot.host.ended:
+                self._gone[slot.rank] = None
         return list(self._gone)
 
     def kill(self, ranks: Iterable[int]) -> None:
@@ -119,11 +128,17 @@ class Peers:
         """Send SIGKILL to every other rank that has not left."""
         self.kill(slot.rank for slot in self._others if slot.state != State.LEFT)
 
+    def gone_here(self) -> list[RankSlot]:
+        """The ranks of this host whose process has ended."""
+        gone = self.gone()
+        return [slot for slot in self._others if slot.rank in gone]
+
     def missing(self) -> list[int]:
         """The ranks that have neither left, nor failed, nor ended."""
         gone = self.gone()
         final = (State.LEFT, State.FAILED)
-        return [slot.rank for slot in self._others if slot.rank not in gone and slot.state not in final]
+        everyone = (*self._others, *self._far)
+        return sorted(slot.rank for slot in everyone if slot.rank not in gone and slot.state not in final)
 
     def close(self) -> None:
         """Close all handles."""

@@ -17,13 +17,15 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent, ignore_interrupts
 from tp_engine.faults import configured_faults, fault_injector
-from tp_engine.ipc.plan_channel import PlanSubscriber
+from tp_engine.ipc.plan_channel import MessageSource, PlanSubscriber
 from tp_engine.ipc.rank_slot import StepRecorder
+from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.plan import FIRST_STEP_ID, PROFILE_ORDERS, Control
 from tp_engine.progress import RankPhase, RankProgress
 
 if TYPE_CHECKING:  # torch: it takes seconds to import, and the job's watchdog must see the rank before that
+    from tp_engine.engine.hosts import Hosts
     from tp_engine.ranks.groups import RankGroups
     from tp_engine.worker.effective_config import EffectiveConfig
     from tp_engine.worker.worker import Worker
@@ -65,8 +67,11 @@ def main() -> int:
     return 0
 
 
-def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None:
-    """Load the model, run each plan until the stop plan, and leave the job."""
+def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: Hosts | None = None) -> None:
+    """Load the model, run each plan until the stop plan, and leave the job.
+
+    ``hosts``: the connections to other hosts, if there are any.
+    """
     from tp_engine.worker.worker import Worker
 
     with contextlib.ExitStack() as stack:
@@ -78,14 +83,29 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job) -> None
         worker.start()
         job.slot.note_memory(worker.memory)
         job.slot.note_startup(worker.startup_s)
-        name = groups.host.broadcast_bytes(b"").decode()
-        subscriber = PlanSubscriber(name, groups.info.rank - 1, first_step_id=FIRST_STEP_ID, alive=job.alive)
-        stack.callback(subscriber.close)
+        source = _open_source(groups, job, hosts, effective.config)
+        stack.callback(source.close)
+        subscriber = PlanSubscriber(source, first_step_id=FIRST_STEP_ID)
         job.progress.reach(RankPhase.READY)
         job.ready()
         _run_plans(worker, subscriber, job)
     job.leave()
     job.close()
+
+
+def _open_source(groups: RankGroups, job: Job, hosts: Hosts | None, config: EngineConfig) -> MessageSource:
+    """Where this rank's plans come from: its host's ring, or, on the first rank of another host, the network."""
+    info = groups.info
+    if info.local_rank or hosts is None:
+        names = groups.host.all_gather_bytes(b"")
+        return RingReader(names[info.rank - info.local_rank].decode(), info.local_rank - 1, alive=job.alive)
+    ring = None
+    if info.local_world_size > 1:
+        ring = RingWriter(info.local_world_size - 1, first_rank=info.rank + 1, alive=job.alive)
+    groups.host.all_gather_bytes(b"" if ring is None else ring.name.encode())
+    if ring is not None:
+        ring.wait_attached(config.startup_timeout_s)
+    return hosts.plan_reader(ring, ring_timeout_s=config.collective_timeout_s)
 
 
 def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:

@@ -14,19 +14,17 @@ the time since rank 0 published its plan counts as waiting.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot
+from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot, resident_bytes
 from tp_engine.kv_layout import MoveCounters
 from tp_engine.sched.view import SchedulerStats, SchedulerView
 
@@ -42,7 +40,6 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 _NS = 1e-9
 _RECENT = 32
 _MARGIN = 16  # records that the ranks may overwrite soon
-_PAGE_BYTES = mmap.PAGESIZE
 _FIELD = {name: index for index, name in enumerate(RECORD_FIELDS)}
 
 
@@ -80,7 +77,7 @@ def expert_balance(token_counts: Sequence[npt.NDArray[np.int64]]) -> ExpertBalan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank, from its slot of the job's board.
+    """One rank, from its slot of the job's board; what is on another host is a quarter of a second old.
 
     ``plan_wait``: seconds from the end of a step to the arrival of the next plan while there was work to do.
     ``step_time``: seconds that steps took on this rank; on GPU ranks other than 0, until all kernels were launched.
@@ -106,6 +103,8 @@ class RankReport:
     collective_wait: Distribution
     recent_step_s: list[float] = field(default_factory=list)
     startup_s: dict[str, float] = field(default_factory=dict)
+    host: int = 0
+    host_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +132,7 @@ class StepStatistics:
     """Totals since the start over the steps of all ranks; ``update`` adds the steps since the last call."""
 
     def __init__(self, board: JobBoard) -> None:
+        self._board = board
         self._slots = board.slots
         self._last_counted = 0
         self.num_missed = 0
@@ -157,7 +157,10 @@ class StepStatistics:
     def rank_reports(self) -> list[RankReport]:
         """One for each rank: steps as of the last ``update``, everything else as of now."""
         now_ns = time.monotonic_ns()
-        return [_report(slot, tally, now_ns) for slot, tally in zip(self._slots, self._ranks, strict=True)]
+        return [
+            _report(slot, tally, now_ns, self._board.topology.host_of(slot.rank), is_far=slot in self._board.far_slots)
+            for slot, tally in zip(self._slots, self._ranks, strict=True)
+        ]
 
     def _count(self, records: Int64s, is_there: npt.NDArray[np.bool_]) -> None:
         """``records``: (ranks, steps, fields); the first step is not counted, its end begins the second step's wait."""
@@ -213,9 +216,11 @@ class _RankTally:
         self.num_last = 0
 
 
-def _report(slot: RankSlot, tally: _RankTally, now_ns: int) -> RankReport:
+def _report(slot: RankSlot, tally: _RankTally, now_ns: int, host: int, *, is_far: bool) -> RankReport:
     return RankReport(
         rank=slot.rank,
+        host=host,
+        host_name=slot.host.name,
         pid=slot.pid,
         state=slot.state.name.lower(),
         num_steps=slot.step_done,
@@ -223,7 +228,7 @@ def _report(slot: RankSlot, tally: _RankTally, now_ns: int) -> RankReport:
         cpu_s=slot.cpu_ns * _NS,
         heartbeat_age_s=max(0, now_ns - slot.heartbeat_ns) * _NS,
         collective_s=slot.collective_ns * _NS,
-        resident_bytes=_resident_bytes(slot.pid),
+        resident_bytes=slot.host.resident_bytes if is_far else resident_bytes(slot.pid),
         memory=slot.memory,
         plan_wait=tally.plan_wait.distribution(),
         step_time=tally.step_time.distribution(),
@@ -231,11 +236,3 @@ def _report(slot: RankSlot, tally: _RankTally, now_ns: int) -> RankReport:
         recent_step_s=list(tally.recent),
         startup_s=slot.startup_s,
     )
-
-
-def _resident_bytes(pid: int) -> int:
-    """The process's resident memory; 0 if it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError):
-        return 0

@@ -4,8 +4,9 @@
 
     start_engine (rank 0)                                  serve_rank / rank_process (ranks 1 to N-1)
       resolve the configuration                              the same
-      create the job's board, start the watchdog             (torchrun: wait for the board's address)
+      create the job's board, start the watchdog             (torchrun: wait for the host's board, or create it)
       start the other ranks, unless torchrun did  ------->   attach to the board, start the watchdog
+      connect the hosts, if there are several  <-------->    connect
       join the process groups                  <-------->    join
       worker.start: load, profile, agree       <-------->    worker.start
       create the ring, tell its address        --------->    attach
@@ -17,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -25,6 +26,7 @@ from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.build import build_engine
 from tp_engine.engine.engine import Engine
+from tp_engine.engine.hosts import link_hosts, topology_of
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import ChildRanks, die_with_launcher
 from tp_engine.engine.rank_process import RankSpec, run_worker
@@ -46,7 +48,7 @@ logger = get_logger(__name__)
 _STOP_TIMEOUT_S = 10.0
 _FAILED_STOP_S = 1.0
 _LAST_WORDS_S = 4.0
-_BOARD_KEY = "board"
+_BOARD_KEY = "board of host {}"
 _NEEDED_KEY = "engine is needed"
 _CONNECT_S = 60.0
 _DECISION_LIMIT_S = 24 * 3600.0
@@ -63,17 +65,21 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
     progress = RankProgress(fault_injector(0, faults))
-    job = Job.create(progress, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse)
-    with _closed_on_error(job):
+    topology = topology_of(launched) if adopts and launched is not None else None
+    job = Job.create(
+        progress, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse, topology=topology
+    )
+    with _closed_on_error(job), contextlib.ExitStack() as undo:
         if adopts:
             assert launched is not None
             store = launched_store(timeout_s=config.startup_timeout_s)
-            store.set(_BOARD_KEY, job.board.address)
+            store.set(_BOARD_KEY.format(0), job.board.address)
             logger.info("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
             progress.reach(RankPhase.IMPORT)
-            return build_engine(
-                effective, _join(effective, _info(launched), store, job), job, leave=lambda _failed: None
-            )
+            hosts = link_hosts(effective, launched, store, job)
+            undo.callback(hosts.close)
+            groups = _join(effective, _info(launched), store, job, hosts.check)
+            return build_engine(effective, groups, job, links=hosts.plan_links, leave=lambda _failed: None)
         progress.reach(RankPhase.IMPORT)
         if effective.config.tensor_parallel_size == 1:
             return build_engine(effective, process_groups.alone(progress), job, leave=lambda _failed: None)
@@ -87,11 +93,22 @@ def serve_rank(config: EngineConfig) -> None:
     die_with_launcher(grace_s=_LAST_WORDS_S)
     progress = RankProgress(fault_injector(launched.rank, configured_faults()))
     store = launched_store(timeout_s=config.startup_timeout_s)
-    address = store.get(_BOARD_KEY).decode()
-    job = Job.attach(address, progress, effective.config, launched.rank, same_parent=True)
+    job = _follow(launched, progress, effective.config, store)
     with _closed_on_error(job):
         progress.reach(RankPhase.IMPORT)
-        run_worker(effective, _join(effective, _info(launched), store, job), job)
+        hosts = link_hosts(effective, launched, store, job)
+        run_worker(effective, _join(effective, _info(launched), store, job, hosts.check), job, hosts)
+
+
+def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineConfig, store: Store) -> Job:
+    """The membership of a rank other than 0: on a board of its own host, which the host's first rank makes."""
+    topology = topology_of(launched)
+    key = _BOARD_KEY.format(topology.host_of(launched.rank))
+    if not topology.is_leader(launched.rank):
+        return Job.attach(store.get(key).decode(), progress, config, launched.rank, same_parent=True)
+    job = Job.lead(progress, config, launched.rank, topology)
+    store.set(key, job.board.address)
+    return job
 
 
 def serve_own_rank(spec: RankSpec, config: EngineConfig, job: Job) -> None:
@@ -100,16 +117,17 @@ def serve_own_rank(spec: RankSpec, config: EngineConfig, job: Job) -> None:
     world_size = config.tensor_parallel_size
     info = RankInfo(rank=spec.rank, world_size=world_size, local_rank=spec.rank, local_world_size=world_size)
     store = join_store(spec.store_host, spec.store_port, timeout_s=config.startup_timeout_s)
-    run_worker(effective, _join(effective, info, store, job), job)
+    run_worker(effective, _join(effective, info, store, job, job.check), job)
 
 
 def check_config(config: EngineConfig) -> EffectiveConfig:
     """What ``config`` means for this job; ``ConfigError`` if it can not work.  Touches no device."""
-    launched = env.launched_rank()
+    launched, num_hosts = env.launched_rank(), 1
     if launched is not None and launched.world_size > 1:
         config = _sized_by_launcher(config, launched)
+        num_hosts = topology_of(launched).num_hosts
     check_defaults(StructuredOutputsDefaults.of(config.structured_outputs_config))
-    return resolve(config)
+    return resolve(config, num_hosts=num_hosts)
 
 
 def tell_ranks(is_needed: bool) -> None:
@@ -134,11 +152,6 @@ def _sized_by_launcher(config: EngineConfig, launched: env.LaunchedRank) -> Engi
             f"tensor_parallel_size is {config.tensor_parallel_size} but torchrun started {launched.world_size} ranks; "
             f"leave it out, or use --nproc-per-node {config.tensor_parallel_size}"
         )
-    if launched.local_world_size != launched.world_size:
-        raise ConfigError(
-            f"torchrun started {launched.world_size} ranks of which {launched.local_world_size} are on this host; all "
-            "ranks of one engine must share a host: use one node"
-        )
     return dataclasses.replace(config, tensor_parallel_size=launched.world_size)
 
 
@@ -151,13 +164,13 @@ def _info(launched: env.LaunchedRank) -> RankInfo:
     )
 
 
-def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job) -> RankGroups:
-    """Join the process groups with the configuration's time limits."""
+def _join(effective: EffectiveConfig, info: RankInfo, store: Store, job: Job, check: Callable[[], None]) -> RankGroups:
+    """Join the process groups with the configuration's time limits; ``check`` is called in waits."""
     groups = process_groups.join(
         info,
         store,
         job.progress,
-        job.check,
+        check,
         device_type=effective.config.device,
         shares_devices=effective.device_map.is_shared,
         start_s=effective.config.startup_timeout_s,
@@ -185,7 +198,7 @@ def _spawn(effective: EffectiveConfig, job: Job) -> Engine:
     children = ChildRanks("tp_engine.engine.rank_process", [msgspec.json.encode(spec) for spec in specs])
     try:
         job.adopt(children)
-        groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job)
+        groups = _join(effective, RankInfo(world_size=world_size, local_world_size=world_size), store, job, job.check)
         return build_engine(
             effective, groups, job,
             leave=lambda failed: children.wait(timeout_s=_FAILED_STOP_S if failed else _STOP_TIMEOUT_S),

@@ -10,8 +10,8 @@ It sleeps in the kernel until another rank's process ends, or for half a second.
                               a user's script (LLM)           kill the other ranks, abort the collectives: the blocked
                                                               call raises in the caller's thread, which asks ``check``
     hung, soft limit        every rank logs the stacks of all its threads, once
-    hung, hard limit        the lowest rank that is not a culprit ends the job: where it may, it kills the culprits (a
-                            stopped process can not end by itself), then as above
+    hung, hard limit        the lowest rank of each host that is not a culprit ends the job: where it may, it kills the
+                            culprits of its host (a stopped process can not end by itself), then as above
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Final
 from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import Incident, find_incident, where
 from tp_engine.engine.peers import Peers
+from tp_engine.ipc.host_view import Ended
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.ipc.rank_slot import State
@@ -50,7 +51,8 @@ class Watchdog:
 
     ``ends_process``: this process belongs to the engine alone and may be ended.  ``may_kill``: this rank may kill other
     ranks, as their parent, or because torchrun is the parent of all.  ``exit_code`` tells how a child ended.
-    ``on_incident`` and ``abort`` are called once, from the watchdog's thread.
+    ``on_incident`` and ``abort`` are called once, from the watchdog's thread.  ``tell_hosts`` sends this rank's
+    board to the other hosts.
     """
 
     def __init__(self, board: JobBoard, rank: int, limits: HangLimits, *, ends_process: bool, may_kill: bool) -> None:
@@ -100,6 +102,11 @@ class Watchdog:
             if self._may_kill:
                 self.peers.kill(missing)
 
+    def wake(self) -> None:
+        """Look around now; from any thread."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
     def stop(self) -> None:
         """End the thread, not the process.  Safe to call twice."""
         if self._over.is_set():
@@ -116,6 +123,7 @@ class Watchdog:
     def _forget_owner(self) -> None:
         """Drop the callbacks: they refer to the job, which refers to this object."""
         self.exit_code: Callable[[int], int | None] = lambda rank: None
+        self.tell_hosts: Callable[[], None] = lambda: None
         self.on_incident: Callable[[Incident], None] = lambda incident: None
         self.abort: Callable[[], None] = lambda: None
 
@@ -171,7 +179,18 @@ class Watchdog:
 
     def _look_around(self) -> Incident | None:
         self.peers.refresh()
+        self._note_ends()
         return find_incident(self._board, self._slot.rank, self.peers.gone(), self.exit_code)
+
+    def _note_ends(self) -> None:
+        """A host's first rank tells the other hosts which processes have ended here; they can not see it."""
+        topology = self._board.topology
+        if topology.num_hosts == 1 or not topology.is_leader(self._slot.rank):
+            return
+        for slot in self.peers.gone_here():
+            if not slot.host.ended:
+                slot.host.note_ended(Ended.PROCESS, time.monotonic_ns())
+                self.tell_hosts()
 
     def _report(self, incident: Incident | None) -> None:
         if incident is None:
@@ -219,7 +238,8 @@ class Watchdog:
         incident = self.incident
         if incident is not None:
             self._slot.fail(f"ended because of rank {incident.rank}: {incident.message}", blamed_rank=incident.rank)
-            if self._may_kill and self._slot.rank == 0:
+            self.tell_hosts()
+            if self._may_kill and self._board.topology.is_leader(self._slot.rank):
                 self.peers.kill_all()
         logger.error("the main thread did not end by itself: exit code 1\n%s", _stacks())
         sys.stderr.flush()

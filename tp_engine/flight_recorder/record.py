@@ -6,8 +6,9 @@
       RankRecord            one per rank: where it is, since when, whether it lives
         StepRecord          its last steps, oldest first
 
-Every field that ends in ``_ns`` is a time of CLOCK_MONOTONIC in nanoseconds, which all processes of one host share, so
-that the times of different ranks can be compared; 0 means "not yet" or "not known".  ``cpu_ns`` alone is a duration.
+Every field that ends in ``_ns`` is a time of the writer's CLOCK_MONOTONIC in nanoseconds, which all processes of one
+host share; times of other hosts are converted, so that the times of all ranks can be compared.  0 means "not yet" or
+"not known".  ``cpu_ns`` alone is a duration.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state`` and ``phase`` are those of the job board, in lower case; ``count`` is the number of this step's
     collectives that the rank has entered, or 1 once it has done its part of a start-up phase.  ``process`` is what the
-    kernel says: ``alive``, ``stopped`` (SIGSTOP), ``gone``, or ``none`` for a rank that never came.  ``exit`` is how it
-    ended, if its parent knows, such as ``signal 9``.  ``failure`` is the traceback that a failing rank left,
-    ``blamed_rank`` another rank that caused its failure.
+    kernel says: ``alive``, ``stopped`` (SIGSTOP), ``gone``, or ``none`` for a rank that never came; ``lost`` for the
+    first rank of a host that does not answer.  ``exit`` is how it ended, if its parent knows, such as ``signal 9``.
+    ``failure`` is the traceback that a failing rank left, ``blamed_rank`` another rank that caused its failure.
+    ``host`` counts from 0; on hosts other than 0, only rank 0's record has all steps.
     """
 
     rank: int
+    host: int = 0
+    host_name: str = ""
     pid: int = 0
     process: str
     exit: str | None = None

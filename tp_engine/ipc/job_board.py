@@ -2,10 +2,12 @@
 
 ::
 
-    byte 0    | magic | world size | created, wall clock ns | created, monotonic ns | unused ... 64
+    byte 0    | magic | world size | created, wall clock ns | created, monotonic ns | ranks per host | host | ... 64
     byte 64   | slot of rank 0 | slot of rank 1 | ... | slot of rank N-1 |                  see ``rank_slot.py``
 
-Rank 0 also uses it to compare what every rank received with what it sent (``EchoCheck``).
+Every host has a board of its own, with slots for the ranks of all hosts: those of its own ranks are shared memory as
+above, those of the others are copies (``board_mirror.py``).  Rank 0 also uses it to compare what every rank received
+with what it sent (``EchoCheck``).
 """
 
 from __future__ import annotations
@@ -16,58 +18,66 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from tp_engine.errors import PlanError, RankError
-from tp_engine.ipc.rank_slot import NUM_ECHOES, SLOT_WORDS, RankSlot, split_echo
+from tp_engine.ipc.rank_slot import NUM_ECHOES, RECORD_FIELDS, SLOT_WORDS, RankSlot, echo_word, split_echo
 from tp_engine.ipc.segment import Segment, create_segment, open_segment
+from tp_engine.topology import Topology
 
 Echoes: TypeAlias = "Sequence[memoryview[int]]"
 
 _MAGIC = 0x31647261_6F627074  # "tpboard1"
 _HEADER_WORDS = 8
 _PATIENCE_S: Final = 0.05
+_STEP, _CHECKSUM = RECORD_FIELDS.index("step_id"), RECORD_FIELDS.index("plan_checksum")
 _MAX_AHEAD: Final = 4  # at most so many plans beyond the step whose result rank 0 takes have been sent
 
 
 class JobBoard:
-    """The board in one process; ``create`` makes it on rank 0, ``open`` maps it elsewhere."""
+    """The board of ``host`` in one process; ``create`` makes it on the host's first rank, ``open`` maps it."""
 
-    def __init__(self, memory: mmap.mmap, world_size: int, segment: Segment | None = None) -> None:
-        self.world_size = world_size
+    def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
         self._segment = segment
         words = memoryview(memory).cast("q")
         table = np.frombuffer(memory, np.int64)
         self.created_wall_ns, self.created_ns = words[2], words[3]
-        starts = [_HEADER_WORDS + rank * SLOT_WORDS for rank in range(world_size)]
+        self.world_size, self.host = words[1], words[5]
+        self.topology = Topology(world_size=words[1], local_world_size=words[4])
+        starts = [_HEADER_WORDS + rank * SLOT_WORDS for rank in range(self.world_size)]
         self.slots = tuple(
             RankSlot(rank, words[start : start + SLOT_WORDS], table[start : start + SLOT_WORDS])
             for rank, start in enumerate(starts)
         )
+        local = self.topology.ranks_of(self.host)
+        self.local_slots = self.slots[local.start : local.stop]
+        self.far_slots = self.slots[: local.start] + self.slots[local.stop :]
 
     @classmethod
-    def create(cls, world_size: int) -> JobBoard:
-        """A new board; ``RuntimeError`` where /dev/shm is too small."""
+    def create(cls, world_size: int, *, local_world_size: int | None = None, host: int = 0) -> JobBoard:
+        """A new board, of ``host`` where there are several; ``RuntimeError`` where /dev/shm is too small."""
         segment = create_segment(8 * (_HEADER_WORDS + world_size * SLOT_WORDS))
         header = memoryview(segment.memory).cast("q")
         header[1], header[2], header[3] = world_size, time.time_ns(), time.monotonic_ns()
+        header[4], header[5] = local_world_size or world_size, host
         header[0] = _MAGIC
-        return cls(segment.memory, world_size, segment)
+        return cls(segment.memory, segment)
 
     @classmethod
     def open(cls, address: str) -> JobBoard:
-        """The board at ``address``; ``RankError`` (rank 0) if rank 0 has ended or no longer shares it."""
+        """The board at ``address``; ``RankError`` (rank 0) if its creator has ended or no longer shares it."""
         try:
             memory = open_segment(address)
         except FileNotFoundError as error:
             raise RankError(0, f"it has ended in import or group_init: its board {address} is gone") from error
         header = memoryview(memory).cast("q")
         assert header[0] == _MAGIC, f"{address} is not a board: its magic is {header[0]:#x}, not {_MAGIC:#x}"
-        return cls(memory, header[1])
+        return cls(memory)
 
     @property
     def address(self) -> str:
-        """Where other processes find it; on rank 0 only."""
-        assert self._segment is not None, "only rank 0 shares the board"
+        """Where other processes of the host find it; on the host's first rank only."""
+        assert self._segment is not None, "only a host's first rank shares its board"
         return self._segment.address
 
     def stop_sharing(self) -> None:
@@ -77,7 +87,7 @@ class JobBoard:
 
 
 class EchoCheck:
-    """Compares the echoes of ranks 1 to N-1 with rank 0's own, and with ``checks_inputs`` those of the inputs too.
+    """Compares the echoes of the other ranks with rank 0's own, and with ``checks_inputs`` those of the inputs too.
 
     It finds a plan that was lost, repeated or corrupted, and ranks that have diverged.  When rank 0 takes the result of
     step n, every rank has begun step n, because the step's collectives end only after all ranks take part: the rank's
@@ -85,15 +95,21 @@ class EchoCheck:
     ahead; it is never behind.  A plan without tokens has no collective, so it is compared together with the next step
     that has tokens (at most the last dozen of them).  An echo may become visible a moment late (see ``rank_slot``): one
     that differs is read again before it counts.
+
+    The ranks of other hosts are compared as their slots arrive, by ``compare_far``; the next ``check`` raises.
     """
 
     def __init__(self, board: JobBoard, *, checks_inputs: bool) -> None:
-        self._plans = [slot.echoes for slot in board.slots]
-        self._inputs = [slot.inputs for slot in board.slots] if checks_inputs else []
+        self._own = board.slots[0]
+        self._plans = [slot.echoes for slot in board.local_slots]
+        self._inputs = [slot.inputs for slot in board.local_slots] if checks_inputs else []
         self._checked = 0
+        self._far_difference = ""
 
     def check(self, step_id: int) -> None:
         """Called with each result of a step that had tokens; ``PlanError`` names the rank, the step and both values."""
+        if self._far_difference:
+            raise PlanError(self._far_difference)
         if len(self._plans) == 1:
             return
         first = max(self._checked + 1, step_id - NUM_ECHOES + _MAX_AHEAD + 1)
@@ -103,6 +119,29 @@ class EchoCheck:
         self._checked = step_id
         if self._inputs and not _agree(self._inputs, step_id):
             raise PlanError(_difference(self._inputs, step_id, "inputs", "has"))
+
+    def compare_far(self, slot: RankSlot, records: npt.NDArray[np.int64]) -> None:
+        """``slot``, of another host's rank, has just arrived with ``records`` (steps, fields) of steps that have ended.
+
+        Plans are compared in every step, inputs in the last few before each arrival.
+        """
+        own = self._own.records[records[:, _STEP] % len(self._own.records)]
+        sent, received = own[:, _CHECKSUM], records[:, _CHECKSUM]
+        differs = (own[:, _STEP] == records[:, _STEP]) & (sent != received) & (own[:, _STEP] <= self._own.step_done)
+        if differs.any():
+            step_id, index = (int(records[differs][0, _STEP]), int(differs.argmax()))
+            words = [[echo_word(step_id, int(row[index]))] * NUM_ECHOES for row in (sent, received)]
+            self._note_far(words, slot.rank, step_id, "the plan", "sent")
+        if not self._inputs:
+            return
+        own_words, far_words = self._own.inputs.tolist(), slot.inputs.tolist()
+        for mine, theirs in zip(own_words, far_words, strict=True):
+            (step_id, _), (far_step, _) = split_echo(mine), split_echo(theirs)
+            if step_id == far_step and mine != theirs and step_id <= min(self._own.step_done, slot.step_done):
+                self._note_far([own_words, far_words], slot.rank, step_id, "inputs", "has")
+
+    def _note_far(self, words: list[list[int]], rank: int, step_id: int, what: str, verb: str) -> None:
+        self._far_difference = self._far_difference or _difference(words, step_id, what, verb, far_rank=rank)
 
 
 def _agree(echoes: Echoes, step_id: int) -> bool:
@@ -122,11 +161,15 @@ def _agree(echoes: Echoes, step_id: int) -> bool:
     return False
 
 
-def _difference(echoes: Echoes, step_id: int, what: str, verb: str) -> str:
+def _difference(
+    echoes: Sequence[Sequence[int]], step_id: int, what: str, verb: str, *, far_rank: int | None = None
+) -> str:
+    """The first of ``echoes`` that differs from the first one, in words; it is ``far_rank``'s if given."""
     index = step_id % NUM_ECHOES
     column = [words[index] for words in echoes]
     rank = next((rank for rank, word in enumerate(column) if word != column[0]), 0)
     (own_step, own), (step, value) = split_echo(column[0]), split_echo(column[rank])
+    rank = rank if far_rank is None else far_rank
     theirs = f"{value:#010x}" if step == own_step else f"{value:#010x} of step {step}"
     return (
         f"step {step_id}: the ranks have diverged: rank {rank} has {what} {theirs}, rank 0 {verb} {own:#010x} "

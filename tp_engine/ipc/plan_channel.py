@@ -1,19 +1,25 @@
-"""Step plans from rank 0 to every other rank of this host: encoded, sent through the ring, checked for order."""
+"""Step plans from rank 0 to every other rank: encoded, sent through the ring of its host and once to each other host,
+whose first rank passes them on (``relay.py``); checked for order by every rank.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 from tp_engine.errors import PlanError
 from tp_engine.ipc.plan_codec import decode_plan, encode_plan, encoded_size, plan_checksum
 from tp_engine.ipc.plan_sections import Buffer
-from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter, WriterAlive
+from tp_engine.ipc.relay import PlanLink
+from tp_engine.ipc.ring_buffer import Alive, RingWriter
 from tp_engine.plan import NO_IDS, StepPlan
 
 
 class PlanPublisher:
-    """Rank 0's end of the channel, for ``num_readers`` other ranks; see ``RingWriter`` for the options.
+    """Rank 0's end of the channel, for ``num_readers`` other ranks of its host; see ``RingWriter`` for the options.
 
+    ``links``: connections to other hosts.
     ``last_checksum`` and ``last_num_bytes`` are those of the last plan sent, to compare with what each rank received.
     """
 
@@ -25,10 +31,14 @@ class PlanPublisher:
         slot_bytes: int = 65536,
         spin_s: float | None = None,
         alive: Alive | None = None,
+        links: Sequence[PlanLink] = (),
     ) -> None:
-        self._ring = RingWriter(num_readers, num_slots=num_slots, slot_bytes=slot_bytes, spin_s=spin_s, alive=alive)
-        self._ample_bytes = num_slots * slot_bytes // 2
-        self.name = self._ring.name
+        self._ring: RingWriter | None = None
+        if num_readers:
+            self._ring = RingWriter(num_readers, num_slots=num_slots, slot_bytes=slot_bytes, spin_s=spin_s, alive=alive)
+        self._links = tuple(links)
+        self._ample_bytes = min([num_slots * slot_bytes // 2, *(link.room_bytes for link in links)])
+        self.name = "" if self._ring is None else self._ring.name
         self._last: Buffer = b""
         self._epoch = 0
 
@@ -43,48 +53,59 @@ class PlanPublisher:
         return len(self._last)
 
     def wait_attached(self, timeout_s: float) -> None:
-        """Wait for all ranks, then stop sharing the ring; ``RankError`` names the ranks that are missing."""
-        self._ring.wait_attached(timeout_s)
+        """Wait for all ranks of the host, then stop sharing the ring; ``RankError`` names those that are missing."""
+        if self._ring is not None:
+            self._ring.wait_attached(timeout_s)
 
     def may_block(self, plan: StepPlan) -> bool:
         """Whether ``publish`` may have to wait for room although every plan before has been read."""
         return encoded_size(plan) > self._ample_bytes
 
     def call(self) -> None:
-        """Wake the ranks that are blocked, while rank 0 makes the plan that they wait for."""
-        self._ring.call()
+        """Wake the ranks of this host that are blocked, while rank 0 makes the plan that they wait for."""
+        if self._ring is not None:
+            self._ring.call()
 
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
-        """Send ``plan``; returns when it is in the ring, usually long before a rank reads it.
+        """Send ``plan``, to other hosts first; returns when it is in the ring, usually long before a rank reads it.
 
         ``RankError`` names a rank that has not read for ``timeout_s`` while the ring was full.
         """
         data = encode_plan(plan, self._epoch)
-        self._ring.write(data, timeout_s)
+        for link in self._links:
+            link.send(data, timeout_s)
+        if self._ring is not None:
+            self._ring.write(data, timeout_s)
         self._last, self._epoch = data, plan.rows_epoch or self._epoch
 
     def close(self) -> None:
-        """Unmap the ring."""
-        self._ring.close()
+        """Unmap the ring and close the connections."""
+        for link in self._links:
+            link.close()
+        if self._ring is not None:
+            self._ring.close()
+
+
+class MessageSource(Protocol):
+    """Where plans come from, as bytes: ``RingReader``, or ``RelayReader`` on the first rank of another host.
+
+    ``has_alive``: a wait without a deadline ends when rank 0's process is known to be gone.
+    """
+
+    has_alive: bool
+
+    def read(self, timeout_s: float) -> bytearray:
+        """The next message, the caller's own copy."""
+
+    def close(self) -> None:
+        """Free what it holds."""
 
 
 class PlanSubscriber:
-    """Reader ``index`` (rank ``index + 1``) of the channel ``name``; plans must start at ``first_step_id``.
+    """A reader's end of the channel; plans must start at ``first_step_id``."""
 
-    ``alive()``, asked every half second of a wait, is False once rank 0's process is known to be gone.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        *,
-        first_step_id: int = 1,
-        spin_s: float | None = None,
-        alive: WriterAlive | None = None,
-    ) -> None:
-        self._ring = RingReader(name, index, spin_s=spin_s, alive=alive)
-        self._has_alive = alive is not None
+    def __init__(self, source: MessageSource, *, first_step_id: int = 1) -> None:
+        self._source = source
         self._expected_step_id = first_step_id
         self._last: Buffer = b""
         self._epoch, self._rows = 0, NO_IDS  # of the last plan that had an epoch
@@ -100,13 +121,15 @@ class PlanSubscriber:
         return len(self._last)
 
     def receive(self, timeout_s: float = math.inf) -> StepPlan:
-        """The next plan.  An idle engine sends none for hours; without a deadline only ``alive`` ends the wait.
+        """The next plan.  An idle engine sends none for hours; without a deadline only rank 0's end ends the wait.
 
         ``RankError`` (rank 0) if none comes within ``timeout_s``; ``PlanError`` for a corrupted plan, with the step and
         both checksums, and for one that does not follow the last, with the expected and the received step id.
         """
-        assert self._has_alive or timeout_s < math.inf, "a wait needs a deadline or a way to see that rank 0 is gone"
-        data = self._ring.read(timeout_s)
+        assert self._source.has_alive or timeout_s < math.inf, (
+            "a wait needs a deadline or a way to see that rank 0 is gone"
+        )
+        data = self._source.read(timeout_s)
         try:
             plan = decode_plan(data, self._epoch, self._rows)
         except PlanError as error:
@@ -121,5 +144,5 @@ class PlanSubscriber:
         return plan
 
     def close(self) -> None:
-        """Unmap the ring."""
-        self._ring.close()
+        """Close the source."""
+        self._source.close()

@@ -15,6 +15,7 @@
      48..   the memory ledger, bytes: ``MEMORY_LINES``, then the sum of all other lines      the rank itself
       then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
       then  the channels of ``tier_progress``, one after the other                           the rank itself
+      then  the rank's host and what that host knows of its process: ``host_view.py``        the host's first rank
       then  failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512            the rank itself
 
 The ledger is all 0 until it is known; a phase that a rank does not have is 0.
@@ -26,11 +27,12 @@ for a moment; the failure text counts once its length is set, and is read again 
 kernel orders.  A reader that would end the job because of a word looks twice, some time apart, because a store becomes
 visible only after a while.
 
-Times are CLOCK_MONOTONIC, which all processes of a host share.
+Times are CLOCK_MONOTONIC, which all processes of a host share.  ``board_mirror.py`` copies slots between hosts.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import time
@@ -42,6 +44,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.ipc.host_view import HOST_WORDS, HostView
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, split_phase
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress
@@ -71,7 +74,9 @@ _INPUTS = _ECHO + NUM_ECHOES
 _MEMORY = _INPUTS + NUM_ECHOES
 _STARTUP = _MEMORY + len(MEMORY_LINES) + 1
 _TIERS = _STARTUP + len(STARTUP_PHASES) + 1
-_TEXT = _TIERS + len(TIER_CHANNELS) * CHANNEL_WORDS
+_HOST = _TIERS + len(TIER_CHANNELS) * CHANNEL_WORDS
+_TEXT = _HOST + HOST_WORDS
+HEAD_WORDS: Final = _TEXT
 _RECORDS = _TEXT + _TEXT_BYTES // 8
 SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
 _EXIT_BIAS = 1000
@@ -105,7 +110,11 @@ class RankSlot:
     """One rank's slot.  The rank itself writes, all processes read; ``words`` is the slot as 8-byte integers.
 
     ``echoes`` and ``inputs``: 16 words each, see ``echo_word``.  ``channels``: those of ``tier_progress``, by name.
+    ``head``: the words before the failure text.
     """
+
+    TIME_WORDS: Final = (2, 4, 13)
+    ENDED_WORD: Final = _HOST
 
     def __init__(self, rank: int, words: memoryview[int], table: npt.NDArray[np.int64]) -> None:
         self.rank = rank
@@ -114,16 +123,19 @@ class RankSlot:
         self.inputs = words[_INPUTS : _INPUTS + NUM_ECHOES]
         self.channels = {
             name: words[start : start + CHANNEL_WORDS]
-            for name, start in zip(TIER_CHANNELS, range(_TIERS, _TEXT, CHANNEL_WORDS), strict=True)
+            for name, start in zip(TIER_CHANNELS, range(_TIERS, _HOST, CHANNEL_WORDS), strict=True)
         }
         self.records = table[_RECORDS:].reshape(NUM_RECORDS, len(RECORD_FIELDS))
-        self._text = table[_TEXT:_RECORDS].view(np.uint8)
+        self.head = table[:HEAD_WORDS]
+        self.host = HostView(table[_HOST:_TEXT])
+        self.text = table[_TEXT:_RECORDS].view(np.uint8)
 
     # Written by the rank.
 
     def register(self) -> None:
         """Show this process's id and start time, by which others watch it and may kill it."""
         self.beat()
+        self.host.note_name()
         self.words[1] = process_start(os.getpid())
         self.state = State.STARTING
         self.words[0] = os.getpid()
@@ -180,7 +192,7 @@ class RankSlot:
         if self.state == State.FAILED:
             return
         raw = np.frombuffer(text.encode(errors="replace")[-_TEXT_BYTES:], np.uint8)
-        self._text[: len(raw)] = raw
+        self.text[: len(raw)] = raw
         self.words[6] = len(raw)
         self.words[5] = 0 if blamed_rank is None else blamed_rank + 1
         self.words[4] = time.monotonic_ns()
@@ -283,7 +295,7 @@ class RankSlot:
     @property
     def failure_text(self) -> str:
         """Why it failed, usually a traceback."""
-        return self._text[: min(self.words[6], _TEXT_BYTES)].tobytes().decode(errors="replace")
+        return self.text[: min(self.words[6], _TEXT_BYTES)].tobytes().decode(errors="replace")
 
     @property
     def exit_code(self) -> int | None:
@@ -354,6 +366,14 @@ def process_vitals(pid: int) -> tuple[str, int]:
     except ProcessLookupError:
         return "X", 0
     return fields[0], int(fields[11]) + int(fields[12])
+
+
+def resident_bytes(pid: int) -> int:
+    """The process's resident memory; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError):
+        return 0
 
 
 def _stat(pid: int) -> list[str]:

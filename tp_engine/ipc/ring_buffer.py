@@ -68,9 +68,9 @@ class _Reader:
 
     __slots__ = ("attached", "filled", "free", "rank")
 
-    def __init__(self, memory: mmap.mmap, index: int) -> None:
+    def __init__(self, memory: mmap.mmap, index: int, first_rank: int) -> None:
         offset = _FIRST_SEMAPHORE + 3 * SEMAPHORE_BYTES * index
-        self.rank = index + 1
+        self.rank = first_rank + index
         self.attached = Semaphore(memory, offset)
         self.free = Semaphore(memory, offset + SEMAPHORE_BYTES)
         self.filled = Semaphore(memory, offset + 2 * SEMAPHORE_BYTES)
@@ -103,7 +103,7 @@ def _wait_for(
 
 
 class RingWriter:
-    """Rank 0's end.  Creates the segment, whose address is ``name``; readers 0..N-1 belong to ranks 1..N.
+    """The writer's end.  Creates the segment, whose address is ``name``; readers 0..N-1 are ranks ``first_rank`` on.
 
     ``spin_s``: how long a wait spins before it blocks (None: ``default_spin_s``).  A wait calls ``alive`` every half
     second.  ``RuntimeError`` if /dev/shm is too small.
@@ -113,6 +113,7 @@ class RingWriter:
         self,
         num_readers: int,
         *,
+        first_rank: int = 1,
         num_slots: int = 64,
         slot_bytes: int = 65536,
         spin_s: float | None = None,
@@ -131,7 +132,7 @@ class RingWriter:
         self._failure: BaseException | None = None
         self._segment = create_segment(self._first_slot + num_slots * slot_bytes)
         self.name, self._memory = self._segment.address, self._segment.memory
-        self._readers = [_Reader(self._memory, index) for index in range(num_readers)]
+        self._readers = [_Reader(self._memory, index, first_rank) for index in range(num_readers)]
         self._missing = list(self._readers)
         self._awaited = list(self._readers)  # readers whose ``free`` is not yet taken for the next piece
         for reader in self._readers:
@@ -241,7 +242,7 @@ class RingWriter:
 
 
 class RingReader:
-    """One reader's end: maps the segment ``name`` as reader ``index`` (of rank ``index + 1``) and says so.
+    """One reader's end: maps the segment ``name`` as reader ``index`` and says so.
 
     ``alive()`` is asked every half second of a wait, so that the reader leaves when the writer's process is gone.
     ``RankError`` (rank 0) if the segment does not exist.
@@ -266,7 +267,8 @@ class RingReader:
         self._message = bytearray()
         self._call_spin = CallSpin()
         self._view = memoryview(self._memory)
-        self._self = _Reader(self._memory, index)
+        self.has_alive = alive is not None
+        self._self = _Reader(self._memory, index, first_rank=0)
         self._self.attached.post()
 
     def read(self, timeout_s: float) -> bytearray:

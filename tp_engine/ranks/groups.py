@@ -20,9 +20,10 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import Machine
-from tp_engine.ranks.shared_memory import with_shared_memory
+from tp_engine.ranks.shared_memory import Swap, with_shared_memory
 from tp_engine.ranks.store import Store, WatchedStore
 from tp_engine.ranks.symmetric_memory import TorchOwnMemory, with_symmetric_memory
+from tp_engine.ranks.two_level import swap_between
 
 logger = get_logger(__name__)
 
@@ -58,10 +59,6 @@ class HostGroup:
         dist.all_gather(parts, mine, group=self._group)
         raw = [part.numpy().tobytes() for part in parts]
         return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in raw]
-
-    def broadcast_bytes(self, payload: bytes) -> bytes:
-        """Rank 0's payload."""
-        return self.all_gather_bytes(payload if self.info.is_first else b"")[0]
 
     def _all_reduce(self, values: list[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
         if self._group is None:
@@ -102,10 +99,11 @@ class RankGroups:
         self._store = store
 
     def use_shared_memory(self, *, is_required: bool) -> None:
-        """Let ``communicator`` all-reduce through shared memory if all ranks, CPUs of one host, can.
+        """Let ``communicator`` all-reduce through shared memory, CPUs of one host, if all ranks can.
 
         A collective.  ``RankError`` if ``is_required`` and a rank can not.
         """
+        swap = self._join_first_ranks() if self.info.local_world_size < self.info.world_size else None
         self.communicator = with_shared_memory(
             self.communicator,
             self.host,
@@ -113,7 +111,15 @@ class RankGroups:
             self._check,
             timeout_s=self._collective_s + _AFTER_WATCHDOG_S,
             is_required=is_required,
+            swap=swap,
         )
+
+    def _join_first_ranks(self) -> Swap | None:
+        """A group of the first ranks of all hosts, and its exchange; None on the other ranks.  A collective."""
+        firsts = list(range(0, self.info.world_size, self.info.local_world_size))
+        patience = timedelta(seconds=self._collective_s + _AFTER_WATCHDOG_S)
+        group = dist.new_group(firsts, backend="gloo", timeout=patience)
+        return swap_between(group, len(firsts)) if self.info.local_rank == 0 else None
 
     def use_symmetric_memory(
         self,
@@ -195,6 +201,9 @@ def join(
         )
     if info.is_first:  # if rank 0 dies before another rank is here, only this line says where it was
         logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
+        if info.local_world_size < info.world_size:
+            num_hosts, interfaces = info.world_size // info.local_world_size, env.collective_interfaces()
+            logger.info("%d hosts; tensors go by %s over %s", num_hosts, backend, interfaces[backend == "nccl"])
     progress.reach(RankPhase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())

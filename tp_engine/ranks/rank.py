@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
+from tp_engine.topology import Topology
 
 logger = get_logger(__name__)
 
@@ -27,6 +28,10 @@ class RankInfo:
     def is_first(self) -> bool:
         """Rank 0 schedules and samples."""
         return self.rank == 0
+
+    def named(self, rank: int) -> str:
+        """``'rank 5'``, and with several hosts ``'rank 5 (host 1)'``."""
+        return Topology(world_size=self.world_size, local_world_size=self.local_world_size).named(rank)
 
 
 class Agreeing(Protocol):

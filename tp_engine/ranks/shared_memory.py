@@ -1,6 +1,7 @@
 """All-reduces and small all-gathers of ranks on one host, through memory that they share (``ipc/tensor_slots.py``).
 
 Sums are taken in the order of ranks, in float32, and rounded once: they are equal on all ranks, and repeat bit for bit.
+With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ import os
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from tp_engine.errors import RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.kernels.native import exchange as native
-from tp_engine.kernels.native.exchange import NativeExchange
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.tape import call
 from tp_engine.log import get_logger
@@ -24,8 +24,11 @@ from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import Agreeing, all_do
 from tp_engine.ranks.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
+from tp_engine.ranks.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
 
 logger = get_logger(__name__)
+
+Swap: TypeAlias = Callable[[torch.Tensor], list[torch.Tensor]]
 
 _SPIN_S = 100e-6
 _BLOCK_S = 0.05
@@ -42,18 +45,24 @@ def with_shared_memory(
     timeout_s: float,
     is_required: bool,
     slot_bytes: int = SHARED_SLOT_BYTES,
+    swap: Swap | None = None,
 ) -> Communicator:
     """``library`` with all-reduces through shared memory, or ``library`` itself if a rank can not use it.
 
-    A collective of ranks on one host.  ``check`` is called during waits, and raises if the job has failed; a collective
-    takes ``timeout_s`` at most.  If ``is_required``, a rank that can not use it raises ``RankError`` on all ranks.
+    A collective.  ``swap``: with several hosts, on the first rank of each, see ``TwoLevelExchange``.  ``check``
+    is called during waits, and raises if the job has failed; a collective takes ``timeout_s`` at most.  If
+    ``is_required``, a rank that can not use it raises ``RankError`` on all ranks.
     """
     together = partial(all_do, host, "shared memory", "shm", is_required=is_required)
-    slots = _shared_slots(host, slot_bytes, together)
+    info = host.info
+    is_one_host = info.local_world_size == info.world_size
+    local = host if is_one_host else LocalRanks(host)
+    slots = _shared_slots(local, slot_bytes, together)
     if slots is None:
         return library
     patience = Patience(check, timeout_s=timeout_s)
-    exchange = _make_exchange(slots, host, patience)
+    exchange = _make_exchange(slots, local, lambda rank: patience.late(info.rank - info.local_rank + rank))
+    exchange = exchange if is_one_host else TwoLevelExchange(exchange, info, swap)
     made = SharedMemoryCommunicator(library, exchange, patience, progress)
     if together(lambda: check_exchange(made, library, slot_bytes)) is None:
         return library
@@ -65,7 +74,7 @@ def with_shared_memory(
 def _shared_slots(
     host: Agreeing, slot_bytes: int, together: Callable[[Callable[[], TensorSlots | str]], TensorSlots | str | None]
 ) -> TensorSlots | None:
-    """The slots, which rank 0 creates and every rank maps."""
+    """The slots, which the first rank creates and every rank of the host maps."""
     info = host.info
     own = together(lambda: TensorSlots.create(info.world_size, slot_bytes) if info.is_first else "another rank's")
     if own is None:
@@ -79,13 +88,13 @@ def _shared_slots(
     return found if isinstance(found, TensorSlots) else None
 
 
-def _make_exchange(slots: TensorSlots, host: Agreeing, patience: Patience) -> Exchange:
+def _make_exchange(slots: TensorSlots, host: Agreeing, late: Callable[[int], None]) -> Exchange:
     """The compiled exchange if every rank has it, else the Python one."""
     rank, spin_s = host.info.rank, _spin_s(host)
     compiled = native_library()
     words = host.all_gather_bytes(b"" if compiled is None else b"1")
     if compiled is None or not all(words) or slots.num_ranks > native.MAX_RANKS:
-        return TorchExchange(slots, rank, patience.late, block_s=_BLOCK_S)
+        return TorchExchange(slots, rank, late, block_s=_BLOCK_S)
     layout = native.ExchangeLayout(
         slots=slots.base + slots.slots_offset,
         results=slots.base + slots.results_offset,
@@ -97,7 +106,7 @@ def _make_exchange(slots: TensorSlots, host: Agreeing, patience: Patience) -> Ex
         spin_ns=int(spin_s * 1e9),
         block_ns=int(_BLOCK_S * 1e9),
     )
-    return native.NativeExchange(compiled, layout, patience.late, keeps=slots)
+    return native.NativeExchange(compiled, layout, late, keeps=slots)
 
 
 def _spin_s(host: Agreeing) -> float:
@@ -118,7 +127,7 @@ def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -
         for count in (1, 100, slot_bytes // dtype.itemsize + 33):
             mine = torch.randn(count, generator=generator).to(dtype)
             whole = library.all_gather(mine)
-            expected = rank_ordered_sum(list(torch.split(whole, count)))
+            expected = ordered_sum(torch.split(whole, count), made.info.local_world_size)
             sums = [made.all_reduce(mine.clone()) for _ in range(2)]
             if not all(torch.equal(one, expected) for one in sums):
                 wrong.append(f"{count} numbers of {dtype} gave another sum")
@@ -128,18 +137,6 @@ def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -
     if wrong:
         raise RuntimeError(wrong[0])
     return num_results
-
-
-class Exchange(Protocol):
-    """One rank's end; every rank calls the same methods in the same order."""
-
-    slot_bytes: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """``tensor``, contiguous, of one of ``DTYPES`` and any size, becomes its sum over ranks."""
-
-    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """``tensor`` (rows, width) of all ranks -> ``out`` (rows, ranks * width); contiguous, within ``slot_bytes``."""
 
 
 class Patience:
@@ -162,6 +159,8 @@ class TorchExchange:
 
     ``late(rank)`` is called after each ``block_s`` of waiting for that rank, and may raise.
     """
+
+    can_capture = False
 
     def __init__(self, slots: TensorSlots, rank: int, late: Callable[[int], None], *, block_s: float) -> None:
         others = [other for other in range(slots.num_ranks) if other != rank]
@@ -208,7 +207,7 @@ class SharedMemoryCommunicator:
 
     def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, progress: RankProgress) -> None:
         self.info = library.info
-        self.can_capture = isinstance(exchange, NativeExchange)  # then all ranks have the compiled kernels
+        self.can_capture = exchange.can_capture
         self._library = library
         self._exchange = exchange
         self._patience = patience
@@ -253,6 +252,7 @@ class _Broken:
     """Refuses all collectives after one that did not end, because the ranks are no longer in step."""
 
     slot_bytes = 1 << 62
+    can_capture = False
 
     def __init__(self, failure: BaseException) -> None:
         self._failure = failure
@@ -267,11 +267,3 @@ class _Broken:
         if isinstance(self._failure, RankError):
             raise self._failure
         raise RuntimeError("an earlier collective did not end, so the ranks are no longer in step") from self._failure
-
-
-def rank_ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The all-reduce of ``parts``, one per rank: added in rank order in float32, then rounded once."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    return total.to(parts[0].dtype)

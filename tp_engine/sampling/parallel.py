@@ -13,7 +13,7 @@ vocabulary needs it too, and rows whose nucleus is larger than its candidates on
 All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
 positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p
 are decided by comparing integers.  The others repeat the same operations on the same numbers in the same shapes, which
-gives the same bits on devices of one kind, the only case: the ranks of an engine share one host.
+gives the same bits on devices of one kind, the only case: several hosts compare their kinds at the start.
 """
 
 from __future__ import annotations

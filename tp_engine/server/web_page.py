@@ -176,6 +176,8 @@ def _sequence(one: RunningSequence, now_s: float) -> JsonObject:
 def _rank(rank: RankReport) -> JsonObject:
     return {
         "rank": rank.rank,
+        "host": rank.host,
+        "host_name": rank.host_name,
         "pid": rank.pid,
         "state": rank.state,
         "steps": rank.num_steps,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tp_engine.config import EngineConfig
-from tp_engine.device_map import parse_devices
+from tp_engine.device_map import parse_devices, shares_devices
 from tp_engine.errors import ConfigError
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
@@ -22,21 +22,29 @@ CPU_CHOICES = ("gloo", "shm")
 
 
 def shares_host_memory(config: EngineConfig, info: RankInfo) -> bool:
-    """Whether ranks on CPUs try shared memory; ``ConfigError`` if it is asked for, but they are on several hosts."""
-    if config.device != "cpu" or info.world_size == 1 or config.all_reduce == "gloo":
-        return False
-    is_one_host = info.local_world_size == info.world_size
-    if config.all_reduce == "shm" and not is_one_host:
+    """Whether ranks on CPUs try shared memory, each with the other ranks of its host."""
+    return config.device == "cpu" and info.local_world_size > 1 and config.all_reduce != "gloo"
+
+
+def check_hosts(config: EngineConfig, num_hosts: int) -> None:
+    """``ConfigError`` if ``all_reduce`` asks for memory that only ranks of one host can share, and there are more."""
+    if num_hosts > 1 and config.all_reduce == "symm_mem":
         raise ConfigError(
-            f"all_reduce is 'shm', which is for ranks on one host, and of {info.world_size} ranks "
-            f"{info.local_world_size} are on this one; leave it out"
+            f"all_reduce is 'symm_mem', which is for ranks on one host, and the ranks are on {num_hosts}; leave it out"
         )
-    return is_one_host
+    if num_hosts > 1 and config.fuse_all_reduce_norm:
+        raise ConfigError(
+            f"fuse_all_reduce_norm is for ranks on one host, and the ranks are on {num_hosts}; leave it out"
+        )
+    if num_hosts > 1 and config.all_reduce == "shm" and config.tensor_parallel_size == num_hosts:
+        raise ConfigError(
+            "all_reduce is 'shm', but each host has one rank, which shares memory with none; leave it out"
+        )
 
 
-def probe_devices(config: EngineConfig) -> Machine | None:
-    """What the GPUs of all ranks can do; None for one rank, and on CPUs.  ``config`` without ``auto`` as device."""
-    if config.device != "cuda" or config.tensor_parallel_size == 1 or not torch.cuda.is_available():
+def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
+    """What the GPUs of all ranks can do; None for one rank, several hosts, and CPUs.  ``config.device`` is not auto."""
+    if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
         return None
     return probe_machine(parse_devices(config.devices, config.tensor_parallel_size).indices)
 
@@ -47,7 +55,7 @@ def uses_symmetric_memory(config: EngineConfig, machine: Machine | None) -> bool
     ``config`` has no ``auto`` as device and dtype.  Ranks that share a GPU run in turns, and their kernels would wait
     for each other for a whole turn: they use it only if it is asked for.
     """
-    asked, is_shared = config.all_reduce, parse_devices(config.devices, config.tensor_parallel_size).is_shared
+    asked, is_shared = config.all_reduce, shares_devices(config.devices)
     if config.device == "cpu" and asked in ("nccl", "symm_mem"):
         raise ConfigError(f"all_reduce is {asked!r}, which is for GPUs, but the ranks run on the CPU; leave it out")
     if config.device == "cuda" and asked in CPU_CHOICES:
@@ -97,7 +105,7 @@ def share_memory(
     if shares_host_memory(config, groups.info):
         is_required = config.all_reduce == "shm"
         run_phase("sharing memory", lambda: groups.use_shared_memory(is_required=is_required))
-    machine = probe_devices(config)
+    machine = probe_devices(config, effective.num_hosts)
     if machine is None or not uses_symmetric_memory(config, machine):
         return
     run_phase(

@@ -22,7 +22,7 @@ from tp_engine.model_config import (
     resolve_max_model_len,
 )
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
+from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes
 from tp_engine.worker.profiling import parse_steps
 
@@ -40,6 +40,7 @@ class EffectiveConfig:
     config: EngineConfig
     model: ModelSpec
     model_path: Path
+    num_hosts: int = 1
 
     @property
     def max_model_len(self) -> int:
@@ -49,8 +50,8 @@ class EffectiveConfig:
 
     @property
     def device_map(self) -> DeviceMap:
-        """Which GPU each rank uses, if ``device`` is cuda."""
-        return parse_devices(self.config.devices, self.config.tensor_parallel_size)
+        """Which GPU each rank of this host uses, if ``device`` is cuda."""
+        return parse_devices(self.config.devices, self.config.tensor_parallel_size // self.num_hosts)
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -71,14 +72,15 @@ class EffectiveConfig:
     @property
     def attention_needs(self) -> AttentionNeeds:
         """What the attention backend must be able to do."""
-        return _attention_needs(self.config, self.model)
+        return _attention_needs(self.config, self.model, self.device_map)
 
 
-def resolve(config: EngineConfig) -> EffectiveConfig:
-    """Resolve and check; raises ``ConfigError`` and touches no device."""
+def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
+    """Resolve and check; raises ``ConfigError`` and touches no device.  The ranks are spread over ``num_hosts``."""
     model, path = load_model_config(config.model, config.revision)
     check_tensor_parallel(model, config.tensor_parallel_size)
-    device = _resolve_device(config)
+    local_world_size = config.tensor_parallel_size // num_hosts
+    device = _resolve_device(config, local_world_size)
     check_quantization(config.quantization, device)
     check_quantization_options(model, config.quantization, config.kv_cache_dtype)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
@@ -94,17 +96,18 @@ def resolve(config: EngineConfig) -> EffectiveConfig:
     )
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     parse_steps(config.profile_steps)  # raises for wrong steps
-    needs = _attention_needs(effective, model)
+    needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
     _check_codec(effective, model, needs.capability)
-    uses_symmetric_memory(effective, probe_devices(effective))  # raises for impossible choices
+    check_hosts(effective, num_hosts)
+    uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
-    return EffectiveConfig(config=effective, model=model, model_path=path)
+    return EffectiveConfig(config=effective, model=model, model_path=path, num_hosts=num_hosts)
 
 
-def _attention_needs(config: EngineConfig, model: ModelSpec) -> AttentionNeeds:
+def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap) -> AttentionNeeds:
     has_gpu = config.device == "cuda" and torch.cuda.is_available()
-    indices = set(parse_devices(config.devices, config.tensor_parallel_size).indices)
+    indices = set(devices.indices)
     attentions = [layer.attention for layer in model.distinct_layers]
     return AttentionNeeds(
         device_type=config.device,
@@ -150,11 +153,11 @@ def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, 
         )
 
 
-def _resolve_device(config: EngineConfig) -> str:
+def _resolve_device(config: EngineConfig, local_world_size: int) -> str:
     found = torch.cuda.device_count()
     device = ("cuda" if found else "cpu") if config.device == "auto" else config.device
     if device == "cuda":
-        map_devices(config.devices, config.tensor_parallel_size, found)
+        map_devices(config.devices, local_world_size, found)
     elif config.devices is not None:
         raise ConfigError(
             f"devices is {config.devices!r}, which names GPUs, but the ranks run on the CPU; leave it out, or use "

@@ -218,7 +218,7 @@ def agree_on_blocks(local: int | Exception, group: AgreementGroup, *, of: str = 
         _log(agreement, group.info, of)
         return agreement
     causes = group.all_gather_bytes((failure or "").encode())
-    failed = [f"rank {rank}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
+    failed = [f"{group.info.named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
     raise MemoryBudgetError(
         f"{len(failed)} of {group.info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
         rank=next(rank for rank, cause in enumerate(causes) if cause),
@@ -237,9 +237,9 @@ def _failure(local: int | Exception) -> str | None:
 def _log(agreement: Agreement, info: RankInfo, of: str) -> None:
     if info.is_first and info.world_size > 1:
         logger.info(
-            "blocks of the %s: %d on every rank (limited by rank %d; the roomiest has %d)",
+            "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)",
             of,
             agreement.num_blocks,
-            agreement.limiting_rank,
+            info.named(agreement.limiting_rank),
             agreement.largest,
         )

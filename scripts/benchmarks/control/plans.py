@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.control.readers import TIMEOUT_S, Readers, Receive
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.ipc.plan_codec import decode_plan, encode_plan
+from tp_engine.ipc.ring_buffer import RingReader
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ LONGEST_FIRST = 160
 
 def open_channel(name: str, first_step_id: int, spin_s: float | None, index: int) -> Receive:
     """Open the channel in a reader's process."""
-    subscriber = PlanSubscriber(name, index, first_step_id=first_step_id, spin_s=spin_s)
+    subscriber = PlanSubscriber(RingReader(name, index, spin_s=spin_s), first_step_id=first_step_id)
     return partial(subscriber.receive, TIMEOUT_S)
 
 

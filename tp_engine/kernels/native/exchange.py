@@ -40,6 +40,8 @@ class NativeExchange:
     thread could be woken.  Later attempts let other threads run.
     """
 
+    can_capture = True
+
     def __init__(
         self, library: ctypes.CDLL, layout: ExchangeLayout, late: Callable[[int], None], *, keeps: object
     ) -> None:

@@ -1,0 +1,211 @@
+"""Connects the hosts of a job, before its process groups: who listens, who connects, and what all must agree on.
+
+::
+
+    rank 0                                            first rank of host h
+      address of its route to the rendezvous            the same, told to the store
+      listen there
+      store: address, port, key        ------------>    connect twice: plans, and boards (``handshake.py``)
+      identity: equal?                                  identity
+
+The *identity* is what must be equal on all hosts, because every rank decides from the same bits: the package, torch,
+the configuration, the weights (``weights/fingerprint.py``), and the kind of device.  A difference ends the start, with
+both values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+
+import torch
+
+import tp_engine
+from tp_engine import env
+from tp_engine.config import EngineConfig
+from tp_engine.engine.job import Job
+from tp_engine.errors import ConfigError
+from tp_engine.interfaces import address_towards, interface_of, is_loopback
+from tp_engine.ipc.handshake import KEY_BYTES, Hello, Listener, connect, new_hello, watch_peer
+from tp_engine.ipc.relay import PlanLink, RelayReader
+from tp_engine.ipc.ring_buffer import RingWriter
+from tp_engine.log import get_logger
+from tp_engine.ranks.store import Store, WatchedStore
+from tp_engine.topology import Topology
+from tp_engine.weights.fingerprint import checkpoint_fingerprint
+from tp_engine.worker.effective_config import EffectiveConfig
+
+logger = get_logger(__name__)
+
+_MEETING = "where hosts meet"
+_FAILED = "a host that failed before it was connected"
+_LOOK_S = 0.25
+# Paths and habits of one host, which others need not share.
+_OWN_FIELDS = ("model", "tokenizer", "log_format", "flight_recorder_dir", "profile", "devices")
+
+
+def topology_of(launched: env.LaunchedRank) -> Topology:
+    """The hosts of a torchrun job; ``ConfigError`` if they have different numbers of ranks."""
+    world_size, here = launched.world_size, launched.local_world_size
+    counted = launched.num_hosts * here if launched.num_hosts else world_size - world_size % here
+    if counted != world_size or launched.rank % here != launched.local_rank:
+        raise ConfigError(
+            f"torchrun started {world_size} ranks, {here} of them on this host ({socket.gethostname()}); every host "
+            "must have equally many: use the same --nproc-per-node everywhere"
+        )
+    return Topology(world_size=world_size, local_world_size=here)
+
+
+class Hosts:
+    """This rank's connections to other hosts; ``link_hosts`` makes them."""
+
+    def __init__(self, job: Job, store: Store, timeout_s: float) -> None:
+        self._job = job
+        self._store = store
+        self._timeout_s = timeout_s
+        self._looked_s = 0.0
+        self._plans: dict[int, socket.socket] = {}
+        self._listener: Listener | None = None
+        self._plan_socket: socket.socket | None = None
+
+    def listen(self, address: str, identity: Mapping[str, str]) -> str:
+        """Rank 0 begins to listen; returns what the other hosts must know to connect."""
+        key = secrets.token_bytes(KEY_BYTES)
+        topology = self._job.board.topology
+        self._listener = Listener(address, key, identity, topology.far_hosts, self._accepted, self._refused)
+        logger.info("other hosts connect to %s:%d (%s)", address, self._listener.port, interface_of(address))
+        return json.dumps({"address": address, "port": self._listener.port, "key": key.hex()})
+
+    def connect(self, meeting: str, identity: Mapping[str, str], *, start_s: float) -> None:
+        """Another host's first rank connects to rank 0."""
+        where, rank = json.loads(meeting), self._job.rank
+        host, key = self._job.board.host, bytes.fromhex(where["key"])
+        for purpose in ("watch", "plan"):
+            connection = connect(
+                where["address"], where["port"], key, new_hello(host, purpose, identity),
+                rank=rank, timeout_s=start_s, check=self._job.check,
+            )  # fmt: skip
+            watch_peer(connection, self._timeout_s)
+            if purpose == "watch":
+                self._job.connect().add(0, connection)
+            else:
+                self._plan_socket = connection
+        logger.info("connected to rank 0 at %s:%d", where["address"], where["port"])
+
+    def plan_links(self) -> list[PlanLink]:
+        """Rank 0's connections for plans, one per other host; all hosts have met."""
+        topology = self._job.board.topology
+        return [
+            PlanLink(self._plans[host], topology.leader_of(host), alive=self._job.alive) for host in sorted(self._plans)
+        ]
+
+    def plan_reader(self, ring: RingWriter | None, *, ring_timeout_s: float) -> RelayReader:
+        """The first rank's source of plans, which passes them on to its host's ``ring``."""
+        assert self._plan_socket is not None, "only the first rank of another host has one"
+        return RelayReader(self._plan_socket, ring, alive=self._job.alive, ring_timeout_s=ring_timeout_s)
+
+    def check(self) -> None:
+        """For waits of the start: ``job.check``, and on rank 0 also for a host that failed before it was connected."""
+        self._job.check()
+        now_s = time.monotonic()
+        if self._listener is None or now_s < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now_s
+        if self._store.check([_FAILED]):
+            rank, text = json.loads(self._store.get(_FAILED))
+            self._job.board.slots[rank].fail(text)
+            self._job.check()
+
+    def tell_failure(self, error: Exception) -> None:
+        """This first rank of a host can not connect: rank 0 learns it from the store."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_FAILED, json.dumps([self._job.rank, f"{type(error).__name__}: {error}"]))
+
+    def close(self) -> None:
+        """Stop listening.  The connections belong to the job and to the plan channel."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _accepted(self, hello: Hello, connection: socket.socket) -> None:
+        watch_peer(connection, self._timeout_s)
+        if hello.purpose == "watch":
+            self._job.connect().add(hello.host, connection)
+            logger.info("host %d (%s) is connected", hello.host, hello.name)
+        else:
+            self._plans[hello.host] = connection
+
+    def _refused(self, host: int, text: str) -> None:
+        """The host can not take part: it is the cause of the job's end."""
+        self._job.board.slots[self._job.board.topology.leader_of(host)].fail(text)
+        self._job.watchdog.wake()
+
+
+def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: Store, job: Job) -> Hosts:
+    """Connect this rank's host with rank 0's; does nothing on ranks that are not the first of their host.
+
+    ``RankError`` if a host differs from rank 0's, or can not be reached.
+    """
+    hosts, topology = Hosts(job, store, effective.config.host_timeout_s), job.board.topology
+    if topology.num_hosts == 1:
+        return hosts
+    start_s = effective.config.startup_timeout_s
+    watched = WatchedStore(store, job.check, timeout_s=start_s)
+    try:
+        address = _own_address(watched, launched, topology)
+        env.use_interface(interface_of(address))
+        if launched.rank == 0:
+            watched.set(_MEETING, hosts.listen(address, identity_of(effective)))
+        elif topology.is_leader(launched.rank):
+            hosts.connect(watched.get(_MEETING).decode(), identity_of(effective), start_s=start_s)
+    except Exception as error:
+        if launched.rank != 0 and topology.is_leader(launched.rank):
+            hosts.tell_failure(error)
+        raise
+    return hosts
+
+
+def identity_of(effective: EffectiveConfig) -> dict[str, str]:
+    """What must be equal on all hosts, as text by name."""
+    config = {
+        name: str(value) for name, value in dataclasses.asdict(effective.config).items() if name not in _OWN_FIELDS
+    }
+    return config | {
+        "tp_engine": tp_engine.__version__,
+        "torch": str(torch.__version__),
+        "weights": _weights(effective),
+        "kind of device": _kind_of_device(effective.config),
+    }
+
+
+def _weights(effective: EffectiveConfig) -> str:
+    if effective.config.load_format == "dummy":
+        return "dummy"
+    return checkpoint_fingerprint(effective.model_path)
+
+
+def _kind_of_device(config: EngineConfig) -> str:
+    if config.device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _own_address(store: Store, launched: env.LaunchedRank, topology: Topology) -> str:
+    """This host's address on the network of the rendezvous.
+
+    On the host of the rendezvous itself that route may be the loopback; there the route to another host counts.
+    """
+    own = address_towards(launched.master_addr, launched.master_port)
+    host = topology.host_of(launched.rank)
+    if topology.is_leader(launched.rank):
+        store.set(f"address of host {host}", own)
+    if not is_loopback(own):
+        return own
+    other = store.get(f"address of host {1 if host == 0 else 0}").decode()
+    return own if is_loopback(other) else address_towards(other, launched.master_port)

@@ -1,0 +1,58 @@
+"""Which ranks share a host.  Every host has equally many ranks, numbered host by host, as torchrun numbers them.
+
+::
+
+    host               0                1
+    ranks         0  1  2  3       4  5  6  7        world_size 8, local_world_size 4
+    leader        0                4                 the first rank: has the ring, board, connections
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """``world_size`` ranks, ``local_world_size`` of them on each host."""
+
+    world_size: int = 1
+    local_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.world_size % self.local_world_size == 0, f"{self.world_size} over hosts of {self.local_world_size}"
+
+    @classmethod
+    def one_host(cls, world_size: int) -> Topology:
+        """All ranks on one host."""
+        return cls(world_size=world_size, local_world_size=world_size)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def far_hosts(self) -> range:
+        """The hosts other than rank 0's."""
+        return range(1, self.num_hosts)
+
+    def host_of(self, rank: int) -> int:
+        """The host of ``rank``."""
+        return rank // self.local_world_size
+
+    def leader_of(self, host: int) -> int:
+        """The first rank of ``host``."""
+        return host * self.local_world_size
+
+    def ranks_of(self, host: int) -> range:
+        """The ranks of ``host``."""
+        return range(self.leader_of(host), self.leader_of(host + 1))
+
+    def is_leader(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of its host."""
+        return rank % self.local_world_size == 0
+
+    def named(self, rank: int) -> str:
+        """``'rank 5'``, and with several hosts ``'rank 5 (host 1)'``."""
+        return f"rank {rank}" if self.num_hosts == 1 else f"rank {rank} (host {self.host_of(rank)})"
