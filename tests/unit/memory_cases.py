@@ -94,7 +94,8 @@ def on_ranks(world_size: int, act: Callable[[SimulatedGroup], Any]) -> list[Any]
 
     def run(rank: int) -> None:
         try:
-            results[rank] = act(SimulatedGroup(RankInfo(rank=rank, world_size=world_size), meeting))
+            info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+            results[rank] = act(SimulatedGroup(info, meeting))
         except Exception as error:
             results[rank] = error
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.memory_cases import SimulatedGroup, on_ranks
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.worker.memory import Agreement, agree_on_blocks
 
 
@@ -30,6 +31,12 @@ def test_agreement_is_the_minimum(seed: int) -> None:
     blocks = [generator.choice([1, 5, 10**6, 2**40]) for _ in range(generator.randint(1, 8))]
     wanted = Agreement(num_blocks=min(blocks), largest=max(blocks), limiting_rank=blocks.index(min(blocks)))
     assert agree(blocks) == [wanted] * len(blocks)
+
+
+def test_ranks_of_several_hosts_are_named_with_their_host() -> None:
+    """Oracle: two ranks per host, numbered host by host; on one host the rank alone."""
+    assert RankInfo(world_size=4, local_world_size=2).named(3) == "rank 3 (host 1)"
+    assert RankInfo(world_size=4, local_world_size=4).named(3) == "rank 3"
 
 
 @pytest.mark.parametrize(
