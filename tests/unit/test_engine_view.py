@@ -32,8 +32,8 @@ SHOWN = (
     "prompt_tokens shared_blocks"
 )
 RANK = (
-    "began_last collective_s cpu_s heartbeat_age_s mean_collective_wait_s mean_plan_wait_s mean_step_s memory pid rank "
-    "recent_step_s resident_bytes startup_s state steps"
+    "began_last collective_s cpu_s heartbeat_age_s host host_name mean_collective_wait_s mean_plan_wait_s mean_step_s "
+    "memory pid rank recent_step_s resident_bytes startup_s state steps"
 )
 
 

@@ -15,6 +15,7 @@ from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, la
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.worker.memory import AgreementGroup, MemoryMeter, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
@@ -244,18 +245,20 @@ def test_an_override_in_blocks_may_be_small(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_report(caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: a table per rank, a JSON line per rank whose terms add up, and the three lines once."""
-    assert "weights" in ledger_table(LEDGER, rank=1)
-    assert "60.00 GiB" in ledger_table(LEDGER, rank=1)
-    line = ledger_json(LEDGER, rank=1, num_blocks=7, kv_cache_bytes=7 * SHAPE.block_bytes)
+    """Oracle: a table per rank, a JSON line per rank whose terms add up, and the three lines once; hosts are named."""
+    table = ledger_table(LEDGER, RankInfo(rank=3, world_size=4, local_rank=1, local_world_size=2))
+    assert "Memory of rank 3 (host 1):" in table and "weights" in table and "60.00 GiB" in table
+    info = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    line = ledger_json(LEDGER, info, num_blocks=7, kv_cache_bytes=7 * SHAPE.block_bytes)
     report = json.loads(line)
     terms = ("weights", "activations", "non_torch", "tables", "cuda_graphs", "kv_cache_available")
     spent = sum(report[name] for name in terms)
     assert "\n" not in line
-    assert (report["rank"], report["num_kv_blocks"], spent) == (1, 7, report["requested"])
+    assert (report["rank"], report["host"], report["num_kv_blocks"], spent) == (1, 0, 7, report["requested"])
     with caplog.at_level(logging.INFO, logger="tp_engine"):
         for rank in range(2):
-            log_memory(LEDGER, SHAPE, capacity(), rank=rank, num_blocks=100)
+            info = RankInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+            log_memory(LEDGER, SHAPE, capacity(), info, num_blocks=100)
     text = caplog.text
     assert text.count("Memory of rank") == text.count("memory: {") == 2
     assert text.count("GPU KV cache size: 1,600 tokens") == 1

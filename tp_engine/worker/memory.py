@@ -127,13 +127,15 @@ def settle_blocks(
     return num_blocks
 
 
-def log_memory(ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, *, rank: int, num_blocks: int) -> None:
+def log_memory(
+    ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, info: RankInfo, *, num_blocks: int
+) -> None:
     """The report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
-    logger.info("%s", ledger_table(ledger, rank=rank))
+    logger.info("%s", ledger_table(ledger, info))
     num_bytes = num_blocks * shape.block_bytes
-    report = ledger_json(ledger, rank=rank, num_blocks=num_blocks, kv_cache_bytes=num_bytes)
+    report = ledger_json(ledger, info, num_blocks=num_blocks, kv_cache_bytes=num_bytes)
     logger.info("memory: %s", report)
-    if rank == 0:
+    if info.is_first:
         lines = kv_cache_lines(
             num_bytes=num_bytes,
             num_tokens=capacity.num_tokens(num_blocks),

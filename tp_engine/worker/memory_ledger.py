@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 
@@ -132,12 +133,13 @@ def _terms(ledger: MemoryLedger) -> dict[str, int]:
     }
 
 
-def ledger_table(ledger: MemoryLedger, *, rank: int) -> str:
+def ledger_table(ledger: MemoryLedger, info: RankInfo) -> str:
     """One rank's ledger as a table of GiB."""
     rows = (f"  {name.replace('_', ' '):<20}{format_gib(value):>14}" for name, value in _terms(ledger).items())
-    return "\n".join((f"Memory of rank {rank}:", *rows))
+    return "\n".join((f"Memory of {info.named(info.rank)}:", *rows))
 
 
-def ledger_json(ledger: MemoryLedger, *, rank: int, num_blocks: int, kv_cache_bytes: int) -> str:
+def ledger_json(ledger: MemoryLedger, info: RankInfo, *, num_blocks: int, kv_cache_bytes: int) -> str:
     """One rank's ledger as one line of JSON, in bytes, with the cache that the ranks agreed on."""
-    return json.dumps({"rank": rank, **_terms(ledger), "num_kv_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes})
+    place = {"rank": info.rank, "host": info.host}
+    return json.dumps({**place, **_terms(ledger), "num_kv_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes})

@@ -129,7 +129,7 @@ class Worker:
         )
         names = names_for(effective.config.device)
         runner.named = names if self._profiler is None else self._profiler.named(names)
-        log_memory(ledger, self._kv_shape, self._capacity, rank=info.rank, num_blocks=num_blocks)
+        log_memory(ledger, self._kv_shape, self._capacity, info, num_blocks=num_blocks)
         self._keep_out_of_garbage_collection()
         return num_blocks
 

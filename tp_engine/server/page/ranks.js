@@ -42,7 +42,7 @@ class Row {
 
     update(rank) {
         this.name.textContent = rank.state === "ready" ? `rank ${rank.rank}` : `rank ${rank.rank}: ${rank.state}`;
-        this.name.title = `process ${rank.pid}, last sign of life ${seconds(rank.heartbeat_age_s)} ago`;
+        this.name.title = `process ${rank.pid} on ${rank.host_name}, last sign of life ${seconds(rank.heartbeat_age_s)} ago`;
         this.remember(rank);
         this.showMemory(rank.memory);
         this.showSteps(rank);
