@@ -12,10 +12,10 @@ import torch
 from tests.unit.memory_cases import FakeDevice, on_ranks
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.kv_cache import KvCacheShape
-from tp_engine.ranks.rank import RankInfo
 from tp_engine.worker.memory import AgreementGroup, MemoryMeter, choose_blocks, log_memory, settle_blocks
 from tp_engine.worker.memory_ledger import (
     MemoryLedger,
