@@ -31,7 +31,7 @@ from tp_engine.engine.report import (
 from tp_engine.engine.service import EngineLike, EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
-from tp_engine.kv_layout import MoveCounters
+from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import Control, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
@@ -255,6 +255,8 @@ class FakeEngine:
             num_prefix_hit_tokens=0,
             num_preemptions=0,
             num_recomputed_tokens=0,
+            num_host_slots=12,
+            num_used_host_slots=3,
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
@@ -269,6 +271,7 @@ class FakeEngine:
             num_missed_steps=0,
             experts=ExpertBalance(num_experts=[0, 0, 1, 2, 3, 1, 1, 0, 0, 0, 0], largest_load=1.5),
             moves=MoveCounters(stored_bytes=3000, loaded_bytes=2000, store_s=0.5, load_s=0.25, wait_s=0.125),
+            disk_moves=DiskCounters(read_bytes=700, written_bytes=900, read_s=0.5, write_s=0.75),
             view=None if view is None else fake_view(running, self.model_info.num_blocks, view),
         )
 
@@ -289,6 +292,10 @@ class FakeEngine:
 
     def check_health(self) -> None:
         """The engine is always healthy."""
+
+    def work_when_idle(self) -> bool:
+        """There is no other work."""
+        return False
 
     def close(self) -> None:
         """Nothing to free."""

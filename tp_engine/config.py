@@ -105,6 +105,10 @@ class EngineConfig:
         "form of KV blocks on the host: none (exact); lossy: int8 and fp8 (half of bfloat16)",
         choices=KV_OFFLOADING_CODECS,
     )
+    kv_disk_path: str | None = option(
+        None, "directory, of this engine alone, for KV blocks that outlive host memory and restarts (default: none)"
+    )
+    kv_disk_size: float = option(0.0, "GiB of kv_disk_path, over all ranks, reserved at the start")
     max_model_len: int | None = option(
         None,
         "longest prompt plus output in tokens, such as 32k (default: the model's)",
@@ -200,11 +204,28 @@ class EngineConfig:
                 f"kv_offloading_size is {self.kv_offloading_size:g} GiB, but only cached prefixes move to the host, "
                 f"and enable_prefix_caching is off: switch it on, or set kv_offloading_size to 0"
             )
+        self._check_disk()
         check_codec(self.kv_offloading_codec, size_gib=self.kv_offloading_size, kv_cache_dtype=self.kv_cache_dtype)
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_gpu_blocks_override and kv_cache_memory_bytes are both set; give one of them")
+
+    def _check_disk(self) -> None:
+        """The options of the disk tier belong together."""
+        size, path = self.kv_disk_size, self.kv_disk_path
+        if not 0.0 <= size < math.inf:
+            raise ConfigError(f"kv_disk_size is {size}; it is a number of GiB, at least 0: set 0 for none")
+        if (path is None) != (size == 0):
+            raise ConfigError(
+                f"kv_disk_path is {path!r} and kv_disk_size is {size:g} GiB; a disk tier needs both: set kv_disk_path "
+                "to a directory and kv_disk_size above 0, or neither"
+            )
+        if path is not None and not self.kv_offloading_size:
+            raise ConfigError(
+                f"kv_disk_path is {path!r}, but kv_offloading_size is 0, and blocks go to disk by way of host memory: "
+                "set kv_offloading_size, such as 4, or leave kv_disk_path out"
+            )
 
     @property
     def tokenizer_source(self) -> str:

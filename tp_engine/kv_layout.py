@@ -236,6 +236,16 @@ class MoveCounters:
     wait_s: float = 0.0
 
 
+@dataclass(slots=True)
+class DiskCounters:
+    """What has been read from and written to disk since the start: bytes, and the seconds that it took."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
 def kv_cache_lines(*, num_bytes: int, num_tokens: int, max_model_len: int) -> tuple[str, str, str]:
     """The log lines that users look for: the cache in bytes, in tokens, and in requests of the greatest length.
 

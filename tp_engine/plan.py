@@ -4,7 +4,7 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    released -> admitted -> new blocks -> stores -> loads -> wait -> copies
+    released -> admitted -> new blocks -> stores -> loads -> disk reads and writes begin -> wait -> copies
              -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
@@ -37,6 +37,11 @@ load a pair (slot, block).  They may run beside forward passes, in the order of 
 *batch*; batches are numbered from 1 on by the plans that have any.  A move begins after the forward passes of all plans
 before its own; none writes what a copy of its own plan reads.  ``wait_load`` is the number of a batch: copies and
 forward pass of this plan begin when the moves of all batches up to it have ended; 0 waits for none.
+
+Disk reads are pairs (slot on disk, slot of the host tier), disk writes pairs (slot of the host tier, slot on disk).
+They begin when the moves of this plan have ended, and no step waits for them: the reads of all plans end in their
+order, so do the writes, and ranks report how far they are (``tier_progress``).  Until then no plan uses their slots
+otherwise.
 """
 
 from __future__ import annotations
@@ -140,6 +145,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     masks: IntArray = NO_MASKS
     stores: IntArray = NO_PAIRS
     loads: IntArray = NO_PAIRS
+    disk_reads: IntArray = NO_PAIRS
+    disk_writes: IntArray = NO_PAIRS
     wait_load: int = 0
 
     @property
@@ -149,8 +156,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def has_moves(self) -> bool:
-        """Whether blocks move between the pool and the host tier, or this step waits for such moves."""
-        return bool(len(self.stores) or len(self.loads) or self.wait_load)
+        """Whether blocks move between pool, host and disk, or this step waits for moves."""
+        moves = len(self.stores) or len(self.loads) or self.wait_load
+        return bool(moves or len(self.disk_reads) or len(self.disk_writes))
 
     @property
     def sampled_rows(self) -> IntArray:

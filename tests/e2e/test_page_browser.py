@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,10 +58,12 @@ def number(shown: Tab, state: str) -> int:
     return int(shown.text(f"#pool [data-state={state}]").replace(",", ""))
 
 
-def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any) -> None:
-    """Oracle: arithmetic; an answer grows while its blocks are in use; a stop gives the blocks back."""
+def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any, tmp_path: Path) -> None:
+    """Oracle: arithmetic; an answer grows while its blocks are in use; a stop gives the blocks back; what is cached is
+    written to disk."""
     small = ["--device", "cpu", "--num-gpu-blocks-override", "2048", "--block-size", "16"]
-    with serving(0, *small) as server, tab(browser, server.url) as shown:
+    tiers = ["--kv-offloading-size", "0.02", "--kv-disk-path", str(tmp_path), "--kv-disk-size", "0.02"]
+    with serving(0, *small, *tiers) as server, tab(browser, server.url) as shown:
         shown.wait("#status[data-state=live]")
         assert (number(shown, "used"), number(shown, "free")) == (0, 2048)
         shown.wait("#examples button", "12+34=").click()
@@ -83,6 +86,7 @@ def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any) -> None:
         assert len(shown.text(".message.assistant .text")) > first and "tokens/s" in shown.text("#chat footer")
         shown.wait("#running.idle")
         shown.wait("#pool .legend b[data-state=used]:text-is('0')")
+        shown.wait("#pool .tier[data-tier=disk] b:not(:text-matches('^0 of'))", "blocks")
         assert number(shown, "cached") > 0 and shown.text("#rank-rows").startswith("rank 0")
         assert (shown.complaints, shown.strangers()) == ([], [])
 

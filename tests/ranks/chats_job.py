@@ -20,7 +20,10 @@ from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.request import EngineRequest, FinishReason
 
 _REGEX = StructuredOutputsParams(regex="[a-c]{3,7}-[0-9]{2}x")
-_COUNTS = ("num_preemptions", "num_loaded_blocks", "num_stored_blocks", "num_host_hit_tokens", "num_dropped_blocks")
+_COUNTS = (
+    "num_preemptions", "num_loaded_blocks", "num_stored_blocks", "num_host_hit_tokens", "num_dropped_blocks",
+    "num_disk_read_blocks", "num_disk_written_blocks", "num_disk_hit_tokens", "num_disk_failed_blocks",
+)  # fmt: skip
 
 
 def run_chats(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:

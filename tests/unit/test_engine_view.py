@@ -18,11 +18,13 @@ from tp_engine.server import engine_watch
 from tp_engine.server.config import ServerConfig
 
 SHAPE = {
-    "": "history model pool ranks requests time totals",
+    "": "history model pool ranks requests tiers time totals",
     "model": "block_size device dtype max_model_len max_num_seqs name num_blocks tensor_parallel_size",
     "pool": "cached fragmentation free grid live_tokens used",
     "requests": "omitted running shown waiting",
-    "totals": "host_hit_tokens preemptions prefix_hit_tokens prefix_query_tokens recomputed_tokens steps_not_observed",
+    "tiers": "disk host",
+    "totals": "disk_hit_tokens host_hit_tokens preemptions prefix_hit_tokens prefix_query_tokens recomputed_tokens "
+    "steps_not_observed",
     "history": "age_s cached fragmentation free generation_tokens_per_s interval_s live_tokens prompt_tokens_per_s "
     "running used waiting",
 }
@@ -84,6 +86,7 @@ def test_the_shape_is_as_documented() -> None:
             (1, [1], 3),
         ]
         assert 0 <= page["requests"]["shown"][0]["age_s"] < 60 and len(page["requests"]["shown"][0]["id"]) <= 24
+        assert page["tiers"] == {"host": {"slots": 12, "used": 3}, "disk": None}
         assert page["ranks"][0]["mean_step_s"] == pytest.approx(0.0005)
         history = page["history"]
         assert len({len(column) for name, column in history.items() if name != "interval_s"}) == 1

@@ -52,6 +52,10 @@ inter_token_latency_seconds histogram - {NEXT}
 iteration_tokens_total histogram - {ITERATION}
 kv_cache_usage_peak_perc gauge
 kv_cache_usage_perc gauge
+kv_disk_bytes counter direction
+kv_disk_failed_blocks counter
+kv_disk_seconds counter direction
+kv_disk_usage_perc gauge
 kv_dropped_blocks counter
 kv_fragmentation gauge
 kv_host_usage_perc gauge
@@ -263,6 +267,8 @@ def test_the_engine_and_its_ranks() -> None:
         assert value(families["rank_memory_bytes"], rank="1", line="kv_cache") == 1001
         assert value(families["kv_offload_bytes"], "_total", direction="store") == 3000
         assert value(families["kv_offload_seconds"], "_total", direction="load") == 0.25
+        assert value(families["kv_disk_bytes"], "_total", direction="write") == 900
+        assert value(families["kv_disk_seconds"], "_total", direction="read") == 0.5
         assert value(families["kv_offload_wait_seconds"], "_total") == 0.125
         assert value(families["startup_phase_seconds"], rank="1", phase="loading weights") == 0.75
         assert value(families["rank_collective_seconds"], "_total", rank="1") == 0.125
@@ -277,17 +283,21 @@ def test_the_engine_and_its_ranks() -> None:
     served(scenario)
 
 
-def test_the_host_tier() -> None:
-    """By hand: of 100 prompt tokens 60 were cached, 20 of these on the host; 3 of 12 slots hold a block."""
+def test_the_tiers() -> None:
+    """By hand: of 100 prompt tokens 60 were cached, 20 of these on the host and 15 on disk; 3 of 12 slots on the host
+    hold a block, and 5 of 50 on disk."""
     engine = FakeEngine()
     report = engine.report()
     figures = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60, "num_host_hit_tokens": 20}
+    figures["num_disk_hit_tokens"] = 15
     tier = {"num_host_slots": 12, "num_used_host_slots": 3, "num_dropped_blocks": 5}
+    tier |= {"num_disk_slots": 50, "num_used_disk_slots": 5, "num_disk_failed_blocks": 2}
     metrics = ServerMetrics("tiny")
     text = metrics.exposition(replace(report, stats=replace(report.stats, **figures, **tier))).decode()
     families = {one.name.removeprefix(PREFIX): one for one in text_string_to_metric_families(text)}
     sources = {sample.labels["source"]: sample.value for sample in families["prompt_tokens_by_source"].samples}
-    assert sources == {"device": 40, "host": 20, "computed": 40}
+    assert sources == {"device": 25, "host": 20, "disk": 15, "computed": 40}
+    assert value(families["kv_disk_usage_perc"]) == 0.1 and value(families["kv_disk_failed_blocks"], "_total") == 2
     assert value(families["kv_host_usage_perc"]) == 0.25
     assert value(families["kv_dropped_blocks"], "_total") == 5
 

@@ -183,6 +183,7 @@ def test_operators_endpoints() -> None:
         info = await app.start("GET", "/server_info", None, **key).reply()
         assert info.json()["engine"]["model"] == "fake" and info.json()["versions"]["tp_engine"] == __version__
         assert info.json()["server"]["api_key"] == "hidden" and b"sesame" not in info.content
+        assert info.json()["tiers"] == {"host": {"slots": 12, "used": 3}, "disk": None}
         assert [one["rank"] for one in info.json()["memory_bytes"]] == [0, 1]
 
     engine = serve(scenario, config=ServerConfig(api_key=("sesame",)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+from tp_engine.engine.disk_upkeep import DiskUpkeep, JournalFile, read_contents
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
@@ -12,8 +13,10 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
+from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
+from tp_engine.sched.disk_tier import DiskContents
 from tp_engine.sched.limits import TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
@@ -45,6 +48,9 @@ def build_engine(
         worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         undo.callback(worker.close)
         num_blocks = worker.start()
+        contents, journal = _disk_contents(effective, worker)
+        if journal is not None:
+            undo.callback(journal.close)
         job.slot.note_memory(worker.memory)
         job.slot.note_startup(worker.startup_s)
         publisher = _open_channel(effective, groups, job, links)
@@ -57,9 +63,10 @@ def build_engine(
     echoes = EchoCheck(job.board, checks_inputs=effective.config.check_inputs)
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
+    scheduler = Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks, _tier_reports(job), contents)
     return Engine(
         worker=worker,
-        scheduler=Scheduler(_limits(effective, num_blocks, worker), grammars.fill_masks, _tier_reports(job)),
+        scheduler=scheduler,
         grammars=grammars,
         publisher=publisher,
         model_info=model_info(effective, num_blocks),
@@ -68,6 +75,7 @@ def build_engine(
         job=job,
         echoes=echoes,
         leave=lambda: _leave(groups, job, leave),
+        upkeep=None if journal is None else DiskUpkeep(scheduler, journal),
     )
 
 
@@ -83,11 +91,21 @@ def _tier_reports(job: Job) -> TierReports:
     return {name: TierProgressReader([slot.channels[name] for slot in job.board.slots]).poll for name in TIER_CHANNELS}
 
 
+def _disk_contents(effective: EffectiveConfig, worker: Worker) -> tuple[DiskContents | None, JournalFile | None]:
+    """What the disk tier has, and the file of its journal, if there is such a tier."""
+    if worker.disk is None:
+        return None, None
+    num_groups = len(effective.model.kv_layout.groups)
+    block_bytes = effective.config.block_size * NO_IDS.itemsize
+    return read_contents(worker.disk, block_bytes=block_bytes, num_groups=num_groups)
+
+
 def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> SchedulerLimits:
     config = effective.config
     return SchedulerLimits(
         num_blocks=num_blocks,
         num_host_slots=worker.num_host_slots,
+        num_disk_slots=0 if worker.disk is None else worker.disk.num_slots,
         max_host_moves=max(1, _MOVED_BYTES // worker.block_bytes),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tp_engine.engine.disk_upkeep import DiskUpkeep
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
@@ -42,7 +43,8 @@ class Engine:
     """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
 
     ``num_ahead`` plans are sent before the oldest step runs.  ``job`` watches the other ranks; ``echoes`` compares what
-    they received.  ``leave`` is called once, after the stop plan, and waits for the other ranks to end.
+    they received.  ``leave`` is called once, after the stop plan, and waits for the other ranks to end.  ``upkeep`` is
+    that of a disk tier.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine:
         job: Job,
         echoes: EchoCheck,
         leave: Callable[[], None],
+        upkeep: DiskUpkeep | None = None,
     ) -> None:
         self.model_info = model_info
         self._worker = worker
@@ -74,6 +77,7 @@ class Engine:
         self._statistics = StepStatistics(job.board)
         self._echoes = echoes
         self._leave = leave
+        self._upkeep = upkeep
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -103,7 +107,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Run one step on all ranks and return its output, which is empty if there is nothing to do.
 
-        If all requests wait for their grammars, this waits for one of them, a few milliseconds at most.
+        If all requests wait for their grammars or for the disk tier, this waits a few milliseconds at most.
         """
         self._check_alive()
         try:
@@ -112,6 +116,8 @@ class Engine:
             self._send_plans()
             if self._num_in_flight == 0:
                 self._grammars.wait(_COMPILING_SLICE_S)
+                if self._upkeep is not None:
+                    self._upkeep.wait()
                 return StepOutput()
             plan, result = self._finish_oldest()
             if self._num_ahead == 0:
@@ -142,6 +148,7 @@ class Engine:
             num_missed_steps=self._statistics.num_missed,
             experts=expert_balance(self._worker.expert_token_counts()),
             moves=self._worker.moves(),
+            disk_moves=self._worker.disk_moves(),
             view=None if view is None else self._scheduler.view(view),
         )
 
@@ -185,6 +192,18 @@ class Engine:
         """Raise ``RankError`` if a rank has died; cheap enough for each round of an idle loop."""
         self._job.check()
 
+    def work_when_idle(self) -> bool:
+        """For idle loops: go on with what no request waits for, the writes of a disk tier; whether there is more."""
+        if self._upkeep is None or self.has_unfinished:
+            return False
+        self._check_alive()
+        try:
+            return self._upkeep.turn(self._run_alone)
+        except BaseException as error:
+            self._failure = error
+            self._job.blame(error)
+            raise
+
     def check_integrity(self) -> None:
         """Assert that all blocks are accounted for."""
         self._scheduler.check_integrity()
@@ -199,6 +218,8 @@ class Engine:
                 self._stop_ranks()
         finally:
             self._grammars.close()
+            if self._upkeep is not None:
+                self._upkeep.close()
             self._worker.close()
             if self._publisher is not None:
                 self._publisher.close()
@@ -208,7 +229,9 @@ class Engine:
         """Run the plans in flight, then send the stop plan."""
         try:
             while self._num_in_flight:
-                self._finish_oldest()
+                self._scheduler.update(*self._finish_oldest())
+            if self._upkeep is not None:
+                self._upkeep.flush(self._run_alone)
             self._job.stopping()
             self._job.progress.reach(RankPhase.SHUTDOWN)
             self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
@@ -216,6 +239,11 @@ class Engine:
             self._failure = error
             self._job.blame(error)
             raise
+
+    def _run_alone(self, plan: StepPlan) -> None:
+        """Run a plan without rows, while no step is in flight."""
+        self._send(plan)
+        self._scheduler.update(*self._finish_oldest())
 
     @property
     def _num_in_flight(self) -> int:

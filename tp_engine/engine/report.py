@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot, resident_bytes
-from tp_engine.kv_layout import MoveCounters
+from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.sched.view import SchedulerStats, SchedulerView
 
 #: Upper bounds of the distributions' buckets; a last bucket without a bound follows.
@@ -114,7 +114,7 @@ class EngineReport:
     ``step_tokens``: tokens per step.  ``plan_bytes``: bytes per plan sent.  ``step_skew``: seconds from the first to
     the last rank's begin of a step (the last two are empty for one rank).  ``num_missed_steps``: steps between two
     reports, beyond the last 512, which are in no distribution.  ``experts`` is None for models without
-    experts, ``moves`` (rank 0's) without a host tier.
+    experts, ``moves`` and ``disk_moves`` (rank 0's) without such a tier.
     """
 
     stats: SchedulerStats
@@ -125,6 +125,7 @@ class EngineReport:
     num_missed_steps: int
     experts: ExpertBalance | None = None
     moves: MoveCounters | None = None
+    disk_moves: DiskCounters | None = None
     view: SchedulerView | None = None
 
 

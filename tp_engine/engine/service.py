@@ -31,6 +31,7 @@ from tp_engine.sched.view import SchedulerStats, ViewLimits
 logger = get_logger(__name__)
 
 _IDLE_SLICE_S = 1.0
+_IDLE_WORK_SLICE_S = 0.001
 
 
 class EngineLike(Protocol):
@@ -50,6 +51,7 @@ class EngineLike(Protocol):
     def profile(self, control: Control) -> list[StepOutput]: ...
     def configuration(self) -> dict[str, Any]: ...
     def check_health(self) -> None: ...
+    def work_when_idle(self) -> bool: ...
 
 
 class EngineService:
@@ -67,6 +69,7 @@ class EngineService:
         self._serve_out_s: float | None = None
         self._stop_requested = False
         self._deadline_s: float | None = None
+        self._has_idle_work = True  # until the engine says otherwise
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
 
     def serve_out(self, timeout_s: float) -> None:
@@ -118,16 +121,22 @@ class EngineService:
     def _turn(self) -> None:
         """One round: handle all messages that have arrived, then run one step."""
         try:
-            for data in self._socket.receive(0.0 if self._engine.has_unfinished else _IDLE_SLICE_S):
+            for data in self._socket.receive(self._patience_s()):
                 self._handle(data)
             self._begin_serving_out()
             if self._engine.has_unfinished:
                 self._publish(self._engine.step())
             else:
                 self._engine.check_health()
+                self._has_idle_work = self._engine.work_when_idle()
         except Exception as error:
             self._socket.send(messages.EngineDead(reason=f"{type(error).__name__}: {error}"))
             raise
+
+    def _patience_s(self) -> float:
+        if self._engine.has_unfinished:
+            return 0.0
+        return _IDLE_WORK_SLICE_S if self._has_idle_work else _IDLE_SLICE_S
 
     def _begin_serving_out(self) -> None:
         if self._serve_out_s is not None and self._deadline_s is None:

@@ -256,6 +256,8 @@ SECTIONS: tuple[Section, ...] = (
     ADMISSIONS,
     ArraySection("stores", columns=2),
     ArraySection("loads", columns=2),
+    ArraySection("disk_reads", columns=2),
+    ArraySection("disk_writes", columns=2),
     NumberSection("wait_load"),
 )
 """A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

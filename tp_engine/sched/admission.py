@@ -7,6 +7,7 @@ import time
 
 from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.block_manager import Donation, Hits
+from tp_engine.sched.disk_waits import DiskWaits
 from tp_engine.sched.prefix_cache import BlockName
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
@@ -17,9 +18,11 @@ _MAX_DEFERRED = 32
 
 
 class Verdict(enum.Enum):
-    """What became of a candidate: it entered, it lets others pass, or no candidate behind it may enter."""
+    """What became of a candidate: it entered, it left the queue to wait elsewhere, it lets others pass, or no candidate
+    behind it may enter."""
 
     ENTERED = enum.auto()
+    PARKED = enum.auto()
     DEFERRED = enum.auto()
     NO_ROOM = enum.auto()
 
@@ -30,8 +33,9 @@ class Admitter:
     It decides one sequence after the other, and gives rows and blocks to many at once.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, waits: DiskWaits | None = None) -> None:
         self._batch = batch
+        self._waits = waits
         self._rows = batch.rows
         self._blocks = batch.blocks
         self._entries: list[Entry] = []  # of this step, not seated yet
@@ -52,7 +56,7 @@ class Admitter:
             if sequence is None:
                 break
             verdict = self._consider(draft, sequence)
-            if verdict is Verdict.ENTERED:
+            if verdict in (Verdict.ENTERED, Verdict.PARKED):
                 continue
             deferred.append(sequence)
             if verdict is Verdict.NO_ROOM:
@@ -73,6 +77,12 @@ class Admitter:
         if hits.next_name in self._names:
             self._seat(draft)
             hits = self._blocks.find_hits(sequence)
+        if self._waits is not None:
+            if self._waits.must_wait(sequence, hits.shared.held):
+                self._batch.num_parked += 1
+                return Verdict.PARKED
+            if not sequence.reads_disk:
+                hits = self._blocks.find_hits(sequence)
         if self._loading and self._is_loading(hits.next_name):
             return Verdict.DEFERRED  # a row that waits for its loads will compute that block
         return self._begin(draft, sequence, hits)
@@ -181,7 +191,10 @@ class Admitter:
             counters.num_prefix_query_tokens += len(sequence.token_ids)
             counters.num_prefix_hit_tokens += num_hit_tokens
             num_loaded = self._blocks.num_host_tokens(hits.shared) + sequence.num_prefetched_tokens
-            counters.num_host_hit_tokens += min(num_loaded, num_hit_tokens)
+            num_read = sequence.num_read_blocks // self._blocks.num_groups * self._blocks.block_size
+            num_read = min(num_read, num_hit_tokens)
+            counters.num_disk_hit_tokens += num_read
+            counters.num_host_hit_tokens += max(0, min(num_loaded, num_hit_tokens) - num_read)
             sequence.num_cached_tokens = num_hit_tokens
 
 

@@ -28,9 +28,10 @@ import numpy.typing as npt
 
 from tp_engine.plan import IntArray
 from tp_engine.sched.block_pool import BlockPool
+from tp_engine.sched.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.kv_windows import Counts
-from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
+from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.prefix_cache import NO_BLOCK, BlockName, Place, PrefixCache, is_lost
 from tp_engine.sched.row_state import RowState
@@ -62,17 +63,18 @@ class Donation(msgspec.Struct, frozen=True):
 class BlockManager:
     """Decides how block tables change; nothing else does."""
 
-    def __init__(self, limits: SchedulerLimits, rows: RowState, reports: TierReports = NO_REPORTS) -> None:
+    def __init__(self, limits: SchedulerLimits, rows: RowState, links: TierLinks = NO_LINKS) -> None:
         self.block_size = limits.block_size
         self.num_groups = limits.num_groups
         self.windows = limits.kv_windows
         self._has_windows = self.windows.has_windows
         self.pool = BlockPool(limits.num_blocks)
         block_bytes = limits.block_size * np.dtype(np.int32).itemsize
-        self.cache = PrefixCache(limits.num_blocks + limits.num_host_slots, block_bytes, self.windows.is_full)
+        num_ids = limits.num_blocks + limits.num_host_slots + limits.num_disk_slots
+        self.cache = PrefixCache(num_ids, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
         has_tier = limits.num_host_slots > 0 and self._caching
-        self.tier = HostTier(limits, self.pool, self.cache, reports) if has_tier else None
+        self.tier = HostTier(limits, self.pool, self.cache, links) if has_tier else None
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
         self._from_start = self.windows.first_needed(0)
@@ -120,15 +122,17 @@ class BlockManager:
         """The cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
         if not self._caching or sequence.wants_prompt_logprobs:
             return Hits(self._nothing, sequence.group.salt)
-        return self.find_prefix(sequence.group.salt, sequence.token_ids)
+        return self.find_prefix(sequence.group.salt, sequence.token_ids, reads_disk=sequence.reads_disk)
 
-    def find_prefix(self, salt: str, token_ids: IntArray) -> Hits:
-        """As ``find_hits``, for any tokens behind a salt."""
+    def find_prefix(self, salt: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
+        """As ``find_hits``, for any tokens behind a salt; unless it ``reads_disk``, of what is above the disk."""
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable = (len(token_ids) - 1) // self.block_size
         blocks, place = self.cache.match(salt, token_bytes, usable)
-        if self._has_windows:
-            sufficient = windows.longest_hit(blocks != NO_BLOCK)
+        is_near = None if reads_disk or self.tier is None else self.tier.are_near(blocks)
+        if self._has_windows or is_near is not None:
+            is_there = blocks != NO_BLOCK
+            sufficient = windows.longest_hit(is_there if is_near is None else is_there & is_near)
             if sufficient < len(blocks):
                 blocks, place = self.cache.match(salt, token_bytes, sufficient)
         num_tokens = len(blocks) * self.block_size
@@ -261,7 +265,9 @@ class BlockManager:
                 new, sequence.place = self.cache.insert(blocks, sequence.place, known)
                 sequence.num_published = end
                 added.append(new)
-        self.pool.mark_full(np.concatenate(added))
+        self.pool.mark_full(published := np.concatenate(added))
+        if self.tier is not None:
+            self.tier.publish(published)
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""

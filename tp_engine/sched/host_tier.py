@@ -28,10 +28,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import NO_PAIRS, IntArray, StepPlan
+from tp_engine.plan import NO_PAIRS, BoolArray, IntArray, StepPlan
 from tp_engine.sched.block_pool import BlockPool
+from tp_engine.sched.disk_tier import NO_LINKS, DiskTier, TierLinks
 from tp_engine.sched.host_slots import NO_SLOT, HostSlots
-from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
+from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.prefix_cache import PrefixCache
 from tp_engine.sched.sequence import Shared
@@ -45,14 +46,20 @@ class HostTier:
     """What is where, and the moves of the plan in the making."""
 
     def __init__(
-        self, limits: SchedulerLimits, pool: BlockPool, cache: PrefixCache, reports: TierReports = NO_REPORTS
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        cache: PrefixCache,
+        links: TierLinks = NO_LINKS,
     ) -> None:
-        """``reports``: what ranks say of moves that have to be confirmed."""
-        self.reports = reports
+        """With ``links.contents`` there is a disk tier below."""
         self._num_dropped = self._num_stored = self._num_loaded = 0
         self._pool = pool
         self._cache = cache
         self._slots = HostSlots(limits.num_blocks, limits.num_host_slots)
+        self.disk = (
+            None if links.contents is None else DiskTier(limits, cache, self._slots, links.reports, links.contents)
+        )
         self._max_moves = limits.max_host_moves
         self._reserve = _reserve(limits)
         self._num_blocks = limits.num_blocks
@@ -66,8 +73,8 @@ class HostTier:
         self._num_stores = 0
 
     def stats(self) -> dict[str, int]:
-        """The tier's fields of ``SchedulerStats``, but for the hits."""
-        return {
+        """The fields of ``SchedulerStats`` of this tier and the disk's, but for the hits."""
+        return ({} if self.disk is None else self.disk.stats()) | {
             "num_host_slots": self._slots.num_slots,
             "num_used_host_slots": self._slots.num_used,
             "num_stored_blocks": self._num_stored,
@@ -90,6 +97,19 @@ class HostTier:
         found: npt.NDArray[np.bool_] = blocks >= self._num_blocks
         return found
 
+    def are_near(self, blocks: BlockIds) -> BoolArray | None:
+        """Which of ``blocks``, in any shape, are not on disk, nor being read; None if all are."""
+        return None if self.disk is None else ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
+
+    def publish(self, blocks: BlockIds) -> None:
+        """These blocks of the pool are in the cache now."""
+        if self.disk is not None:
+            self.disk.published(blocks)
+
+    def first_below(self, held: BlockIds, share: int) -> BlockIds:
+        """The first of ``held`` that are on the host or on disk, at most one ``share``-th of the host's slots."""
+        return held[self.on_host(held)][: max(1, self._slots.num_slots // share)]
+
     def must_load(self, blocks: BlockIds) -> bool:
         """Whether any of ``blocks``, some of which may be slots, is not in the pool until a load has gone out."""
         on_host = self.on_host(blocks)
@@ -109,7 +129,7 @@ class HostTier:
         targets, lost = self._pool.allocate(len(ids))
         self.give_up(lost)
         self._pool.mark_full(targets)
-        self._cache.rename(ids, targets)
+        self._rename(ids, targets)
         self._slots.pair_pinned(targets, slots)
         self._pending.append(targets)
         table[self.on_host(table)] = targets  # in the order of ``held``
@@ -128,7 +148,7 @@ class HostTier:
         self._slots.part(lost[has_slot & found])
         places = np.flatnonzero(found & ~has_slot)
         if len(places):
-            taken = self._take_slots(min(len(places), self.num_moves_left))
+            taken = self.take_slots(min(len(places), self.num_moves_left))
             self._num_dropped += len(places) - len(taken)
             dropped, places = np.split(places, [len(places) - len(taken)])  # the last ones stay: others follow them
             slots[places] = taken
@@ -137,9 +157,9 @@ class HostTier:
         kept, gone = lost[found], lost[~found]
         if len(kept):  # in the order of ``lost``, so that runs still go from their ends
             self._slots.add_soles(slots[found])
-            self._cache.rename(kept, slots[found] + self._num_blocks)
+            self._rename(kept, slots[found] + self._num_blocks)
         if len(gone):
-            self._cache.evict(gone)
+            self._lose(gone)
 
     def require(self, blocks: BlockIds | IntArray) -> None:
         """The plan in the making reads or writes ``blocks``: it waits for their moves, of which none is pending."""
@@ -155,8 +175,12 @@ class HostTier:
         """The plan that has been made, with its moves."""
         if self._pool.num_free < self._reserve:
             self._clean()
+        writes = reads = NO_PAIRS
+        if self.disk is not None:
+            writes = self.disk.writes(self._double)
+            reads = self.disk.reads()
         loads = self._loads(plan.copies[:, 0]) if len(self._pending) else NO_PAIRS
-        if not (self._num_stores or len(loads) or self._wait):
+        if not (self._num_stores or len(loads) or self._wait or len(writes) or len(reads)):
             return plan
         stores = self._take_stores() if self._stores else NO_PAIRS
         if len(stores) or len(loads):
@@ -165,22 +189,29 @@ class HostTier:
         if wait <= self._waited:
             wait = 0
         self._waited, self._wait, self._urgent = max(self._waited, wait), 0, NO_BLOCKS
-        return msgspec.structs.replace(plan, stores=stores, loads=loads, wait_load=wait)
+        return msgspec.structs.replace(
+            plan, stores=stores, loads=loads, wait_load=wait, disk_reads=reads, disk_writes=writes
+        )
 
     def clear(self) -> None:
         """Forget all content.  Moves that have gone out may still run."""
         self._pending.pop(len(self._pending))
         self._slots.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     def check_integrity(self) -> None:
         """Assert that slots, runs and pool agree."""
         self._slots.check_integrity()
         soles = sorted((self._slots.soles() + self._num_blocks).tolist())
-        cached = [block for block in self._cache.cached_blocks() if block >= self._num_blocks]
+        end = self._num_blocks + self._slots.num_slots
+        cached = [block for block in self._cache.cached_blocks() if self._num_blocks <= block < end]
         assert cached == soles, "a slot that only a run knows, or no run"
         paired = np.flatnonzero(self._slots.slot_of != NO_SLOT)
         assert self._pool.contents()[paired].all(), "a block without content has a double"
         assert set(self._pending.order().tolist()) <= set(paired.tolist())
+        if self.disk is not None:
+            self.disk.check_integrity()
 
     def _clean(self) -> None:
         """Store the blocks without a double among those that the pool takes next."""
@@ -188,18 +219,33 @@ class HostTier:
         dirty = next_taken[self._slots.slot_of[next_taken] == NO_SLOT]
         if not len(dirty):
             return
-        dirty = dirty[self._cache.are_found(dirty)][: self.num_moves_left]
-        slots = self._take_slots(len(dirty))
-        self._slots.pair(dirty[: len(slots)], slots)
-        self._store(dirty[: len(slots)], slots)
+        self._double(dirty[self._cache.are_found(dirty)])
 
-    def _take_slots(self, count: int) -> BlockIds:
-        """At most ``count`` slots; what was in them is forgotten."""
+    def take_slots(self, count: int) -> BlockIds:
+        """At most ``count`` slots; what was in them is on disk, or forgotten."""
         if count <= 0:
             return NO_BLOCKS
         slots, lost = self._slots.take(count, self._pool.next_taken(self._reserve))
         if len(lost):
-            self._cache.evict(lost + self._num_blocks)
+            self._lose(lost + self._num_blocks)
+        return slots
+
+    def _rename(self, old: BlockIds, new: BlockIds) -> None:
+        self._cache.rename(old, new)
+        if self.disk is not None:
+            self.disk.moved(old, new)
+
+    def _lose(self, ids: BlockIds) -> None:
+        if self.disk is None:
+            self._cache.evict(ids)
+        else:
+            self.disk.lose(ids)
+
+    def _double(self, blocks: BlockIds) -> BlockIds:
+        """Store the first of ``blocks``, which have no double, as far as there is room: their slots."""
+        slots = self.take_slots(min(len(blocks), self.num_moves_left))
+        self._slots.pair(blocks[: len(slots)], slots)
+        self._store(blocks[: len(slots)], slots)
         return slots
 
     def _store(self, blocks: BlockIds, slots: BlockIds) -> None:

@@ -33,8 +33,8 @@ class SchedulerLimits:
     each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
     that the first visible key is in.
 
-    ``num_host_slots`` blocks fit into the host tier, 0 without one; a plan moves at most ``max_host_moves`` blocks each
-    way, unless nothing else can run.
+    ``num_host_slots`` blocks fit into the host tier and ``num_disk_slots`` on disk, 0 without such a tier; a plan moves
+    at most ``max_host_moves`` blocks each way, unless nothing else can run.
     """
 
     num_blocks: int
@@ -47,6 +47,7 @@ class SchedulerLimits:
     windows: tuple[int | None, ...] = (None,)
     tile_tokens: int = TILE_TOKENS
     num_host_slots: int = 0
+    num_disk_slots: int = 0
     max_host_moves: int = 64
 
     def __post_init__(self) -> None:

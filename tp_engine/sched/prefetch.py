@@ -13,6 +13,8 @@
 A session is what a client calls so (``SamplingParams.prompt_cache_key``).  Its next prompt mostly begins with all that
 its last one ended with, and is on its way for a while: a client says that it will come, or its text is being tokenized.
 
+What is on disk is read first, into slots of the host tier; the next look goes on with it.
+
 Such blocks may be taken again at any time, as cached blocks may, so prefetching holds nothing that a running row needs.
 When the request enters, it finds them like any others.
 """
@@ -26,6 +28,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tp_engine.plan import IntArray
+from tp_engine.sched.disk_waits import DiskWaits
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.sequence import NEVER, Sequence, SequencePhase, Shared
@@ -77,14 +80,17 @@ class Returning:
     until_step: int
     looked_at_step: int = NEVER
     num_prefetched_tokens: int = 0
+    num_read_blocks: int = 0
+    num_disk_waits: int = 0
 
 
 class Prefetcher:
     """Looks at the first sequences of the queue, and at those that will be in it, between two plans."""
 
-    def __init__(self, batch: Batch, tier: HostTier) -> None:
+    def __init__(self, batch: Batch, tier: HostTier, waits: DiskWaits | None = None) -> None:
         self._batch = batch
         self._tier = tier
+        self._waits = waits
         limits = batch.limits
         self._sessions = Sessions((limits.num_blocks + limits.num_host_slots) * limits.block_size)
         self._early: dict[str | SessionKey, Sequence | Returning] = {}
@@ -107,6 +113,7 @@ class Prefetcher:
             announced = self._early.pop(key, None)
             if announced is not None:
                 sequence.num_prefetched_tokens = announced.num_prefetched_tokens
+                sequence.num_read_blocks = announced.num_read_blocks
         if sequence.blocked & Blocked.GRAMMAR:
             self._add(sequence.request_id, sequence)
 
@@ -143,6 +150,8 @@ class Prefetcher:
         shared = hits.shared
         on_host = tier.on_host(shared.held)
         if not on_host.any():
+            return False
+        if self._waits is not None and self._waits.read_ahead(one, shared.held):
             return False
         is_wanted = on_host.copy()
         is_wanted[~on_host] = blocks.pool.are_idle(shared.held[~on_host])

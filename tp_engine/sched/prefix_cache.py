@@ -113,6 +113,19 @@ class PrefixCache:
         """All blocks in runs, used or not, and all tails."""
         return [*np.flatnonzero(self._serial_of).tolist(), *self._tail_names]
 
+    def where(self, blocks: BlockIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The serial of each block's run, 0 for none, and its place among the run's blocks, counted flat."""
+        return self._serial_of[blocks], self._place_of[blocks]
+
+    def run(self, serial: int) -> Run | None:
+        """The run of this serial, if it is still there."""
+        return self._runs.get(serial)
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks of a logical block."""
+        return self._num_groups
+
     def groups(self) -> dict[int, int]:
         """The group of each block in a run."""
         blocks = np.flatnonzero(self._serial_of)

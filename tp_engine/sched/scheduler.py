@@ -33,6 +33,8 @@ from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.disk_tier import DiskContents, TierLinks
+from tp_engine.sched.disk_waits import DiskWaits
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
@@ -49,30 +51,35 @@ from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.sequence import NO_ROW, RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_builder import Batch, StepBuilder, StepDraft
-from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, view_scheduler
+from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Decides what each step computes; single-threaded, deterministic."""
+    """Decides what each step computes; single-threaded, deterministic.  ``disk_waits`` belong to a disk tier."""
 
     def __init__(
-        self, limits: SchedulerLimits, fill_masks: FillMasks | None = None, reports: TierReports = NO_REPORTS
+        self,
+        limits: SchedulerLimits,
+        fill_masks: FillMasks | None = None,
+        reports: TierReports = NO_REPORTS,
+        contents: DiskContents | None = None,
     ) -> None:
-        """``fill_masks`` is needed for requests with grammars only, ``reports`` for tiers that wait for some."""
+        """``fill_masks`` is for requests with grammars, ``reports`` for tiers that wait for some, ``contents`` for a
+        disk tier: what it has."""
         self._limits = limits
         self._fill_masks = fill_masks
-        self._batch = Batch(limits, reports)
+        self._batch = Batch(limits, TierLinks(reports, contents))
         self._builder = StepBuilder(self._batch)
-        self._admitter = Admitter(self._batch)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._batch, self._stops)
         tier = self._batch.blocks.tier
-        self._prefetcher = None if tier is None else Prefetcher(self._batch, tier)
+        self.disk_waits = None if tier is None or tier.disk is None else DiskWaits(tier, tier.disk)
+        self._prefetcher = None if tier is None else Prefetcher(self._batch, tier, self.disk_waits)
+        self._admitter = Admitter(self._batch, self.disk_waits)
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
-        self._num_parked = 0  # sequences without a row that have a bit of ``Blocked``
         self._step_id = 0
         self._departures: deque[int] = deque()  # of each step in flight, before it was made
 
@@ -102,13 +109,15 @@ class Scheduler:
                 param="request_id",
             )
         group = build_group(request, self._limits, self._num_requests)
+        if self.disk_waits is not None:
+            group.salt = self.disk_waits.salt(group.salt)
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
         for sequence in group.sequences:
             if request.is_constrained:
                 sequence.blocked = Blocked.GRAMMAR
-                self._num_parked += 1
+                self._batch.num_parked += 1
             else:
                 self._batch.waiting.push(sequence)
         if self._prefetcher is not None:
@@ -116,8 +125,9 @@ class Scheduler:
 
     def expect(self, session: str, salt: str) -> None:
         """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
-        from the host tier, as far as there is room."""
+        from the host or the disk, as far as there is room."""
         if self._prefetcher is not None:
+            salt = salt if self.disk_waits is None else self.disk_waits.salt(salt)
             self._prefetcher.expect((session, salt), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
@@ -135,7 +145,7 @@ class Scheduler:
         elif sequence.phase is SequencePhase.WAITING and sequence.blocked:
             sequence.blocked &= ~reason
             if not sequence.blocked:
-                self._num_parked -= 1
+                self._batch.num_parked -= 1
                 self._batch.waiting.push(sequence)
 
     def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[SequenceDelta]:
@@ -157,6 +167,9 @@ class Scheduler:
 
         The next plan releases the rows that were left meanwhile.
         """
+        if self.disk_waits is not None:
+            for sequence in self.disk_waits.settle():
+                self.ready(sequence, Blocked.READING)
         plan = self._steady.schedule(self._step_id + 1)
         if plan is None:
             plan = self._schedule_any()
@@ -181,7 +194,10 @@ class Scheduler:
             self._admitter.admit(draft)
         if tier is not None and draft.is_empty:
             self._builder.hurry(draft, tier)
-        return draft.advance(self._batch, self._fill_masks)
+        plan = draft.advance(self._batch, self._fill_masks)
+        if plan is None and tier is not None and tier.disk is not None and tier.disk.must_send and not self._departures:
+            plan = tier.finish(StepPlan(step_id=draft.step_id))
+        return plan
 
     def _end_loads(self, tier: HostTier) -> None:
         """Rows all of whose loads have gone out may run; the plan in the making waits for these."""
@@ -190,6 +206,23 @@ class Scheduler:
             if not tier.must_load(held):
                 tier.require(held)
                 self.ready(sequence, Blocked.LOADING)
+
+    def schedule_background(self) -> StepPlan | None:
+        """A plan without rows that goes on with the work of the disk tier; None if there is nothing to order now.
+
+        No step may be in flight.
+        """
+        assert not self._departures and self.disk_waits is not None, "a step is in flight, or there is no disk tier"
+        for sequence in self.disk_waits.settle():
+            self.ready(sequence, Blocked.READING)
+        bare = StepPlan(step_id=self.next_step_id)
+        plan = self.disk_waits.tier.finish(bare)
+        if plan is bare:
+            self.disk_waits.rest()
+            return None
+        self._step_id = plan.step_id
+        self._departures.append(self._batch.rows.num_departures)
+        return plan
 
     def skip_step(self) -> int:
         """The id of a plan without rows, which has no result.  No step may be in flight."""
@@ -230,24 +263,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
-        pool, counters = self._batch.blocks.pool, self._batch.counters
-        held_slots = pool.num_used * self._limits.block_size
-        num_live = self._batch.rows.num_live_tokens(pool.num_used, self._limits.block_size)
-        return SchedulerStats(
-            num_running=self._batch.rows.num_running,
-            num_waiting=len(self._batch.waiting) + self._num_parked,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_used_blocks=pool.num_used,
-            num_live_tokens=num_live,
-            fragmentation=1 - num_live / held_slots if held_slots else 0.0,
-            num_prefix_query_tokens=counters.num_prefix_query_tokens,
-            num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
-            num_host_hit_tokens=counters.num_host_hit_tokens,
-            **({} if self._batch.blocks.tier is None else self._batch.blocks.tier.stats()),
-        )
+        return stats_of(self._batch)
 
     def view(self, limits: ViewLimits) -> SchedulerView:
         """The pool and the running sequences for people to look at; costs nothing until it is called."""
@@ -277,8 +293,8 @@ class Scheduler:
             num_waiting += phases.count(SequencePhase.WAITING)
             num_parked += sum(bool(sequence.blocked) for sequence in group.sequences)
         assert num_running == self._batch.rows.num_running
-        assert num_waiting == len(self._batch.waiting) + self._num_parked
-        assert num_parked == self._num_parked
+        assert num_waiting == len(self._batch.waiting) + self._batch.num_parked
+        assert num_parked == self._batch.num_parked
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""
@@ -334,7 +350,7 @@ class Scheduler:
             sequence.phase = SequencePhase.FINISHED
             if sequence.blocked:
                 sequence.blocked = Blocked.NOTHING
-                self._num_parked -= 1
+                self._batch.num_parked -= 1
             else:
                 self._batch.waiting.forget(sequence)
         else:

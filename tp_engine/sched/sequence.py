@@ -77,6 +77,8 @@ class Sequence:
     ``constraint`` is its place in the request's grammar; ``blocked`` says why it is not in the queue yet.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
+    It has waited ``num_disk_waits`` times in vain for the disk tier, which had ``num_unread_blocks`` of its prefix when
+    it last looked; ``num_read_blocks`` were read for it, and it takes hits there if it ``reads_disk``.
     """
 
     group: RequestGroup
@@ -95,6 +97,10 @@ class Sequence:
     num_lost_tokens: int = 0
     looked_at_step: int = NEVER
     num_prefetched_tokens: int = 0
+    num_disk_waits: int = 0
+    num_read_blocks: int = 0
+    num_unread_blocks: int = 0
+    reads_disk: bool = True
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     emitted: bool = False

@@ -24,8 +24,9 @@ from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, Bool
 from tp_engine.sched.block_manager import BlockManager
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.host_tier import HostTier
-from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
+from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import BlockIds
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
@@ -36,13 +37,14 @@ _logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host hits
-    those of them that the host tier had;
+    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host and disk
+    hits those of them that the host tier had, or the disk;
     recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed."""
 
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_host_hit_tokens: int = 0
+    num_disk_hit_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
 
@@ -50,16 +52,18 @@ class SchedulerCounters:
 class Batch:
     """Rows, blocks and the queue, and the moves of a sequence between them.
 
-    ``released`` are the rows left since the last plan, in order of leaving.
+    ``released`` are the rows left since the last plan, in order of leaving.  ``num_parked`` sequences have no row, are
+    not in the queue, and have a bit of ``Blocked``.
     """
 
-    def __init__(self, limits: SchedulerLimits, reports: TierReports = NO_REPORTS) -> None:
+    def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
         self.limits = limits
         self.rows = RowState(limits)
-        self.blocks = BlockManager(limits, self.rows, reports)
+        self.blocks = BlockManager(limits, self.rows, links)
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
         self.released: list[int] = []
+        self.num_parked = 0
 
     def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
         """Seat sequences, with the blocks that they share and new ones; their tables."""

@@ -31,7 +31,8 @@ class SchedulerStats:
     ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used.
 
     Of the host tier: its slots, those that hold a block, hit tokens (a part of the prefix hits) that came from there,
-    and blocks moved each way, or given up without a copy.
+    and blocks moved each way, or given up without a copy.  Of the disk tier the same, and blocks whose read or write
+    failed on some rank.
     """
 
     num_running: int
@@ -51,6 +52,12 @@ class SchedulerStats:
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_dropped_blocks: int = 0
+    num_disk_slots: int = 0
+    num_used_disk_slots: int = 0
+    num_disk_hit_tokens: int = 0
+    num_disk_written_blocks: int = 0
+    num_disk_read_blocks: int = 0
+    num_disk_failed_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,29 @@ class SchedulerView:
     grid: PoolGrid
     running: list[RunningSequence]
     num_omitted: int
+
+
+def stats_of(batch: Batch) -> SchedulerStats:
+    """The statistics of a batch, which is not changed."""
+    blocks, counters = batch.blocks, batch.counters
+    held_slots = blocks.pool.num_used * blocks.block_size
+    num_live = batch.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
+    return SchedulerStats(
+        num_running=batch.rows.num_running,
+        num_waiting=len(batch.waiting) + batch.num_parked,
+        num_free_blocks=blocks.pool.num_free,
+        num_cached_blocks=blocks.pool.num_cached,
+        num_used_blocks=blocks.pool.num_used,
+        num_live_tokens=num_live,
+        fragmentation=1 - num_live / held_slots if held_slots else 0.0,
+        num_prefix_query_tokens=counters.num_prefix_query_tokens,
+        num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_recomputed_tokens=counters.num_recomputed_tokens,
+        num_host_hit_tokens=counters.num_host_hit_tokens,
+        num_disk_hit_tokens=counters.num_disk_hit_tokens,
+        **({} if blocks.tier is None else blocks.tier.stats()),
+    )
 
 
 def view_scheduler(batch: Batch, limits: ViewLimits) -> SchedulerView:

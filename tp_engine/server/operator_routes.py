@@ -18,6 +18,7 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server.bodies import json_reply, read_body
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.state import ServerState
+from tp_engine.server.web_page import tiers
 
 _QUICK_S = 10.0
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
@@ -128,7 +129,7 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/server_info", responses=ANSWERS)
     async def server_info() -> Response:
-        """The effective configuration, each rank's memory, and versions; secrets are hidden.
+        """The effective configuration, the tiers' slots, each rank's memory, and versions; secrets are hidden.
 
         The first three fields have SGLang's names: its router learns the model's name from them.
         """
@@ -142,6 +143,7 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
                 "tp_size": model.tensor_parallel_size,
                 "engine": engine,
                 "server": public_fields(state.config),
+                "tiers": tiers(report.stats),
                 "memory_bytes": [{"rank": rank.rank, **rank.memory} for rank in report.ranks],
                 "versions": _versions(),
             }

@@ -15,7 +15,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
-from tp_engine.sched.view import PoolGrid, RunningSequence
+from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.bodies import json_reply
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch
 from tp_engine.server.openapi import ANSWERS
@@ -113,6 +113,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
             "fragmentation": stats.fragmentation,
             "grid": _grid(view.grid),
         },
+        "tiers": tiers(stats),
         "requests": {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -123,6 +124,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
             "host_hit_tokens": stats.num_host_hit_tokens,
+            "disk_hit_tokens": stats.num_disk_hit_tokens,
             "preemptions": stats.num_preemptions,
             "recomputed_tokens": stats.num_recomputed_tokens,
             "steps_not_observed": report.num_missed_steps,
@@ -130,6 +132,13 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
         "ranks": [_rank(rank) for rank in report.ranks],
         "history": _history(watch, num_samples),
     }
+
+
+def tiers(stats: SchedulerStats) -> JsonObject:
+    """The tiers below the pool: how many blocks each may hold, and holds; None for one that is not there."""
+    host = {"slots": stats.num_host_slots, "used": stats.num_used_host_slots}
+    disk = {"slots": stats.num_disk_slots, "used": stats.num_used_disk_slots}
+    return {"host": host if host["slots"] else None, "disk": disk if disk["slots"] else None}
 
 
 def _model(info: ModelInfo) -> JsonObject:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +46,9 @@ class BlockMover(Protocol):
 
     def wait(self, batch: int) -> None:
         """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
+
+    def past(self) -> Callable[[], None]:
+        """What waits on the host for all moves that have begun."""
 
     def counters(self) -> MoveCounters:
         """The moves that have ended; does not wait for others."""
@@ -76,6 +79,10 @@ class CpuMover:
 
     def wait(self, batch: int) -> None:
         """Nothing is under way."""
+
+    def past(self) -> Callable[[], None]:
+        """See ``BlockMover``."""
+        return _nothing
 
     def counters(self) -> MoveCounters:
         """See ``BlockMover``."""
@@ -133,6 +140,12 @@ class CudaMover:
         begin = _mark(compute)
         compute.wait_event(end)
         self._spans.append(_Span("wait", begin, _mark(compute)))
+
+    def past(self) -> Callable[[], None]:
+        """See ``BlockMover``."""
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        end.record(self._stream)
+        return end.synchronize
 
     def counters(self) -> MoveCounters:
         """See ``BlockMover``."""
@@ -195,6 +208,10 @@ def _portions(pairs: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]
     for first in range(0, len(pairs), size):
         part = pairs[first : first + size]
         yield part, np.arange(len(part), dtype=np.int32)
+
+
+def _nothing() -> None:
+    """Moves on a CPU have ended when they have begun."""
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

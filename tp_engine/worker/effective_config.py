@@ -100,9 +100,18 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
     _check_codec(effective, model, needs.capability)
     check_hosts(effective, num_hosts)
+    _check_disk(effective, num_hosts)
     uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path, num_hosts=num_hosts)
+
+
+def _check_disk(config: EngineConfig, num_hosts: int) -> None:
+    if config.kv_disk_path is not None and num_hosts > 1:
+        raise ConfigError(
+            f"kv_disk_path is {config.kv_disk_path!r}, and a disk tier is for ranks on one host, but they are on "
+            f"{num_hosts}; leave it out"
+        )
 
 
 def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap) -> AttentionNeeds:

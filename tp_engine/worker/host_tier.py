@@ -28,6 +28,7 @@ from tp_engine.plan import StepPlan
 from tp_engine.units import GIB, format_gib
 from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover
 from tp_engine.worker.codecs.base import Codec
+from tp_engine.worker.disk_tier import DiskTier
 from tp_engine.worker.host_memory import HostMemory
 
 
@@ -85,6 +86,7 @@ class HostTier:
         except (OSError, OverflowError) as error:
             raise _no_memory(num_slots * codec.blob_bytes, str(error)) from error
         self.slots = slots
+        self.disk: DiskTier | None = None  # given when all ranks have theirs
         if pool.device.type == "cuda":
             self._pin()
         self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots, codec)
@@ -93,6 +95,8 @@ class HostTier:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
         if len(plan.stores) or len(plan.loads):
             self._mover.move(plan.stores, plan.loads)
+        if self.disk is not None and (len(plan.disk_reads) or len(plan.disk_writes)):
+            self.disk.begin(plan.disk_reads, plan.disk_writes, self._mover.past())
         if plan.wait_load:
             self._mover.wait(plan.wait_load)
 

@@ -185,9 +185,9 @@ class Agreement:
     limiting_rank: int
 
 
-def settle_slots(choose: Callable[[], int], group: AgreementGroup) -> int:
-    """The number of slots of every rank's host tier.  ``choose`` finds this rank's own; its failure is every rank's."""
-    return agree_on_blocks(_result_of(choose), group, of="host tier").num_blocks
+def settle_slots(choose: Callable[[], int], group: AgreementGroup, *, of: str = "host tier") -> int:
+    """The number of slots of a tier of every rank.  ``choose`` finds this rank's own; its failure is every rank's."""
+    return agree_on_blocks(_result_of(choose), group, of=of).num_blocks
 
 
 def _result_of(choose: Callable[[], int]) -> int | Exception:

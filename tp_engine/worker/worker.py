@@ -17,7 +17,7 @@ from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.registry import key_lanes, select_backend
 from tp_engine.errors import RankError
 from tp_engine.kv_codec import is_lossy
-from tp_engine.kv_layout import KvCapacity, MoveCounters
+from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Control, StepPlan
@@ -29,6 +29,7 @@ from tp_engine.weights.loader import load_weights
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, make_device
+from tp_engine.worker.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
 from tp_engine.worker.host_memory import host_memory
@@ -88,6 +89,7 @@ class Worker:
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
+        self.disk: DiskStart | None = None
         self._profiler = make_step_profiler(config, groups.info.rank)
 
     def start(self) -> int:
@@ -119,6 +121,9 @@ class Worker:
         runner = self._runner = self._start_up.run_together(
             "allocating the KV cache", lambda: parts.make_runner(num_blocks, num_slots)
         )
+        if runner.tier is not None and effective.config.kv_disk_path is not None:
+            together = self._start_up.run_together
+            self.disk = open_disk_tier(effective, self._groups, together, parts, runner.tier, self._channels)
         if graphs is not None:
             self._start_up.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
         self._monitor = MemoryMonitor(device, *runner.kv_memory)
@@ -178,6 +183,10 @@ class Worker:
         tier = None if self._runner is None else self._runner.tier
         return None if tier is None else tier.counters
 
+    def disk_moves(self) -> DiskCounters | None:
+        """What this rank has read from and written to disk; None without a disk tier."""
+        return None if self.disk is None else self.disk.tier.counters
+
     def memory_growth_bytes(self) -> int:
         """Bytes of this rank's own memory beyond those at the end of ``start``; see ``MemoryMonitor``."""
         assert self._monitor is not None, "start() comes first"
@@ -193,6 +202,8 @@ class Worker:
         gc.unfreeze()
         if self._runner is not None:
             self._runner.forget_captured()
+            if self.disk is not None:
+                self.disk.close()
             if self._runner.tier is not None:
                 self._runner.tier.close()
         self._runner = None

@@ -32,6 +32,7 @@ _STATS = {
     f.PREEMPTIONS: "num_preemptions",
     f.RECOMPUTED: "num_recomputed_tokens",
     f.DROPPED_BLOCKS: "num_dropped_blocks",
+    f.DISK_FAILED: "num_disk_failed_blocks",
     f.FREE_BLOCKS: "num_free_blocks",
     f.CACHED_BLOCKS: "num_cached_blocks",
     f.USED_BLOCKS: "num_used_blocks",
@@ -97,6 +98,7 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     yield number(f.KV_USAGE, model_name, stats.num_used_blocks / max(1, num_blocks))
     yield number(f.PEAK_USAGE, model_name, peak_usage)
     yield number(f.HOST_USAGE, model_name, stats.num_used_host_slots / max(1, stats.num_host_slots))
+    yield number(f.DISK_USAGE, model_name, stats.num_used_disk_slots / max(1, stats.num_disk_slots))
     yield numbers(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
@@ -114,14 +116,17 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
         yield numbers(f.MOVED_BYTES, model_name, [(("store",), moves.stored_bytes), (("load",), moves.loaded_bytes)])
         yield numbers(f.MOVE_SECONDS, model_name, [(("store",), moves.store_s), (("load",), moves.load_s)])
         yield number(f.MOVE_WAIT, model_name, moves.wait_s)
+    if (disk := report.disk_moves) is not None:
+        yield numbers(f.DISK_BYTES, model_name, [(("read",), disk.read_bytes), (("write",), disk.written_bytes)])
+        yield numbers(f.DISK_SECONDS, model_name, [(("read",), disk.read_s), (("write",), disk.write_s)])
     yield from _rank_metrics(report.ranks, model_name)
 
 
 def _prompt_sources(stats: SchedulerStats) -> list[tuple[tuple[str, ...], float]]:
     """Prompt tokens at their first admission by where their K/V came from."""
-    on_host, hits = stats.num_host_hit_tokens, stats.num_prefix_hit_tokens
-    computed = stats.num_prefix_query_tokens - hits
-    return [(("device",), hits - on_host), (("host",), on_host), (("computed",), computed)]
+    on_host, on_disk, hits = stats.num_host_hit_tokens, stats.num_disk_hit_tokens, stats.num_prefix_hit_tokens
+    computed, on_device = stats.num_prefix_query_tokens - hits, hits - on_host - on_disk
+    return [(("device",), on_device), (("host",), on_host), (("disk",), on_disk), (("computed",), computed)]
 
 
 def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:

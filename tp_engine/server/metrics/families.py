@@ -107,7 +107,10 @@ KV_USAGE = MetricFamily("gauge", "kv_cache_usage_perc", "share of the KV blocks 
 QUERIES = MetricFamily("counter", "prefix_cache_queries", "prompt tokens looked up in the prefix cache")
 HITS = MetricFamily("counter", "prefix_cache_hits", "prompt tokens found in the prefix cache")
 PROMPT_SOURCES = MetricFamily(
-    "counter", "prompt_tokens_by_source", "prompt tokens: found on the device, on the host, or computed", ("source",)
+    "counter",
+    "prompt_tokens_by_source",
+    "prompt tokens: found on the device, on the host, on disk, or computed",
+    ("source",),
 )
 PREEMPTIONS = MetricFamily("counter", "num_preemptions", "preemptions of running sequences")
 ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
@@ -134,6 +137,12 @@ MOVED_BYTES = MetricFamily(
     "counter", "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", _DIRECTION
 )
 MOVE_SECONDS = MetricFamily("counter", "kv_offload_seconds", "rank 0's time for these moves", _DIRECTION)
+DISK_USAGE = MetricFamily("gauge", "kv_disk_usage_perc", "share of the disk tier's slots that hold a KV block, 0 to 1")
+DISK_FAILED = MetricFamily(
+    "counter", "kv_disk_failed_blocks", "KV blocks that some rank could not write to disk, or read as it wrote them"
+)
+DISK_BYTES = MetricFamily("counter", "kv_disk_bytes", "bytes that rank 0 read from disk and wrote to it", _DIRECTION)
+DISK_SECONDS = MetricFamily("counter", "kv_disk_seconds", "rank 0's time for these reads and writes", _DIRECTION)
 MOVE_WAIT = MetricFamily("counter", "kv_offload_wait_seconds", "time that steps of rank 0 waited for moves")
 
 EXPERT_BALANCE = MetricFamily(

@@ -1,7 +1,8 @@
-// The KV pool as a grid: a cell is a block (or several neighbours in a large pool), its colour the state.
+// The KV pool as a grid: a cell is a block (or several neighbours in a large pool), its colour the state.  Below it how
+// full the tiers on the host and on disk are.
 
 import { blank, colour } from "./drawing.js";
-import { count } from "./format.js";
+import { count, percent } from "./format.js";
 
 const MAX_HEIGHT = 190;
 const SIZES = [16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
@@ -13,6 +14,7 @@ export class Pool {
         this.line = document.getElementById("pool-line");
         this.hint = document.getElementById("pool-hint");
         this.numbers = document.querySelectorAll("#pool [data-state]");
+        this.tiers = document.querySelectorAll("#pool .tier");
         this.states = new Uint8Array();
         this.names = [];
         this.perCell = 1;
@@ -37,6 +39,7 @@ export class Pool {
         const words = Object.entries(counts).map(([state, number]) => `${count(number)} ${state}`);
         this.canvas.setAttribute("aria-label", `KV pool: ${words.join(", ")} blocks`);
         this.draw();
+        for (const row of this.tiers) showTier(row, page.tiers[row.dataset.tier]);
     }
 
     /** Highlight these blocks; null for none. */
@@ -83,6 +86,14 @@ export class Pool {
         const held = holders.length ? `, held by ${holders.slice(0, 3).map(({ id }) => id).join(", ")}` : "";
         return `${name}: ${this.names[this.states[cell]]}${held}${holders.length > 3 ? " …" : ""}`;
     }
+}
+
+/** The share of a tier's slots that hold a block; no row without such a tier. */
+function showTier(row, tier) {
+    row.hidden = !tier;
+    if (!tier) return;
+    row.querySelector(".bar span").style.flexBasis = percent(tier.used / tier.slots);
+    row.querySelector("b").textContent = `${count(tier.used)} of ${count(tier.slots)} blocks`;
 }
 
 /** One state per cell; four cells lie in a byte. */

@@ -1,0 +1,60 @@
+"""Chats in a pool and a host tier far too small for them say the same with a disk, and again after a restart.
+
+Oracle: the tokens without tiers, bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import parity_job
+from tests.ranks.chats_job import run_chats
+from tests.ranks.test_host_tier import MODELS, TIGHT, assert_same_arrivals
+from tests.ranks.warm_ranks import warm_ranks
+from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.model_config import load_model_config
+from tp_engine.units import GIB
+
+NUM_HOST_SLOTS = 40
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("world_size", "model"), list(itertools.product((1, 2), MODELS)))
+def test_a_disk_tier_changes_no_token(
+    world_size: int, model: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: the same chats without tiers; then, on Qwen3, requests that come at random moments, fork, follow
+    grammars, are preempted and aborted.  A second engine on the same directory finds in the first turn what the first
+    engine left."""
+    folder = checkpoint(model, **MODELS[model])
+    is_whole = model == "qwen3"
+    if is_whole and not (folder / "tokenizer.json").exists():
+        byte_level_tokenizer().save_pretrained(folder)
+    block_bytes = load_model_config(str(folder), None)[0].kv_layout_on(1).block_bytes(TIGHT["block_size"], 4)
+    options = {
+        "model": str(folder), "tensor_parallel_size": world_size, "device": "cpu", "dtype": "float32",
+        "max_model_len": 128, **TIGHT, "num_gpu_blocks_override": 40 if is_whole else 200,
+    }  # fmt: skip
+    disk = {
+        "kv_offloading_size": (NUM_HOST_SLOTS * (1 if is_whole else 6) + 0.5) * block_bytes / GIB,
+        "kv_disk_path": str(tmp_path / "kv"), "kv_disk_size": 0.02,
+    }  # fmt: skip
+    sizes = {"num_chats": 10, "num_turns": 3, "num_arrivals": 24 * is_whole, "vocab_size": 97}
+    cases: list[dict[str, Any]] = [{"options": {**options, **one}, **sizes} for one in ({}, disk, disk)]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    warm_ranks(world_size, parity_job.main, tmp_path / "cases.json", tmp_path / "out.json", run_chats, timeout_s=190)
+    plain, first, second = json.loads((tmp_path / "out.json").read_text())
+    for found in (first, second):
+        assert found["tokens"] == plain["tokens"]
+        assert found["num_disk_read_blocks"] > 20 and found["num_disk_hit_tokens"] > 80
+        assert found["num_disk_failed_blocks"] == 0
+        if is_whole:
+            assert_same_arrivals(found["arrivals"], plain["arrivals"])
+    assert first["num_disk_written_blocks"] > 100
+    assert first["cached"][0] == 0 < 150 < second["cached"][0]

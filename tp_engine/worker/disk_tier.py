@@ -1,0 +1,134 @@
+"""The disk tier of one rank: threads that read and write slots of its files, and say how far they are.
+
+::
+
+    plan      disk_reads, disk_writes --> two queues
+    reader    waits for the plan's moves, reads, compares checksums --> channel "disk_reads" of the board
+    writer    waits for the plan's moves, writes                    --> channel "disk_writes"
+
+Steps never wait for a thread, and neither does the end: a thread that hangs in the kernel is left behind with the
+memory that it reads into.  Which slots belong together is the scheduler's business (sched/disk_tier.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.kv_layout import DiskCounters
+from tp_engine.log import get_logger
+from tp_engine.plan import IntArray
+from tp_engine.tier_progress import TierProgress
+
+logger = get_logger(__name__)
+
+_END_S = 1.0
+Ready: TypeAlias = Callable[[], object]
+
+
+class Files(Protocol):
+    """What a thread uses of ``SlotFiles``."""
+
+    def read(self, slot: int, target: memoryview) -> bool: ...
+    def write(self, slot: int, source: memoryview, serial: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Pairs of a plan, the serial of its first write, and what waits for the plan's moves."""
+
+    pairs: IntArray
+    serial: int
+    ready: Ready
+
+
+class DiskTier:
+    """Reads and writes between ``slots`` (slots, slot_bytes) uint8, memory of the host, and ``files``."""
+
+    def __init__(
+        self,
+        slots: npt.NDArray[np.uint8],
+        files: Files,
+        channels: Mapping[str, TierProgress],
+        *,
+        first_serial: int,
+    ) -> None:
+        """``first_serial`` is that of the first write, the same on all ranks."""
+        self.counters = DiskCounters()
+        self._slots = slots
+        self._files = files
+        self._next_serial = first_serial
+        self._reads: SimpleQueue[_Work | None] = SimpleQueue()
+        self._writes: SimpleQueue[_Work | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(queue, body, channels[name]), name=name, daemon=True)
+            for name, queue, body in (
+                ("disk_reads", self._reads, self._read),
+                ("disk_writes", self._writes, self._write),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, reads: IntArray, writes: IntArray, ready: Ready) -> None:
+        """Begin a plan's reads and writes; ``ready`` waits for the moves of this plan and those before."""
+        if len(reads):
+            self._reads.put(_Work(np.array(reads), 0, ready))
+        if len(writes):
+            self._writes.put(_Work(np.array(writes), self._next_serial, ready))
+            self._next_serial += len(writes)
+
+    def close(self) -> None:
+        """Let the threads end after what they have been given; those that hang are left behind."""
+        self._reads.put(None)
+        self._writes.put(None)
+        deadline_s = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("the disk tier has not ended within %g s; its last blocks may be missing", _END_S)
+        else:
+            self._files.close()
+
+    def _run(
+        self, queue: SimpleQueue[_Work | None], body: Callable[[int, int, int], bool], progress: TierProgress
+    ) -> None:
+        while (work := queue.get()) is not None:
+            work.ready()
+            num_failed = 0
+            for index, (source, target) in enumerate(work.pairs.tolist()):
+                try:
+                    is_done = body(source, target, work.serial + index)
+                except OSError as error:
+                    is_done = False
+                    logger.warning("disk tier: %s", error)
+                progress.end(1, () if is_done else (progress.num_ended + 1,))
+                num_failed += not is_done
+            if num_failed:
+                logger.warning("disk tier: %d of %d blocks failed (%s)", num_failed, len(work.pairs), body.__doc__)
+
+    def _read(self, slot: int, host: int, _serial: int) -> bool:
+        """they are not what was written"""
+        started_s = time.perf_counter()
+        view = memoryview(self._slots[host])
+        is_right = self._files.read(slot, view)
+        self.counters.read_s += time.perf_counter() - started_s
+        self.counters.read_bytes += len(view)
+        return is_right
+
+    def _write(self, host: int, slot: int, serial: int) -> bool:
+        """they can not be written"""
+        started_s = time.perf_counter()
+        view = memoryview(self._slots[host])
+        self._files.write(slot, view, serial)
+        self.counters.write_s += time.perf_counter() - started_s
+        self.counters.written_bytes += len(view)
+        return True
