@@ -16,9 +16,9 @@ from tests.quantised.formats import FORMATS, Format
 from tests.quantised.numbers import Numbers, quantise_int
 from tests.quantised.packing import Tensors
 
-# Routers and the gates of shared experts are never quantised, nor is the output layer.
-KEPT_MODULES = re.compile(r"lm_head|.*\.(gate|router|shared_expert_gate)")
-EXPERTS_OF_GPT_OSS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+# Routers and the gates of shared experts are never quantised, nor are the output layer and what reads images.
+KEPT_MODULES = re.compile(r"lm_head|.*\.(gate|router|router\.proj|shared_expert_gate)|.*\.vision_tower\..*")
+STACKED_EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 SAME_NUMBERS = ("pack-quantized-asym", "awq", "gptq-asym", "gptq-v2-asym")
 
 
@@ -31,12 +31,14 @@ def compress(
     group: int | None = None,
     kept_layers: Sequence[int] = (),
     with_patterns: bool = False,
+    moves_experts: bool = False,
 ) -> None:
     """Write the checkpoint ``folder`` in the format ``name`` of ``FORMATS``.
 
     ``target`` gets the quantised checkpoint, ``twin`` a float32 one with the weights that the codes stand for.
     ``group`` is the group or block size, if the format has one (None: its usual one).  The layers ``kept_layers`` stay
-    as they are, which the configuration says ``with_patterns`` if the format has any.
+    as they are, which the configuration says ``with_patterns`` if the format has any.  Stacks of experts (experts, out,
+    in) become modules for each expert, as in what compressors write; with ``moves_experts`` they are below ``moe``.
 
     Raises ``ValueError`` if a weight's columns are no multiple of the group.
     """
@@ -44,7 +46,8 @@ def compress(
     if group is not None and how.group is None:
         raise ValueError(f"{name} has no groups: leave out group={group}")
     how = replace(how, group=group or how.group)
-    _write(folder, target, twin, how, kept_layers, with_patterns, lambda weight: how.quantise(weight, how.group))
+    folders = (folder, target, twin)
+    _write(*folders, how, kept_layers, with_patterns, lambda weight: how.quantise(weight, how.group), moves_experts)
 
 
 def compress_alike(folder: Path, targets: dict[str, Path], twin: Path, *, group: int = 32) -> None:
@@ -67,6 +70,7 @@ def _write(
     kept_layers: Sequence[int],
     with_patterns: bool,
     quantise: Callable[[torch.Tensor], Numbers],
+    moves_experts: bool = False,
 ) -> None:
     from safetensors.torch import load_file
 
@@ -77,26 +81,48 @@ def _write(
     floats: Tensors = {}
     kept = ["lm_head"]
     outside = tuple(f"model.layers.{layer}." for layer in kept_layers)
+
+    def pack(module: str, weight: torch.Tensor) -> torch.Tensor:
+        """The tensors of a quantised module; returns the weight that they stand for."""
+        numbers = quantise(weight)
+        own = how.pack(numbers) | how.extra.get("", {}) | how.extra.get(module.rpartition(".")[2], {})
+        quantised.update({f"{module}.{suffix}": values for suffix, values in own.items()})
+        return numbers.weight()
+
     for name, tensor in stored.items():
         module, _, last = name.rpartition(".")
         is_linear = last == "weight" and tensor.dim() == 2 and "embed" not in module
-        if how.fused and EXPERTS_OF_GPT_OSS.fullmatch(name):
+        is_stack = tensor.dim() == 3 and STACKED_EXPERTS.fullmatch(name) is not None
+        if how.fused and is_stack:
             packed, floats[name] = _fused(tensor, how, quantise)
             quantised |= {name + suffix: values for suffix, values in packed.items()}
+        elif is_stack:
+            path = module.replace(".experts", ".moe.experts") if moves_experts else module
+            floats[name] = torch.stack(
+                [
+                    torch.cat([pack(f"{path}.{number}.{part}", weight) for part, weight in _parts(last, one)])
+                    for number, one in enumerate(tensor)
+                ]
+            )
         elif how.fused or not is_linear or KEPT_MODULES.fullmatch(module) or name.startswith(outside):
             if is_linear and module != "lm_head":
                 kept.append(module)
             quantised[name] = floats[name] = tensor
         else:
-            numbers = quantise(tensor)
-            floats[name] = numbers.weight()
-            own = how.pack(numbers) | how.extra.get("", {}) | how.extra.get(module.rpartition(".")[2], {})
-            quantised |= {f"{module}.{suffix}": values for suffix, values in own.items()}
+            floats[name] = pack(module, tensor)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     what = Kept(kept, kept_layers, with_patterns)
     _save(twin, floats, {"config.json": config})
     config["quantization_config"] = how.describe(how.group, what)
     _save(target, quantised, {"config.json": config, **how.files(how.group, what)})
+
+
+def _parts(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The modules of an expert's stacked weight: gate rows come before up rows."""
+    if name == "down_proj":
+        return [(name, weight)]
+    gate, up = weight.chunk(2)
+    return [("gate_proj", gate), ("up_proj", up)]
 
 
 def _fused(

@@ -34,8 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     # A seed with which no token is near the border between two experts, in any format.
     "qwen3-moe": {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2, "num_layers": 2, "seed": 6},
     "gpt-oss": {"intermediate_size": 288},  # 9 blocks of 32, which 2, 4 and 8 ranks share unequally
+    "gemma4-experts": {"moe_intermediate_size": 96, "seed": 38},
 }
-# Fused projections (phi3), biases (qwen2) and other names of experts (mixtral), once per way of packing.
+# Fused projections (phi3), biases (qwen2), other names of experts (mixtral), and experts beside MLPs with layers of one
+# projection for keys and values (gemma4-experts), once per way of packing.
 MORE_ROWS = [
     ("fp8-block", "phi3"),
     ("fp8-channel", "mixtral"),
@@ -47,7 +49,12 @@ MORE_ROWS = [
     ("gptq-v2-asym", "mixtral"),
     ("nvfp4-pack-quantized", "phi3"),
     ("nvfp4-modelopt", "mixtral"),
+    ("fp8-block", "gemma4-experts"),
+    ("fp8-channel", "gemma4-experts"),
+    ("pack-quantized", "gemma4-experts"),
+    ("nvfp4-modelopt", "gemma4-experts"),
 ]
+EXPERTS_BELOW_MOE = ("nvfp4-modelopt", "gemma4-experts")
 ROWS = [
     *((name, "qwen3") for name, how in FORMATS.items() if not how.fused),
     *((name, "gpt-oss" if how.fused else "qwen3-moe") for name, how in FORMATS.items()),
@@ -70,7 +77,11 @@ def quantised(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
             folder = tmp_path_factory.mktemp(name)
             made[name, architecture] = own, twin = folder / "own", folder / "twin"
             source = checkpoint(architecture, vocab_size=VOCAB_SIZE, **SHAPES.get(architecture, {}))
-            compress(source, own, twin, name, group=GROUP if FORMATS[name].group == 128 else None)
+            group, moves_experts = (
+                GROUP if FORMATS[name].group == 128 else None,
+                (name, architecture) == EXPERTS_BELOW_MOE,
+            )
+            compress(source, own, twin, name, group=group, moves_experts=moves_experts)
         return made[name, architecture]
 
     return get

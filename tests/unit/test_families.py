@@ -314,6 +314,18 @@ def test_every_tensor_of_a_real_size_is_known(name: str) -> None:
     assert known == stored
 
 
+def test_rules_of_a_quantised_gemma_4_name_experts_by_themselves() -> None:
+    """Oracle: a group of llm-compressor that quantises experts alone, by the names of its own modules."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": [r"re:.*experts\.\d+\..*_proj"], "weights": weights, "format": "pack-quantized"}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    spec = read_model({**PUBLISHED["gemma-4-26B-A4B-text"], "quantization_config": method})
+    read = {source.name for found in sources(spec, 0, 1).values() for source in found}
+    packed = {name for name in read if name.endswith("_packed")}
+    assert packed and all(".experts." in name for name in packed)
+    assert "model.layers.0.mlp.down_proj.weight" in read
+
+
 def test_refused_numbers_of_ranks_name_the_legal_ones() -> None:
     """Oracle: worked out by hand: 24 heads, 8 KV heads, an inner size of 8192."""
     with pytest.raises(

@@ -88,6 +88,29 @@ def test_gpt_oss_has_quantised_experts_only(checkpoint: Callable[..., Path], tmp
     assert {key for key in own if ".experts." not in key} == {key for key in before if ".experts." not in key}
 
 
+@pytest.mark.parametrize("moves_experts", [False, True])
+def test_stacked_experts_become_modules(moves_experts: bool, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the names that llm-compressor and ModelOpt write for Gemma 4; the twin has the source's tensors."""
+    source = checkpoint("gemma4-experts", moe_intermediate_size=96)
+    paths = tmp_path / "own", tmp_path / "twin"
+    compress(source, *paths, "pack-quantized", group=32, moves_experts=moves_experts)
+    before, own, twin = tensors_of(source), tensors_of(paths[0]), tensors_of(paths[1])
+    layer, last = "model.language_model.layers.0.", ("weight_packed", "weight_scale", "weight_shape")
+    path = f"{layer}{'moe.' if moves_experts else ''}experts."
+    assert {name for name in own if name.startswith(path)} == {
+        f"{path}{number}.{part}.{suffix}"
+        for number in range(5) for part in ("gate_proj", "up_proj", "down_proj") for suffix in last
+    }  # fmt: skip
+    gate = own[f"{path}2.gate_proj.weight_shape"]
+    assert gate.tolist() == [96, 64] and before[f"{layer}experts.gate_up_proj"].shape == (5, 192, 64)
+    changed = {name for name in before if not torch.equal(before[name], twin[name])}
+    assert before.keys() == twin.keys() and f"{layer}experts.gate_up_proj" in changed
+    kept = {name for name in before if "router" in name or "vision" in name}
+    assert kept and not kept & changed and kept <= own.keys()
+    ignored = config_of(paths[0])["quantization_config"]["ignore"]
+    assert f"{layer}router.proj" in ignored and not [name for name in ignored if "experts" in name]
+
+
 def test_the_same_numbers_in_four_packings(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: one another; the scales are the same bits, in rows or in columns."""
     targets = {name: tmp_path / name for name in SAME_NUMBERS}

@@ -186,7 +186,7 @@ def _products_of_mlp(
     block = 1 if scheme is None else scheme.experts_block
     room = local_inner_size(mlp.inner_size, world_size, block=block)
     cuts = tuple(block_bounds(mlp.inner_size, world_size, block=block)[1:-1])
-    stored = mlp.stored[0]
+    stored = mlp.named_by_rules
     names = dict.fromkeys(name.format(0) for name in (stored.gate, stored.up, stored.down))
     modules = _below(path, None, *names)
     count = mlp.rule.top_k if active_only else mlp.num_experts

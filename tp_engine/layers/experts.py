@@ -115,8 +115,8 @@ class Experts(Layer):
 
 
 def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:
-    """The modules that hold the experts in a checkpoint, in the first of the ways to store them."""
-    stored = spec.stored[0]
+    """The modules that hold the experts in a quantised checkpoint."""
+    stored = spec.named_by_rules
     numbers = range(spec.num_experts) if stored.kind == "each" else range(1)
     names = dict.fromkeys((stored.gate, stored.up, stored.down))
     return [context.at(name.format(number)).path for number in numbers for name in names]

@@ -140,6 +140,11 @@ class ExpertsSpec:
     stored: tuple[StoredExperts, ...] = (EACH, FUSED)
     name: str = "mlp"
 
+    @property
+    def named_by_rules(self) -> StoredExperts:
+        """How a quantised checkpoint's configuration names the experts: each by itself, if it may store them so."""
+        return next((one for one in self.stored if one.kind == "each"), self.stored[0])
+
 
 def block_bounds(size: int, num_parts: int, *, block: int = 1) -> list[int]:
     """``num_parts + 1`` bounds of parts that are whole blocks of ``block``, and as equal as can be.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tp_engine.errors import ConfigError
@@ -29,6 +30,8 @@ _DEFAULTS = {
     "max_position_embeddings": 131072,
 }
 _FULL, _WINDOW = 0, 1  # the two rotations
+# Quantised checkpoints have a module for each expert, some of them below moe.
+_EACH_OF_MOE = replace(EACH, gate=f"moe.{EACH.gate}", up=f"moe.{EACH.up}", down=f"moe.{EACH.down}")
 _NAMES = CheckpointNames(
     spellings=(("model.language_model.", "lm_head."),),
     skipped=tuple(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
@@ -143,7 +146,7 @@ def _read_experts(reader: DecoderReader) -> BesideSpec | None:
         router_scale="router.scale",
         router_eps=reader.eps,
         expert_scale="router.per_expert_scale",
-        stored=(FUSED, EACH),
+        stored=(FUSED, EACH, _EACH_OF_MOE),
         name="",
     )
     return BesideSpec(
