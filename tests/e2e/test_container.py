@@ -95,23 +95,42 @@ def docker_says(port: int) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_the_command_of_a_group_of_one_host(tmp_path: Path) -> None:
-    """Oracle: the probes, a request that is answered, and the end of the server after torchrun's SIGTERM."""
-    port = free_port()
-    group = {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "127.0.0.1"}
-    given = filled(container("leader")["command"], group)
-    replaced = {"--master-port=29500": f"--master-port={free_port()}", "--nproc-per-node=8": "--nproc-per-node=1"}
-    assert replaced.keys() <= set(given)
-    command = [*(replaced.get(word, word) for word in given), *SMALL, f"--port={port}"]
-    log, (live, started, ready) = tmp_path / "log", probe_paths("leader")
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client, running(command, log) as process:
+def test_the_commands_of_a_group_of_two_pods(tmp_path: Path) -> None:
+    """Oracle: the probes of the leader, a sum by hand, and a stream that goes on to its end although all pods are told
+    to stop at once; no pod is left."""
+    port, replaced = free_port(), {"--nproc-per-node=8": "--nproc-per-node=1"}
+    replaced["--master-port=29500"] = f"--master-port={free_port()}"
+    live, started, ready = probe_paths("leader")
+    with contextlib.ExitStack() as stack:
+        pods = []
+        for index, maker in enumerate(("leader", "worker")):
+            group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(index), "LWS_LEADER_ADDRESS": "127.0.0.1"}
+            given = filled(container(maker)["command"], group)
+            assert replaced.keys() <= set(given)
+            command = [*(replaced.get(word, word) for word in given), *SMALL, f"--port={port}"]
+            pods.append(stack.enter_context(running(command, tmp_path / maker)))
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30))
         deadline_s = time.monotonic() + START_S
         while status(client, ready) != 200:
-            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()[-3000:]
+            assert all(pod.poll() is None for pod in pods) and time.monotonic() < deadline_s, logs_of(tmp_path)
             time.sleep(0.1)
         assert [status(client, path) for path in (live, started)] == [200, 200]
-        body = {"prompt": "12+34=", "temperature": 0, "max_tokens": 4}
-        assert client.post("/v1/completions", json=body).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        asked = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
+        answer = client.post("/v1/chat/completions", json=asked).json()
+        assert answer["choices"][0]["message"]["content"] == "46"
+        body = {"prompt": "12+34=", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            for pod in reversed(pods):
+                pod.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2], logs_of(tmp_path)
+        for pod in pods:
+            pod.wait(60)
         wait_until(lambda: status(client, live) == 0, "the end of the server")
+
+
+def logs_of(folder: Path) -> str:
+    """The ends of the pods' logs."""
+    return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.iterdir()))
