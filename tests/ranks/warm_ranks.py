@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import TypeAlias
 
 from tp_engine.ranks.store import host_store
 
@@ -23,6 +25,8 @@ _FORKS.set_forkserver_preload(["tests.ranks.chats_job", "tests.ranks.sampling_jo
 _STORE_S = 60.0
 _KILLED_S = 20.0
 
+Rank: TypeAlias = multiprocessing.context.ForkServerProcess
+
 
 def warm_ranks(num_ranks: int, target: Callable[..., None], *arguments: object, timeout_s: float = 170.0) -> str:
     """Call ``target(*arguments)`` on each of ``num_ranks`` ranks; returns what they printed.
@@ -30,28 +34,36 @@ def warm_ranks(num_ranks: int, target: Callable[..., None], *arguments: object, 
     ``AssertionError`` with the output if a rank fails or the deadline passes; the other ranks are then killed.
     ``target`` and ``arguments`` are pickled.
     """
-    store = host_store(timeout_s=_STORE_S)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "output.txt"
-        ranks = [
-            _FORKS.Process(target=_run, args=(_environment(rank, num_ranks, store.port), str(log), target, arguments))
-            for rank in range(num_ranks)
-        ]
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            for rank in ranks:
-                rank.start()
-            codes = _await(ranks, deadline_s)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join(_KILLED_S)
+    deadline_s = time.monotonic() + timeout_s
+    with started_ranks(num_ranks, target, *arguments) as (ranks, log):
+        codes = _await(ranks, deadline_s)
         output = log.read_text(encoding="utf-8", errors="replace")
     assert codes == [0] * num_ranks, f"exit codes {codes} (None: no end within {timeout_s:g} s):\n{output[-6000:]}"
     return output
 
 
-def _await(ranks: list[multiprocessing.context.ForkServerProcess], deadline_s: float) -> list[int | None]:
+@contextmanager
+def started_ranks(num_ranks: int, target: Callable[..., None], *arguments: object) -> Iterator[tuple[list[Rank], Path]]:
+    """As ``warm_ranks``, without waiting: the processes, and what they print.  They are killed in the end."""
+    store = host_store(timeout_s=_STORE_S)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output.txt"
+        log.touch()
+        ranks = [
+            _FORKS.Process(target=_run, args=(_environment(rank, num_ranks, store.port), str(log), target, arguments))
+            for rank in range(num_ranks)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            yield ranks, log
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join(_KILLED_S)
+
+
+def _await(ranks: list[Rank], deadline_s: float) -> list[int | None]:
     """The ranks' exit codes when all have ended, one has failed, or ``deadline_s`` (monotonic) has passed."""
     while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
         if any(rank.exitcode for rank in ranks) or not wait(running, max(0.0, deadline_s - time.monotonic())):

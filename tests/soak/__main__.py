@@ -3,10 +3,13 @@
 ::
 
     schedules         the scheduler alone, with a host tier, until ``--moves`` blocks have moved
+    kills             ``--disk-kills`` engines with a disk tier, on at most two ranks, each killed at a random moment
     quiet life        the reference: greedy tokens of every prompt, without a host tier
     disturbed life    three fifths of the time: random load, pauses, sleeps, memory sampled; with a host tier
     fatal lives       at least one of each kind, for the rest of the time: each loses a rank; all in this process
     quiet life        the same tokens as at first
+
+The lives are left out with ``--minutes 0``.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.soak import disk_kills
 from tests.soak.lives import Soak, check_process, disturbed_life, fatal_life, quiet_life
 from tests.soak.schedules import many_moves
 from tests.soak.usage import MIB
@@ -49,6 +53,12 @@ def run(
         fatal_life(soak, kind)
     quiet_life(soak)
     check_process(soak)
+
+
+def _disk_kills(scratch: Path, num_kills: int, num_ranks: int, seed: int) -> Counter[str]:
+    folder, lines = make_checkpoint(scratch / "killed", "qwen3", **disk_kills.MODEL), scratch / "kills"
+    lines.mkdir()
+    return disk_kills.disk_kills(folder, lines, num_kills, num_ranks=num_ranks, seed=seed)
 
 
 def findings(soak: Soak, violation: str | None, seconds: float) -> dict[str, Any]:
@@ -80,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--moves", type=int, default=100_000, help="blocks that move in the schedules (default: 100000)"
     )
+    parser.add_argument("--disk-kills", type=int, default=20, help="engines with a disk tier that are killed")
     parser.add_argument("--fatal", nargs="+", default=FATAL_KINDS, choices=FATAL_KINDS, help="how ranks are lost")
     options = parser.parse_args(argv)
     configure_logging("soak")
@@ -89,7 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         soak = Soak(folder, Path(scratch) / "flight", options.ranks, options.seed, options.check_every_s)
         try:
             soak.count += many_moves(options.moves, options.seed)
-            run(soak, seconds=60 * options.minutes, fatal_kinds=options.fatal)
+            if options.disk_kills:
+                soak.count += _disk_kills(Path(scratch), options.disk_kills, min(2, options.ranks), options.seed)
+            if options.minutes:
+                run(soak, seconds=60 * options.minutes, fatal_kinds=options.fatal)
         except Exception as error:
             traceback.print_exc()
             violation = f"{type(error).__name__}: {error}"
