@@ -16,7 +16,7 @@ from tp_engine.ipc.relay import PlanLink
 from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
-from tp_engine.sched.disk_tier import DiskContents
+from tp_engine.sched.disk_journal import DiskContents
 from tp_engine.sched.limits import TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader

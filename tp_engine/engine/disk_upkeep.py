@@ -17,8 +17,7 @@ from queue import SimpleQueue
 
 from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
-from tp_engine.sched.disk_journal import JournalHeader, read_header, read_nodes
-from tp_engine.sched.disk_tier import DiskContents
+from tp_engine.sched.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.disk_start import DiskStart
 

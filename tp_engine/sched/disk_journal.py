@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,7 @@ _LENGTH = struct.Struct("<I")
 _SUM = struct.Struct("<Q")
 _ROOT = -1
 _SALT_BYTES = 16
+_GROWTH = 4 << 20  # bytes that the journal may grow beyond twice its size before it is written anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,60 @@ class Node:
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
     children: list[int] = field(default_factory=list)
     newest: int = 0
+
+
+class JournalSink(Protocol):
+    """Where the journal goes; neither call waits for the disk."""
+
+    def append(self, records: bytes) -> None:
+        """Add records."""
+
+    def rewrite(self, data: bytes) -> None:
+        """Replace all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskContents:
+    """What an earlier start left: the journal's header and nodes; ``first_serial`` is that of the next write."""
+
+    header: JournalHeader
+    nodes: dict[int, Node]
+    first_serial: int
+    sink: JournalSink
+    clock: Callable[[], float] = time.monotonic
+
+
+class Journal:
+    """The journal as it grows."""
+
+    def __init__(self, contents: DiskContents, cache: PrefixCache) -> None:
+        self._header, self._sink, self._cache = contents.header, contents.sink, cache
+        self._num_bytes = self._limit = 0
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether it is worth a pause to write it anew."""
+        return self._num_bytes > self._limit
+
+    @property
+    def has_grown_far(self) -> bool:
+        """Whether it has to be written anew, without a pause."""
+        return self._num_bytes > 2 * self._limit
+
+    def digest(self, salt: str) -> str:
+        """What stands for ``salt``; see ``JournalHeader``."""
+        return self._header.digest(salt)
+
+    def append(self, records: bytes) -> None:
+        """Add records."""
+        self._num_bytes += len(records)
+        self._sink.append(records)
+
+    def rewrite(self, ids: BlockIds, slots: BlockIds, serials: npt.NDArray[np.int64]) -> None:
+        """Write it anew, with these blocks: ``encode_blocks``."""
+        data = self._header.encode() + encode_blocks(self._cache, ids, slots, serials)
+        self._sink.rewrite(data)
+        self._num_bytes, self._limit = len(data), 2 * len(data) + _GROWTH
 
 
 def encode_blocks(cache: PrefixCache, ids: BlockIds, slots: BlockIds, serials: npt.NDArray[np.int64]) -> bytes:

@@ -19,17 +19,15 @@ write, and nothing else is held.  What failed on a rank leaves the cache, and is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from tp_engine.log import get_logger
 from tp_engine.plan import NO_PAIRS, BoolArray, IntArray
 from tp_engine.sched.disk_channel import DiskBatch, DiskChannel
-from tp_engine.sched.disk_journal import JournalHeader, Node, encode_blocks, restore
+from tp_engine.sched.disk_journal import DiskContents, Journal, encode_blocks, restore
 from tp_engine.sched.disk_slots import NO_COPY, DiskSlots
 from tp_engine.sched.host_slots import NO_SLOT, HostSlots
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
@@ -40,28 +38,7 @@ _logger = get_logger(__name__)
 
 _WRITES_SHARE, _READS_SHARE = 4, 2  # what part of the host's slots writes, or reads, may have at once
 _READ_WINDOW = 4  # reads that may be under way, in moves of a plan: some tenths of a second of a disk
-_JOURNAL_GROWTH = 4 << 20  # bytes that the journal may grow beyond twice its size before it is written anew
-
-
-class JournalSink(Protocol):
-    """Where the journal goes; neither call waits for the disk."""
-
-    def append(self, records: bytes) -> None:
-        """Add records."""
-
-    def rewrite(self, data: bytes) -> None:
-        """Replace all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskContents:
-    """What an earlier start left: the journal's header and nodes; ``first_serial`` is that of the next write."""
-
-    header: JournalHeader
-    nodes: dict[int, Node]
-    first_serial: int
-    sink: JournalSink
-    clock: Callable[[], float] = time.monotonic
+_SILENCE_S = 10.0  # between two lines of the log about blocks that failed
 
 
 class TierLinks(NamedTuple):
@@ -90,7 +67,7 @@ class DiskTier:
         self.num_written = self.num_read = 0
         self._first_host = limits.num_blocks
         self._cache, self._host = cache, host
-        self._header, self._sink, self.clock = contents.header, contents.sink, contents.clock
+        self._journal, self.clock = Journal(contents, cache), contents.clock
         self._next_serial = contents.first_serial
         self._slots = DiskSlots(self.first, limits.num_disk_slots)
         self._most_writes = max(1, min(limits.max_host_moves, limits.num_host_slots // _WRITES_SHARE))
@@ -101,13 +78,13 @@ class DiskTier:
         self._reads = DiskChannel(reports, "disk_reads", self.clock)
         self._read_of = np.zeros(limits.num_host_slots, dtype=np.int64)  # number of the last read into each slot
         self._to_read: list[IntArray] = []
-        self._journal_bytes = self._journal_limit = 0
         self._is_stuck = False
+        self._num_lost, self._next_word_s = 0, 0.0  # that the log has not told yet
         self._num_void = 0  # writes whose content has been forgotten since
         restored = restore(contents.nodes, cache, self.first, limits.kv_windows.is_full.tolist())
         self._slots.put(restored.slots, restored.serials)
         self.num_restored = len(restored.slots)
-        self.compact()
+        self._rewrite_journal()
 
     def stats(self) -> dict[str, int]:
         """The tier's fields of ``SchedulerStats``, but for the hits."""
@@ -121,7 +98,7 @@ class DiskTier:
 
     def salt(self, salt: str) -> str:
         """What stands for a request's salt."""
-        return self._header.digest(salt)
+        return self._journal.digest(salt)
 
     # What the tiers above do.
 
@@ -169,7 +146,7 @@ class DiskTier:
         self._unwritten.pop(len(self._unwritten))
         self._fresh.clear()
         self._num_void = self._writes.num_ordered
-        self.compact()
+        self._rewrite_journal()
 
     # Reads.
 
@@ -254,6 +231,8 @@ class DiskTier:
     def rest(self) -> None:
         """An idle engine could order nothing: it need not ask again before there are news."""
         self._is_stuck = True
+        if self._journal.has_grown:
+            self._rewrite_journal()
 
     def settle(self) -> None:
         """Take in what ranks have reported."""
@@ -264,7 +243,9 @@ class DiskTier:
             self.num_written += len(batch.slots) - int(np.count_nonzero(has_failed))
             self._end(batch, has_failed, "written")
             if batch.first > self._num_void:
-                self._append(batch.records)
+                self._journal.append(batch.records)
+        if self._journal.has_grown_far:
+            self._rewrite_journal()
 
     def _end(self, batch: DiskBatch, has_failed: BoolArray, verb: str) -> None:
         if has_failed.any():
@@ -276,8 +257,11 @@ class DiskTier:
                 self._host.forget_soles(lost - self._first_host)
             else:
                 self._slots.forget(ids)
-            count = int(np.count_nonzero(has_failed))
-            _logger.warning("%d blocks of the disk tier could not be %s: they will be computed again", count, verb)
+            self._num_lost += int(np.count_nonzero(has_failed))
+            if self.clock() >= self._next_word_s:
+                words = "%d blocks of the disk tier could not be %s: they will be computed again"
+                _logger.warning(words, self._num_lost, verb)
+                self._num_lost, self._next_word_s = 0, self.clock() + _SILENCE_S
         self._is_stuck = False
         self._slots.end(batch.slots)
         self._host.give_back(batch.host)
@@ -361,23 +345,9 @@ class DiskTier:
             is_new = ~self._unwritten.holds(ids) & (self._slots.copy_of[ids] == NO_COPY)
             self._unwritten.append(ids[is_new & self._cache.are_found(ids)])
 
-    # The journal.
-
-    def compact(self) -> None:
-        """Write the journal anew, with what the cache has on disk now."""
+    def _rewrite_journal(self) -> None:
         slots, above = self._slots.contents()
-        ids = np.where(above >= 0, above, slots + self.first)
-        data = self._header.encode() + encode_blocks(self._cache, ids, slots, self._slots.serials[slots])
-        self._sink.rewrite(data)
-        self._journal_bytes = len(data)
-        self._journal_limit = 2 * len(data) + _JOURNAL_GROWTH
-
-    def _append(self, records: bytes) -> None:
-        self._journal_bytes += len(records)
-        if self._journal_bytes > self._journal_limit:
-            self.compact()
-        else:
-            self._sink.append(records)
+        self._journal.rewrite(np.where(above >= 0, above, slots + self.first), slots, self._slots.serials[slots])
 
     def check_integrity(self) -> None:
         """Assert that slots, runs and the tiers above agree."""

@@ -33,7 +33,8 @@ from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.disk_tier import DiskContents, TierLinks
+from tp_engine.sched.disk_journal import DiskContents
+from tp_engine.sched.disk_tier import TierLinks
 from tp_engine.sched.disk_waits import DiskWaits
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group

@@ -30,6 +30,7 @@ from tp_engine.tier_progress import TierProgress
 logger = get_logger(__name__)
 
 _END_S = 1.0
+_SILENCE_S = 10.0  # between two lines of the log
 Ready: TypeAlias = Callable[[], object]
 
 
@@ -66,6 +67,7 @@ class DiskTier:
         self._slots = slots
         self._files = files
         self._next_serial = first_serial
+        self._next_word_s = 0.0
         self._reads: SimpleQueue[_Work | None] = SimpleQueue()
         self._writes: SimpleQueue[_Work | None] = SimpleQueue()
         self._threads = [
@@ -103,29 +105,32 @@ class DiskTier:
     ) -> None:
         while (work := queue.get()) is not None:
             work.ready()
-            num_failed = 0
             for index, (source, target) in enumerate(work.pairs.tolist()):
                 try:
                     is_done = body(source, target, work.serial + index)
                 except OSError as error:
                     is_done = False
-                    logger.warning("disk tier: %s", error)
+                    self._say(str(error))
                 progress.end(1, () if is_done else (progress.num_ended + 1,))
-                num_failed += not is_done
-            if num_failed:
-                logger.warning("disk tier: %d of %d blocks failed (%s)", num_failed, len(work.pairs), body.__doc__)
+
+    def _say(self, problem: str) -> None:
+        """A line in the log, unless there was one a moment ago."""
+        now_s = time.monotonic()
+        if now_s >= self._next_word_s:
+            self._next_word_s = now_s + _SILENCE_S
+            logger.warning("the disk tier of this rank fails: %s", problem)
 
     def _read(self, slot: int, host: int, _serial: int) -> bool:
-        """they are not what was written"""
         started_s = time.perf_counter()
         view = memoryview(self._slots[host])
         is_right = self._files.read(slot, view)
         self.counters.read_s += time.perf_counter() - started_s
         self.counters.read_bytes += len(view)
+        if not is_right:
+            self._say("a block is not what was written")
         return is_right
 
     def _write(self, host: int, slot: int, serial: int) -> bool:
-        """they can not be written"""
         started_s = time.perf_counter()
         view = memoryview(self._slots[host])
         self._files.write(slot, view, serial)
