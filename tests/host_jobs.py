@@ -1,4 +1,4 @@
-"""Jobs over two hosts, which are network namespaces: one torchrun on each; and what users would see of them."""
+"""Jobs over two hosts (``tests/namespaces.py``): one torchrun on each; and what users would see of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from tests.fault_jobs import Job, job
 from tests.namespaces import Host, hosts
 
 Result = TypeVar("Result")
-
-_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,9 @@ def meeting_of(index: int, head: Host, *, is_static: bool = True) -> tuple[str, 
     """torchrun's options on host ``index``; without ``is_static``, hosts are numbered as they arrive."""
     where: tuple[str, ...]
     if is_static:
-        where = ("--node-rank", str(index), "--master-addr", head.address, "--master-port", str(_PORT))
+        where = ("--node-rank", str(index), "--master-addr", head.address, "--master-port", str(head.port))
     else:
-        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head.address}:{_PORT}")
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head.address}:{head.port}")
     return ("--nnodes", "2", *where)
 
 
@@ -98,11 +96,13 @@ def hosts_job(
     fault: str = "",
     is_static: bool = True,
     far_options: Mapping[str, object] | None = None,
+    given_hosts: list[Host] | None = None,
     delay_s: float = 0.0,
     loss: float = 0.0,
 ) -> Iterator[HostsJob]:
     """A job of ``fault_jobs.job`` over two hosts; ``far_options`` are other options of the second one."""
-    with hosts(delay_s=delay_s, loss=loss) as made, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        made = given_hosts or stack.enter_context(hosts(delay_s=delay_s, loss=loss))
         parts = []
         for index, host in enumerate(made):
             own = folder / f"host{index}"

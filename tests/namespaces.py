@@ -1,7 +1,8 @@
 """Hosts on one machine: network namespaces with a cable between them, each with a name of its own.
 
 The cable is a pair of veth devices.  A slow one (``Cable``) is a pair of TUN devices, between which a thread carries
-packets late and loses some: not every kernel has netem.
+packets late and loses some: not every kernel has netem.  Without the right to make namespaces, two hosts that share
+the loopback interface (``on_loopback``) show all but a cable that fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import select
 import shutil
+import socket
 import struct
 import subprocess
 import tempfile
@@ -23,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from tests.e2e.serving import free_port
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -35,7 +39,7 @@ def can_make_namespaces() -> bool:
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
         return False
     try:
-        with hosts():
+        with _in_namespaces(delay_s=0.0, loss=0.0):
             return True
     except (OSError, subprocess.CalledProcessError):
         return False
@@ -43,21 +47,29 @@ def can_make_namespaces() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One namespace, its address, its end of the cable, and the file with the names of all hosts."""
+    """One namespace, its address, its end of the cable, and the file with the names of all hosts.
+
+    Without ``names`` it is this machine, reached by the loopback interface.  ``port`` is free there, for torchrun.
+    """
 
     name: str
     address: str
     device: str
-    names: Path
+    names: Path | None
+    port: int = 29500
 
     def command(self, command: Sequence[str]) -> list[str]:
         """``command``, run on this host."""
+        if self.names is None:
+            return list(command)
         setup = f'hostname {self.name} && mount --bind {self.names} /etc/hosts && exec "$@"'
         named = ["unshare", "--uts", "--mount", "sh", "-c", setup, "sh"]
         return ["ip", "netns", "exec", self.name, *named, *command]
 
     def enter(self) -> None:
         """Let this thread's next sockets belong to this host."""
+        if self.names is None:
+            return
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}", "rb") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -65,12 +77,27 @@ class Host:
 
     def set_link(self, state: str) -> None:
         """Take this host's end of the cable ``up`` or ``down``."""
+        assert self.names is not None, NO_NAMESPACES
         _ip("-n", self.name, "link", "set", self.device, state)
 
 
+def hosts(*, delay_s: float = 0.0, loss: float = 0.0) -> contextlib.AbstractContextManager[list[Host]]:
+    """Two hosts that reach each other; with ``delay_s`` (one way) or ``loss``, through a slow cable.
+
+    They share the loopback interface if this machine does not let a test make namespaces.
+    """
+    if delay_s or loss or can_make_namespaces():
+        return _in_namespaces(delay_s=delay_s, loss=loss)
+    return contextlib.nullcontext(on_loopback())
+
+
+def on_loopback() -> list[Host]:
+    """Two hosts in name only, for torchrun's agents of one machine."""
+    return [Host(socket.gethostname(), "127.0.0.1", "lo", None, free_port()) for _ in range(2)]
+
+
 @contextlib.contextmanager
-def hosts(*, delay_s: float = 0.0, loss: float = 0.0) -> Iterator[list[Host]]:
-    """Two hosts that reach each other; with ``delay_s`` (one way) or ``loss``, through a slow cable."""
+def _in_namespaces(*, delay_s: float, loss: float) -> Iterator[list[Host]]:
     mark = f"{os.getpid() & 0xFFFF:x}{int(time.monotonic_ns()) & 0xFFFF:x}"
     with tempfile.NamedTemporaryFile("w", prefix="tp_engine-hosts-") as names:
         made = [

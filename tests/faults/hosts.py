@@ -9,6 +9,7 @@
     stop            an agent                    the job goes on
     down            one end of the cable        noticed on both hosts within 5 s; both end, not with 0
     slow            20 ms each way, 1 % lost    the job goes on
+    none            4 ranks on each host        the tokens of 8 ranks on one host (``tests/host_tokens.py``)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.fault_jobs import DETECTION_S, HARD_LIMIT_S, Job, interrupt
 from tests.faults.client import Asking
 from tests.faults.gate import Gate
 from tests.host_jobs import HostsJob, hosts_job
+from tests.host_tokens import differences
 
 KILL_NOTICED_S, DOWN_NOTICED_S = 1.0, 5.0
 _LAST_WORDS_S = 4.0
@@ -83,7 +85,9 @@ class HostOutcome:
 
 
 def host_matrix() -> Iterator[HostCase]:
-    """20 cases: every rank and agent, both ends of the cable, while serving; some in batch jobs, scripts and starts."""
+    """20 faults: every rank and agent, both ends of the cable, while serving; some in batch jobs, scripts and starts;
+    and one job without a fault."""
+    yield HostCase("tokens", "none", "rank 0", num_local=4)
     for rank in range(4):
         yield HostCase("serve", "kill", f"rank {rank}")
         yield HostCase("serve", "stop", f"rank {rank}")
@@ -101,6 +105,8 @@ def host_matrix() -> Iterator[HostCase]:
 
 def run_host_case(case: HostCase, folder: Path, gate: Gate | None = None) -> HostOutcome:
     """Run the job and compare with the promises.  A broken promise goes into ``problems`` and raises nothing."""
+    if case.what == "none":
+        return _compare_tokens(case, folder, gate or Gate())
     delay_s, loss = _SLOW if case.what == "slow" else (0.0, 0.0)
     rounds = {"serve": 1, "batch": 400, "script": 100_000}[case.kind]
     # A lost host is told from a stopped rank if its limit passes first, as it does with the defaults.
@@ -137,6 +143,13 @@ def run_host_case(case: HostCase, folder: Path, gate: Gate | None = None) -> Hos
             problems.append(str(error).partition("\n")[0])
         seconds = time.monotonic() - struck_s
         return HostOutcome(case, seconds, codes, tuple(problems), running.tail() if problems else "", noticed_s)
+
+
+def _compare_tokens(case: HostCase, folder: Path, gate: Gate) -> HostOutcome:
+    with gate:
+        began_s = time.monotonic()
+        problems = tuple(differences(folder, case.num_local))
+        return HostOutcome(case, time.monotonic() - began_s, (0, 0), problems)
 
 
 def _await_moment(case: HostCase, running: HostsJob) -> Asking | None:
