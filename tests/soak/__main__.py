@@ -9,7 +9,7 @@
     fatal lives       at least one of each kind, for the rest of the time: each loses a rank; all in this process
     quiet life        the same tokens as at first
 
-The lives are left out with ``--minutes 0``.
+The lives are left out with ``--minutes 0``.  With ``--hosts``, half of the ranks on each of two hosts: ``hosts.py``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.soak import disk_kills
-from tests.soak.lives import Soak, check_process, disturbed_life, fatal_life, quiet_life
+from tests.soak.hosts import RSS_ALLOWANCE, soak_hosts
+from tests.soak.lives import Soak, check_process, disturbed_life, fatal_life, findings, quiet_life
 from tests.soak.schedules import many_moves
-from tests.soak.usage import MIB
 from tests.tiny_models import make_checkpoint
 from tp_engine.log import configure_logging
 
 FATAL_KINDS = ("kill", "raise", "stop", "exit", "oom")
 _DISTURBED_SHARE = 0.6
-_RSS_ALLOWANCE = 12 * MIB
 
 
 def run(
@@ -46,7 +44,7 @@ def run(
     deadline_s = time.monotonic() + seconds
     quiet_life(soak)
     disturbed_life(soak, seconds * _DISTURBED_SHARE, least=least or Counter(), most_steps=int(40 * seconds))
-    soak.usage.check(_RSS_ALLOWANCE)
+    soak.usage.check(RSS_ALLOWANCE)
     for number, kind in enumerate(itertools.cycle(fatal_kinds)):
         if number >= len(fatal_kinds) and time.monotonic() >= deadline_s:
             break
@@ -61,25 +59,6 @@ def _disk_kills(scratch: Path, num_kills: int, num_ranks: int, seed: int) -> Cou
     return disk_kills.disk_kills(folder, lines, num_kills, num_ranks=num_ranks, seed=seed)
 
 
-def findings(soak: Soak, violation: str | None, seconds: float) -> dict[str, Any]:
-    """The report."""
-    return {
-        "soak": "passed" if violation is None else "failed",
-        "violation": violation,
-        "ranks": soak.num_ranks,
-        "seed": soak.seed,
-        "seconds": round(seconds, 1),
-        **{name.replace(" ", "_"): number for name, number in sorted(soak.count.items())},
-        "memory": "judged" if soak.usage.rss_growth() else "not judged: too few steps",
-        "rss_growth_mib": [round(growth / MIB, 2) for growth in soak.usage.rss_growth()],
-        "rss_mib": [round(samples[-1].rss / MIB) for samples in soak.usage.by_rank],
-        "descriptors": [samples[-1].descriptors for samples in soak.usage.by_rank],
-        "num_samples": len(soak.usage.steps),
-        "descriptors_between_lives": [one.descriptors for one in soak.between_lives],
-        "threads_between_lives": [one.threads for one in soak.between_lives],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; returns exit code 0, or 1 after a violation."""
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__.partition("\n")[0])
@@ -92,11 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--disk-kills", type=int, default=20, help="engines with a disk tier that are killed")
     parser.add_argument("--fatal", nargs="+", default=FATAL_KINDS, choices=FATAL_KINDS, help="how ranks are lost")
+    parser.add_argument("--hosts", action="store_true", help="over two hosts, without lost ranks: see test_faults")
     options = parser.parse_args(argv)
     configure_logging("soak")
     started_s, violation = time.monotonic(), None
     with tempfile.TemporaryDirectory(prefix="tp_engine-soak-") as scratch:
         folder = make_checkpoint(Path(scratch) / "model", "qwen3", num_heads=8, num_kv_heads=8)
+        if options.hosts:
+            return _over_hosts(folder, options)
         soak = Soak(folder, Path(scratch) / "flight", options.ranks, options.seed, options.check_every_s)
         try:
             soak.count += many_moves(options.moves, options.seed)
@@ -107,11 +89,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             traceback.print_exc()
             violation = f"{type(error).__name__}: {error}"
-    report = findings(soak, violation, time.monotonic() - started_s)
+    _show(findings(soak, violation, time.monotonic() - started_s))
+    return 0 if violation is None else 1
+
+
+def _over_hosts(folder: Path, options: argparse.Namespace) -> int:
+    given = {"num_ranks": options.ranks, "seed": options.seed, "check_every_s": options.check_every_s}
+    _show(soak_hosts(folder, seconds=60 * options.minutes, **given))
+    return 0
+
+
+def _show(report: Mapping[str, object]) -> None:
     for name, value in report.items():
         print(f"{name:30} {value}")
     print(json.dumps(report), flush=True)
-    return 0 if violation is None else 1
 
 
 if __name__ == "__main__":

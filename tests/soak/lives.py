@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.soak.disturbances import Pauses, random_sleeps
-from tests.soak.usage import Sample, Usage, rank_processes, sample
+from tests.soak.usage import MIB, Sample, Usage, rank_processes, sample
 from tests.soak.workload import Workload, prompt_pool, undisturbed_answers
 from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
@@ -69,7 +70,7 @@ class Soak:
 @contextlib.contextmanager
 def engine_life(soak: Soak, fault: str = "", **changes: object) -> Iterator[Engine]:
     """An engine from start to close, with ``fault`` as its TP_ENGINE_FAULT; afterwards no rank may be left."""
-    with _environment(fault):
+    with fault_of_ranks(fault):
         engine = start_engine(soak.config(**changes))
         try:
             yield engine
@@ -82,7 +83,8 @@ def engine_life(soak: Soak, fault: str = "", **changes: object) -> Iterator[Engi
 
 
 @contextlib.contextmanager
-def _environment(fault: str) -> Iterator[None]:
+def fault_of_ranks(fault: str) -> Iterator[None]:
+    """Within the block, engines that start have ``fault`` as their TP_ENGINE_FAULT."""
     if fault:
         os.environ[FAULT_VARIABLE] = fault
     try:
@@ -107,7 +109,8 @@ def disturbed_life(soak: Soak, seconds: float, *, least: Counter[str], most_step
     with engine_life(soak, sleeps, kv_offloading_size=TIER_GIB) as engine:
         load = Workload(engine, soak.pool, soak.rng, soak.reference)
         deadline_s = time.monotonic() + seconds
-        with Pauses(rank_processes(), random.Random(soak.seed + 1)) as pauses:
+        others = [psutil.Process(rank.pid) for rank in engine.report().ranks[1:]]
+        with Pauses(others, random.Random(soak.seed + 1)) as pauses:
             while time.monotonic() < deadline_s or not load.count >= least:
                 _busy(load, time.monotonic() + soak.check_every_s)
                 load.finish()
@@ -117,7 +120,7 @@ def disturbed_life(soak: Soak, seconds: float, *, least: Counter[str], most_step
                 load.count["loaded blocks"] = stats.num_loaded_blocks
                 with pauses.lock:
                     check_idle(engine)
-                    soak.usage.take(load.count["steps"])
+                    soak.usage.take(load.count["steps"], others)
         soak.count.update(load.count + pauses.count)
         soak.count["recomputed tokens"] += engine.stats().num_recomputed_tokens
 
@@ -185,6 +188,25 @@ def _expect_record(soak: Soak, rank: int) -> None:
     assert list(records.values()) == [rank], f"rank {rank} was lost, the flight records blame {records}"
     for path in records:
         path.unlink()
+
+
+def findings(soak: Soak, violation: str | None, seconds: float) -> dict[str, Any]:
+    """The report."""
+    return {
+        "soak": "passed" if violation is None else "failed",
+        "violation": violation,
+        "ranks": soak.num_ranks,
+        "seed": soak.seed,
+        "seconds": round(seconds, 1),
+        **{name.replace(" ", "_"): number for name, number in sorted(soak.count.items())},
+        "memory": "judged" if soak.usage.rss_growth() else "not judged: too few steps",
+        "rss_growth_mib": [round(growth / MIB, 2) for growth in soak.usage.rss_growth()],
+        "rss_mib": [round(samples[-1].rss / MIB) for samples in soak.usage.by_rank],
+        "descriptors": [samples[-1].descriptors for samples in soak.usage.by_rank],
+        "num_samples": len(soak.usage.steps),
+        "descriptors_between_lives": [one.descriptors for one in soak.between_lives],
+        "threads_between_lives": [one.threads for one in soak.between_lives],
+    }
 
 
 def check_process(soak: Soak) -> None:

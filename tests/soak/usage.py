@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -41,12 +42,11 @@ class Usage:
     by_rank: list[list[Sample]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
-    def take(self, num_steps: int) -> None:
-        """Add a sample of this process (rank 0) and of its other ranks, after ``num_steps`` steps."""
-        processes = [psutil.Process(os.getpid()), *rank_processes()]
+    def take(self, num_steps: int, others: Sequence[psutil.Process]) -> None:
+        """Add a sample of this process (rank 0) and of the ``others``, after ``num_steps`` steps."""
+        processes = [psutil.Process(os.getpid()), *others]
         if not self.by_rank:
             self.by_rank = [[] for _ in processes]
-        assert len(processes) == len(self.by_rank), f"{len(processes)} ranks live, {len(self.by_rank)} were started"
         for samples, process in zip(self.by_rank, processes, strict=True):
             samples.append(sample(process))
         self.steps.append(num_steps)
