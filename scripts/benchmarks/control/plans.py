@@ -47,11 +47,14 @@ class PlanContender:
         self._prompts: list[list[int]] = []
         self._add(self._draw(self._rng.integers(33, LONGEST_FIRST + 1, num_rows).tolist()))
         self._reach_steady_decode()
-        self._publisher = PlanPublisher(num_readers)
-        arguments = (self._publisher.name, self._scheduler.next_step_id, spin_s)
-        self.readers = Readers(multiprocessing.get_context("spawn"), num_readers, open_channel, arguments)
+        self._publisher, self.readers = self._start(num_readers, spin_s)
         self._publisher.wait_attached(TIMEOUT_S)
         self.readers.wait_ready()
+
+    def _start(self, num_readers: int, spin_s: float | None) -> tuple[PlanPublisher, Readers]:
+        publisher = PlanPublisher(num_readers)
+        arguments = (publisher.name, self._scheduler.next_step_id, spin_s)
+        return publisher, Readers(multiprocessing.get_context("spawn"), num_readers, open_channel, arguments)
 
     def draw(self) -> None:
         self._prompts = self._draw([NEW_LENGTH] * NUM_NEW)
