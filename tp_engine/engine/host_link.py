@@ -28,6 +28,7 @@ import errno
 import os
 import select
 import socket
+import stat
 import struct
 import threading
 import time
@@ -276,10 +277,17 @@ def _cut_connections(address: str) -> None:
     A collective that waits to receive from that host would wait until its timeout: no packet tells it.  Now it raises.
     """
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            is_tcp = one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and one.getpeername()[0].removeprefix("::ffff:") == address:
-                one.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                _shut_down(int(name), address)
+
+
+def _shut_down(descriptor: int, address: str) -> None:
+    """Shut down this process's socket ``descriptor`` if it is a TCP connection to ``address``."""
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        is_tcp = one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and one.getpeername()[0].removeprefix("::ffff:") == address:
+            one.shutdown(socket.SHUT_RDWR)
 
 
 def _close_gently(link: _Link, deadline_s: float) -> None:

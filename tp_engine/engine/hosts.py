@@ -30,7 +30,7 @@ import tp_engine
 from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, RankError
 from tp_engine.interfaces import address_towards, interface_of, is_loopback
 from tp_engine.ipc.handshake import KEY_BYTES, Hello, Listener, connect, new_hello, watch_peer
 from tp_engine.ipc.relay import PlanLink, RelayReader
@@ -46,8 +46,9 @@ logger = get_logger(__name__)
 _MEETING = "where hosts meet"
 _FAILED = "a host that failed before it was connected"
 _LOOK_S = 0.25
+_POLL_S = 0.005
 # Paths and habits of one host, which others need not share.
-_OWN_FIELDS = ("model", "tokenizer", "log_format", "flight_recorder_dir", "profile", "devices")
+_OWN_FIELDS = ("model", "tokenizer", "log_format", "flight_recorder_dir", "profile", "devices", "kv_disk_path")
 
 
 def topology_of(launched: env.LaunchedRank) -> Topology:
@@ -82,6 +83,20 @@ class Hosts:
         logger.info("other hosts connect to %s:%d (%s)", address, self._listener.port, interface_of(address))
         return json.dumps({"address": address, "port": self._listener.port, "key": key.hex()})
 
+    def await_hosts(self, timeout_s: float) -> None:
+        """Rank 0 waits until all other hosts are connected; ``RankError`` names one that is not."""
+        assert self._listener is not None
+        deadline_s = time.monotonic() + timeout_s
+        while missing := self._listener.missing_hosts:
+            self.check()
+            if time.monotonic() > deadline_s:
+                raise RankError(
+                    self._job.board.topology.leader_of(missing[0]),
+                    f"has not connected within {timeout_s:g} s (missing hosts: {', '.join(map(str, missing))}); see the "
+                    "log of its torchrun",
+                )
+            time.sleep(_POLL_S)
+
     def connect(self, meeting: str, identity: Mapping[str, str], *, start_s: float) -> None:
         """Another host's first rank connects to rank 0."""
         where, rank = json.loads(meeting), self._job.rank
@@ -99,7 +114,7 @@ class Hosts:
         logger.info("connected to rank 0 at %s:%d", where["address"], where["port"])
 
     def plan_links(self) -> list[PlanLink]:
-        """Rank 0's connections for plans, one per other host; all hosts have met."""
+        """Rank 0's connections for plans, one per other host."""
         topology = self._job.board.topology
         return [
             PlanLink(self._plans[host], topology.leader_of(host), alive=self._job.alive) for host in sorted(self._plans)
@@ -161,6 +176,7 @@ def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: St
         env.use_interface(interface_of(address))
         if launched.rank == 0:
             watched.set(_MEETING, hosts.listen(address, identity_of(effective)))
+            hosts.await_hosts(start_s)
         elif topology.is_leader(launched.rank):
             hosts.connect(watched.get(_MEETING).decode(), identity_of(effective), start_s=start_s)
     except Exception as error:

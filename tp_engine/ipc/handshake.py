@@ -99,6 +99,12 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
         self._thread.start()
 
+    @property
+    def missing_hosts(self) -> list[int]:
+        """The hosts that have not made all of their connections."""
+        with self._lock:
+            return sorted({host for host, _ in self._missing})
+
     def close(self) -> None:
         """Take no more connections; safe to call twice."""
         with contextlib.suppress(OSError):
@@ -121,7 +127,7 @@ class Listener:
             with self._lock:
                 self._missing.discard((hello.host, hello.purpose))
                 is_last = not self._missing
-            self._accepted(hello, connection)
+                self._accepted(hello, connection)
             if is_last:
                 self.close()
         except (OSError, ValueError, msgspec.DecodeError) as error:
