@@ -92,8 +92,8 @@ class Hosts:
             if time.monotonic() > deadline_s:
                 raise RankError(
                     self._job.board.topology.leader_of(missing[0]),
-                    f"has not connected within {timeout_s:g} s (missing hosts: {', '.join(map(str, missing))}); see the "
-                    "log of its torchrun",
+                    f"has not connected within {timeout_s:g} s (missing hosts: {', '.join(map(str, missing))}); see "
+                    "the log of its torchrun",
                 )
             time.sleep(_POLL_S)
 
