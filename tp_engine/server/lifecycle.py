@@ -239,11 +239,16 @@ def _rank0() -> Iterator[None]:
 
 
 def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
-    """End this process soon after rank 0, or when its time is over; called on the signal thread, it does not wait."""
+    """End this process soon after rank 0, or when its time is over; called on the signal thread, it does not wait.
+
+    On another host than rank 0's, the connection between them ends the process; here, only the time does.
+    """
+    launched = env.launched_rank()
+    is_far = launched is not None and launched.rank >= launched.local_world_size
 
     def watch() -> None:
         deadline_s = time.monotonic() + shutdown_timeout_s + _LEAVE_S
-        while is_listened_on(_presence_name()) and time.monotonic() < deadline_s:
+        while (is_far or is_listened_on(_presence_name())) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         end_process_after(_LEAVE_S, 1)
 
