@@ -6,8 +6,9 @@
 
 reload: the time to the first token of a prompt that comes back from the host, beside that of a new one, and the time of
 one block.  chats: multi-turn chats four times the pool, beside no tier and beside one pool of the summed size.  fits:
-chats that the pool holds.  sharers: requests that share an evicted prefix.  In the last three, engines take turns, and
-medians count.  The last line is one JSON object.
+chats that the pool holds.  sharers: requests that share an evicted prefix.  In these three, engines take turns, and
+medians count.  restart: prompts that an engine before this one has had, read from disk, beside computing them.  The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from benchmarks.tiers.chats import TIMES_POOL, ChatSet, compare_chats, compare_f
 from benchmarks.tiers.engines import EngineMaker
 from benchmarks.tiers.plot import svg
 from benchmarks.tiers.reload import compare_reload, engine_options
+from benchmarks.tiers.restart import compare_restart, disk_options
 from benchmarks.tiers.sharers import Sharers, compare_sharers
 
-SECTIONS = ("reload", "chats", "fits", "sharers")
+SECTIONS = ("reload", "chats", "fits", "sharers", "restart")
 _COUNTS = ("host_pools", "requests", "prefix_blocks", "shrink")
 
 
@@ -51,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         if "reload" in args.sections:
             report["reload"] = measure_reload(args, model)
         report |= measure_runs(args, model)
+        if "restart" in args.sections:
+            report["restart"] = measure_restart(args, model, Path(args.kv_disk_path or folder) / "kv")
     print_tables(report)
     if args.plot is not None:
         args.plot.write_text(svg(report), encoding="utf-8")
@@ -61,9 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = section_parser(__doc__, SECTIONS, shape="B", dtype="bfloat16")
-    parser.add_argument("--tokens", type=int, default=1537, help="reload: tokens of a prompt")
-    parser.add_argument("--rounds", type=int, default=10, help="reload: rounds; the median counts")
-    parser.add_argument("--kv-offloading-size", type=float, default=1.0, help="reload: GiB of the host tier")
+    parser.add_argument("--tokens", type=int, default=1537, help="reload, restart: tokens of a prompt")
+    parser.add_argument("--rounds", type=int, default=10, help="reload, restart: rounds; the median counts")
+    parser.add_argument("--kv-offloading-size", type=float, default=1.0, help="reload, restart: GiB of a tier")
+    parser.add_argument("--kv-disk-path", help="restart: directory on the disk (default: one for temporary files)")
     parser.add_argument("--runs", type=int, default=3, help="other sections: runs per engine; the median counts")
     parser.add_argument("--chats", type=int, default=16, help="chats, fits: number of chats")
     parser.add_argument("--host-pools", type=int, default=4, help="chats: size of the host tier, in pools")
@@ -90,6 +95,16 @@ def measure_reload(args: argparse.Namespace, model: str) -> dict[str, Any]:
         )
     finally:
         engine.close()
+
+
+def measure_restart(args: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+    """The section ``restart``."""
+    vocab_size = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    options = disk_options(folder, args.tokens, args.block_size, args.kv_offloading_size)
+    return compare_restart(
+        lambda: TpEngine(model, {"dtype": args.dtype, **options, **args.engine_options}), folder,
+        vocab_size=vocab_size, num_tokens=args.tokens, block_size=args.block_size, rounds=args.rounds,
+    )  # fmt: skip
 
 
 def measure_runs(args: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -139,6 +154,12 @@ def print_tables(report: dict[str, Any]) -> None:
         print(
             f"  {found['loaded_blocks']} blocks loaded for {found['requests']} requests with a prefix of "
             f"{found['prefix_blocks']}: {found['loads_per_block']:g}x (goal {found['goal_loads']:g}x)"
+        )
+    if found := report.get("restart"):
+        print(
+            f"restart: first token of {found['tokens']} tokens: computed {found['first_token_computed_ms']:.1f} ms, "
+            f"read from disk ({found['disk_gb_per_s']:.2f} GB/s) {found['first_token_read_ms']:.1f} ms: "
+            f"{found['ratio']:.1f}x (goal {found['goal']:g}x)"
         )
     print()
 

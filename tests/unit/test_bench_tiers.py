@@ -15,8 +15,9 @@ from benchmarks.tiers.sharers import Sharers
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: bytes of a block by hand: 2 layers, K and V, 16 tokens, 2 heads of 16 floats; the benchmark itself checks
-    that all blocks came from the host and gave the same token.  A tier changes no answer, moves nothing where all fits,
-    and loads a shared prefix once; chats find with it what one pool of the summed size has."""
+    that all blocks came from the host, or from disk after a restart, and gave the same token.  A tier changes no
+    answer, moves nothing where all fits, and loads a shared prefix once; chats find with it what one pool of the summed
+    size has."""
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = qwen3_config("qwen3-0.6b", "float32") | small | {"vocab_size": 300, "head_dim": 16, "eos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "num_key_value_heads": 2}))
@@ -38,6 +39,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert chats["off_hit_percent"] < chats["on_hit_percent"] and abs(chats["hit_gap_points"]) < chats["goal_points"]
     assert report["fits"]["moved_bytes"] == 0
     assert report["sharers"]["loaded_blocks"] == 8 and "8 blocks loaded for 6 requests" in printed
+    assert report["restart"]["ratio"] > 0 and "read from disk" in printed
     picture = ElementTree.parse(tmp_path / "tiers.svg").getroot()
     assert len(picture.findall("{http://www.w3.org/2000/svg}g")) == 3
 
@@ -53,7 +55,10 @@ def test_sizes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sections", "reload,nothing"], "--sections names nothing; choose among reload, chats, fits, sharers"),
+        (
+            ["--sections", "reload,nothing"],
+            "--sections names nothing; choose among reload, chats, fits, sharers, restart",
+        ),
         (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
         (["--tokens", "16"], "--tokens is 16; a prompt must be longer than a block: at least 17"),
         (["--chats", "4"], "--chats is 4; the pool holds 1 of 4 chats: at least 8"),
