@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.fake_engine import MODEL_INFO, FakeEngine, arith, fake_service
+from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, arith, fake_service
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import CODE_UNAVAILABLE
 from tp_engine.engine.service import EngineService
@@ -101,6 +101,50 @@ def test_requests_are_answered_and_a_stop_is_clean() -> None:
         asyncio.run(scenario())
         service.join()
     assert service.error is None
+
+
+def test_work_of_pauses_begins_right_after_the_last_step() -> None:
+    """Oracle: what the loop does: after a step a short look at the socket and work, as long as there is work; then it
+    waits longer."""
+    acts: list[object] = []
+
+    class Busy(FakeEngine):
+        num_left = 0
+
+        def step(self) -> StepOutput:
+            acts.append("step")
+            self.num_left = 3
+            return super().step()
+
+        def work_when_idle(self) -> bool:
+            self.num_left -= 1
+            acts.append("work" if self.num_left >= 0 else "none")
+            return self.num_left > 0
+
+    async def scenario(service: ServiceThread) -> None:
+        client, recorder = await connected(service.address)
+        sockets = service.service._socket
+        receive = sockets.receive
+
+        def noted(timeout_s: float) -> list[bytes]:
+            acts.append(timeout_s)
+            return receive(timeout_s)
+
+        sockets.receive = noted  # type: ignore[method-assign]
+        client.add_request(request("a", max_tokens=2))
+        await recorder.until(lambda: "a" in recorder.finish_reasons())
+        deadline_s = time.monotonic() + DEADLINE_S
+        while acts.count("work") < 3 or acts[-1] != 1.0:
+            assert time.monotonic() < deadline_s, acts
+            await asyncio.sleep(0.01)
+        client.stop()
+        await client.close()
+
+    with fake_service(Busy()) as service:
+        asyncio.run(scenario(service))
+        service.join()
+    last = len(acts) - 1 - acts[::-1].index("step")
+    assert acts[last + 1 : last + 8] == [0.001, "work", 0.001, "work", 0.001, "work", 1.0]
 
 
 def test_refused_and_malformed_requests_leave_the_loop_alive() -> None:

@@ -126,6 +126,7 @@ class EngineService:
             self._begin_serving_out()
             if self._engine.has_unfinished:
                 self._publish(self._engine.step())
+                self._has_idle_work = True
             else:
                 self._engine.check_health()
                 self._has_idle_work = self._engine.work_when_idle()
