@@ -44,6 +44,20 @@ _GEMMA4 = {
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
 }
+_LATENT = {
+    **_SHARED,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_LATENT_YARN = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}
 _GEMMA_VISION = {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "model_type": "gemma4_vision"}
 
 FAMILIES: dict[str, Family] = {
@@ -179,7 +193,7 @@ FAMILIES: dict[str, Family] = {
             "use_qk_norm": True,
             "attention_bias": True,
         },
-        seed=1,
+        seed=8,
     ),
     "minimax-m2": Family(
         "MiniMaxM2Config",
@@ -195,6 +209,28 @@ FAMILIES: dict[str, Family] = {
         "Ernie4_5_MoeConfig",
         "Ernie4_5_MoeForCausalLM",
         {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 3},
+        seed=2,
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2},
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "rope_parameters": _LATENT_YARN}, seed=1
+    ),
+    "deepseek-v3.2": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_LATENT, "index_topk": 256}),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**_LATENT, "v_head_dim": 20, "rope_interleave": False},
+        seed=1,
+    ),
+    "glm-moe-dsa": Family("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", {**_LATENT, "index_topk": 256}),
+    "mistral4": Family(
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        {**_LATENT, "rope_parameters": {**_LATENT_YARN, "llama_4_scaling_beta": 0.4}},
         seed=2,
     ),
     "gpt-oss": Family(

@@ -68,6 +68,9 @@ def make_checkpoint(
     }
     if family.config.startswith("Qwen2"):
         del settings["head_dim"]  # these configurations have no such option
+    if "kv_lora_rank" in settings:  # transformers expands latents to as many heads as queries have
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+        del settings["head_dim"]
     config = _configure(transformers, family, settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(family.seed if seed is None else seed)

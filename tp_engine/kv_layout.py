@@ -51,38 +51,40 @@ def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
 class KvKind:
     """What the layers of one group have in common.  ``window`` counts the visible keys, self included; None: all.
 
-    ``num_kv_heads`` are the whole model's.
+    ``num_kv_heads`` are the whole model's.  ``num_parts``: 2, keys and values; 1 where values are a part of the keys.
     """
 
     window: int | None
     num_kv_heads: int
     head_dim: int
+    num_parts: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
     """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all.
 
-    Each layer keeps keys and values of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``.
+    Each layer keeps ``num_parts`` (keys and values) of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``.
     """
 
     layers: tuple[int, ...]
     window: int | None
     local_num_kv_heads: int
     head_dim: int
+    num_parts: int = 2
 
     @property
     def width(self) -> int:
-        """Elements of a layer's keys, or values, of one token."""
+        """Elements of one part of a layer, keys or values, of one token."""
         return self.local_num_kv_heads * self.head_dim
 
     def value_bytes(self, block_size: int, itemsize: int) -> int:
         """Bytes of the keys and values in a block of this group."""
-        return 2 * len(self.layers) * block_size * self.width * itemsize
+        return self.num_parts * len(self.layers) * block_size * self.width * itemsize
 
     def scale_bytes(self, block_size: int) -> int:
-        """Bytes of a quantised block's scales: one float32 per token, head and layer, for keys and for values."""
-        return 2 * len(self.layers) * block_size * self.local_num_kv_heads * SCALE_BYTES
+        """Bytes of a quantised block's scales: one float32 per token, head, layer and part."""
+        return self.num_parts * len(self.layers) * block_size * self.local_num_kv_heads * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class KvLayout:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same shape, so that blocks of all groups are read alike."""
-        return len({(group.local_num_kv_heads, group.head_dim) for group in self.groups}) == 1
+        return len({(group.local_num_kv_heads, group.head_dim, group.num_parts) for group in self.groups}) == 1
 
     @property
     def keeps_all(self) -> bool:
@@ -147,7 +149,8 @@ def lay_out(kinds: Sequence[KvKind], world_size: int = 1) -> KvLayout:
     layers_of: dict[KvKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
         layers_of.setdefault(kind, []).append(layer)
-    widths = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) * kind.head_dim for kind in layers_of}
+    heads = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) for kind in layers_of}
+    widths = {kind: kind.num_parts * heads[kind] * kind.head_dim for kind in layers_of}
     sizes = _group_sizes({kind: (len(layers), widths[kind]) for kind, layers in layers_of.items()})
     if sizes is None:
         layers_of = _merge_windows(layers_of)
@@ -164,6 +167,7 @@ def lay_out(kinds: Sequence[KvKind], world_size: int = 1) -> KvLayout:
                     window=kind.window,
                     local_num_kv_heads=local_num_kv_heads(kind.num_kv_heads, world_size),
                     head_dim=kind.head_dim,
+                    num_parts=kind.num_parts,
                 )
             )
     return KvLayout(tuple(groups))
@@ -183,9 +187,9 @@ def _group_sizes(kinds: dict[KvKind, tuple[int, int]]) -> dict[KvKind, int] | No
 
 def _merge_windows(layers_of: dict[KvKind, list[int]]) -> dict[KvKind, list[int]]:
     """The layers of each shape as one kind, with a window only if all have the same."""
-    found: dict[tuple[int, int], list[KvKind]] = {}
+    found: dict[tuple[int, int, int], list[KvKind]] = {}
     for kind in layers_of:
-        found.setdefault((kind.num_kv_heads, kind.head_dim), []).append(kind)
+        found.setdefault((kind.num_kv_heads, kind.head_dim, kind.num_parts), []).append(kind)
     return {
         alike[0] if len(alike) == 1 else replace(alike[0], window=None): sorted(
             layer for kind in alike for layer in layers_of[kind]

@@ -63,10 +63,11 @@ def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
     if not model.tie_word_embeddings:
         num_parameters -= model.vocab_size * model.hidden_size
     attentions = [layer.attention for layer in model.layers]
+    kinds = [attention.kv_kind for attention in attentions]
     return ModelCost(
         num_parameters=num_parameters,
         itemsize=4 if dtype == "float32" else 2,
-        kv_values=sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions),
+        kv_values=sum(kind.num_parts * kind.num_kv_heads * kind.head_dim for kind in kinds),
         num_layers=model.num_layers,
         attention_width=max(attention.num_heads * attention.head_dim for attention in attentions),
         experts=tuple(

@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 # projection for keys and values (gemma4-experts), once per way of packing.
 MORE_ROWS = [
     ("fp8-block", "phi3"),
+    ("fp8-block", "deepseek-v3"),
     ("fp8-channel", "mixtral"),
     ("fp8-tensor-static", "phi3"),
     ("pack-quantized-asym", "phi3"),

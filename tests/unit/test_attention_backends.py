@@ -15,7 +15,7 @@ from tests.paged_batches import PagedBatch, make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.flash_attn import FlashAttn2, FlashAttn3, FlashAttnBackend
 from tp_engine.attention.flashinfer import FlashInferBackend
-from tp_engine.attention.registry import PairBackend
+from tp_engine.attention.pair import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.torch_varlen import TorchVarlenBackend, paged_varlen_attn
 from tp_engine.kernels.layer_kv import LayerKv

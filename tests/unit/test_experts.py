@@ -69,7 +69,7 @@ def route_by_hand(logits: list[float], rule: RoutingRule, correction: list[float
     if rule.num_groups > 1:
         size = len(choice) // rule.num_groups
         groups = [choice[start : start + size] for start in range(0, len(choice), size)]
-        worth = [sum(sorted(group)[-2:]) for group in groups]
+        worth = [sum(sorted(group)[-rule.group_best :]) for group in groups]
         kept = sorted(range(rule.num_groups), key=lambda group: (-worth[group], group))[: rule.top_groups]
         choice = [value if index // size in kept else -math.inf for index, value in enumerate(choice)]
     chosen = sorted(range(len(choice)), key=lambda expert: (-choice[expert], expert))[: rule.top_k]

@@ -295,7 +295,8 @@ def test_every_operation_is_tested_here() -> None:
     """Oracle: the table: every operation in it has a test of its formula."""
     names = {"embed", "norm", "add_norm", "add", "gate", "prepare_heads", "head_squares", "norm_width", "cap_logits"}
     # test_kernels_decode_inputs, test_kernels_store_kv; test_experts; test_scaled_products, test_kernels_norm_codes;
-    # test_block_codes
+    # test_block_codes; test_latent
     elsewhere = {"prepare_decodes", "advance_decodes", "store_kv", "route", "to_float32", "add_gated"}
     elsewhere |= {"quantise_rows", "norm_codes", "encode_blocks", "decode_blocks"}
+    elsewhere |= {"prepare_latents", "absorb_queries", "release_values"}
     assert set(OPS) == names | elsewhere

@@ -223,7 +223,7 @@ def test_every_method_is_covered() -> None:
         *(({"quant_method": name}, name) for name in ("bitsandbytes", "gguf", "hqq", "exl2", "auto-round", "quark")),
         ({"bits": 4}, "quant_method"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
-        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "ue8m0"),
+        ({"quant_method": "fp8", "scale_fmt": "ue5m3"}, "ue5m3"),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme"),
         ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]}, "blocks need"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),

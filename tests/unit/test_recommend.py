@@ -77,7 +77,11 @@ def test_parameters_of_real_models(config: dict[str, Any], num_parameters: int) 
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss", "ernie4.5-moe"]
+    "architecture",
+    [
+        *("llama", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss", "ernie4.5-moe"),
+        *("deepseek-v2", "deepseek-v3", "mistral4"),
+    ],
 )
 @pytest.mark.parametrize("tie", [True, False])
 def test_parameters_of_checkpoints(tmp_path: Path, architecture: str, tie: bool) -> None:

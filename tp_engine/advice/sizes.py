@@ -35,13 +35,22 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     """Estimate of the largest step's peak: one layer's tensors for ``num_tokens``, and the logits of all sequences."""
     per_token = 0
     for layer in model.distinct_layers:
-        num_heads, num_kv_heads = local_heads(layer.attention, world_size)
-        heads = (num_heads + 2 * num_kv_heads) * layer.attention.head_dim
+        heads = _head_elements(layer.attention, world_size)
         inner = max(_mlp_elements(model.hidden_size, mlp, world_size) for mlp in layer.mlps)
         waiting = 0 if layer.beside is None else 2 * model.hidden_size  # the dense MLP's output, and the experts' input
         per_token = max(per_token, inner + waiting, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
     return num_tokens * (3 * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
+
+
+def _head_elements(attention: AttentionSpec, world_size: int) -> int:
+    """Numbers of a token's queries, keys and values; with latents also of its row, and of the keys and values that are
+    made of it."""
+    num_heads, num_kv_heads = local_heads(attention, world_size)
+    latent = attention.latent
+    if latent is None:
+        return (num_heads + 2 * num_kv_heads) * attention.head_dim
+    return latent.down_rows(num_heads) + latent.row_dim + num_heads * (2 * latent.query_dim + latent.value_dim)
 
 
 def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> int:

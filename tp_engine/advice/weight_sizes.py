@@ -12,7 +12,7 @@ from typing import TypeAlias
 from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
-from tp_engine.model_config.spec import LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
 from tp_engine.units import ceil_div
 
 _FLOAT32 = 4
@@ -147,27 +147,36 @@ def _products(
     hidden: int, layer: LayerSpec, world_size: int, *, schemes: Schemes | None = None, active_only: bool = False
 ) -> list[_Product]:
     """The linear weights of a layer that can be quantised; ``schemes`` are theirs, in the same order."""
-    attention = layer.attention
-    queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
-    found = [
-        _Product(
-            modules=_below("self_attn", attention.fused_name, *attention.projections),
-            rows=queries + 2 * keys,
-            columns=hidden,
-            row_cuts=(queries, keys),
-        ),
-        _Product(
-            modules=("self_attn.o_proj",),
-            rows=hidden,
-            columns=queries,
-            row_cuts=(hidden,),
-            column_cuts=_cuts(world_size, queries),
-        ),
-    ]
+    found = _products_of_attention(hidden, layer.attention, world_size)
     for mlp in layer.mlps:
         scheme = None if schemes is None else schemes[len(found)]
         found += _products_of_mlp(hidden, mlp, mlp.name, world_size, scheme, active_only)
     return found
+
+
+def _products_of_attention(hidden: int, attention: AttentionSpec, world_size: int) -> list[_Product]:
+    """The projections of the stream, those of a query's latent, and the output's."""
+    num_heads, num_kv_heads = local_heads(attention, world_size)
+    latent, width = attention.latent, num_heads * attention.value_dim
+    if latent is None:
+        queries, keys = num_heads * attention.head_dim, num_kv_heads * attention.head_dim
+        modules = _below("self_attn", attention.fused_name, *attention.projections)
+        found = [_Product(modules=modules, rows=queries + 2 * keys, columns=hidden, row_cuts=(queries, keys))]
+    else:
+        first, queries = latent.down_rows(num_heads), num_heads * latent.query_dim
+        modules = _below("self_attn", None, "q_a_proj" if latent.query_rank else "q_proj", "kv_a_proj_with_mqa")
+        cuts = (first, latent.row_dim)
+        found = [_Product(modules=modules, rows=first + latent.row_dim, columns=hidden, row_cuts=cuts)]
+        if latent.query_rank:
+            found.append(_Product(modules=("self_attn.q_b_proj",), rows=queries, columns=first, row_cuts=(queries,)))
+    output = _Product(
+        modules=("self_attn.o_proj",),
+        rows=hidden,
+        columns=width,
+        row_cuts=(hidden,),
+        column_cuts=_cuts(world_size, width),
+    )
+    return [*found, output]
 
 
 def _products_of_mlp(
@@ -215,13 +224,16 @@ def _cuts(world_size: int, share: int) -> tuple[int, ...]:
 
 
 def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool) -> int:
-    """Parameters of a layer that are never quantised: norms, biases, sinks, router."""
+    """Parameters of a layer that are never quantised: norms, biases, sinks, router, the maps from latents."""
     attention = layer.attention
+    num_heads = local_heads(attention, world_size)[0]
     queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
     found = (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias + hidden * len(list(layer.norms))
     if attention.qk_norm is not None:
         found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
-    found += queries // attention.head_dim * attention.has_sinks + (layer.stream_scale is not None)
+    if attention.latent is not None:
+        found += (num_heads * attention.latent.up_dim + 1) * attention.latent.rank + (attention.latent.query_rank or 0)
+    found += num_heads * attention.has_sinks + (layer.stream_scale is not None)
     return found + sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
 
 

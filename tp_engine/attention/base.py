@@ -39,12 +39,29 @@ class AttentionMetadata:
         return len(self.host_seq_lens)
 
 
+class LatentMaps(Protocol):
+    """How the heads of a layer with latent attention read the cached rows (``model_config/latent.py``)."""
+
+    query_dim: int
+    value_dim: int
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries (n, heads, query_dim) as queries of the cached rows, (n, heads, row_dim)."""
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """Means of latents (n, heads, rank) as means of values (n, heads, value_dim)."""
+
+    def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
+        """Cached ``rows`` (n, 1, row_dim) as keys (n, heads, query_dim) and values (n, heads, value_dim)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The constants of one attention layer on this rank.  ``sliding_window`` counts the visible keys, self included.
 
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
-    (kernels/plain_attention.py has the formulas).
+    (kernels/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the first
+    elements of its keys.  ``latent`` is for ``attention/latent.py``, which stands before another backend.
     """
 
     num_heads: int
@@ -54,6 +71,8 @@ class AttentionShape:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
+    value_dim: int | None = None
+    latent: LatentMaps | None = field(default=None, compare=False)
 
 
 class AttentionBackend(Protocol):
@@ -101,7 +120,7 @@ class AttentionNeeds:
     ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.
 
     ``head_dims`` are those of the model's layers, each once.  ``has_softcap``: some layer caps its scores;
-    ``has_sinks``: some layer has attention sinks.
+    ``has_sinks``: some layer has attention sinks.  ``has_latents``: the layers have latent attention.
 
     ``capability`` is the GPU's compute capability, such as (9, 0); None without a GPU, or if it is unknown.
     """
@@ -113,6 +132,7 @@ class AttentionNeeds:
     head_dims: tuple[int, ...]
     has_softcap: bool = False
     has_sinks: bool = False
+    has_latents: bool = False
     capability: tuple[int, int] | None = None
 
     def why_no_sinks(self) -> str | None:

@@ -40,9 +40,12 @@ class LayerInput:
     shape: AttentionShape
     reader: RowReader
 
-    def cached(self, part: int, rows: torch.Tensor) -> torch.Tensor:
-        """Keys (part 0) or values (part 1) of the cache: (keys, KV heads, head_dim)."""
-        return self.reader.read(self.kv, part, rows)
+    def cached(self, rows: torch.Tensor, dtype: torch.dtype) -> KeyValue:
+        """Keys (keys, KV heads, head_dim) of the cache, and values (keys, KV heads, value_dim)."""
+        keys = self.reader.read(self.kv, 0, rows).to(dtype)
+        if self.shape.value_dim is not None:
+            return KeyValue(keys, keys[..., : self.shape.value_dim])
+        return KeyValue(keys, self.reader.read(self.kv, 1, rows).to(dtype))
 
 
 class AttentionCall(Protocol):
@@ -78,8 +81,8 @@ class GroupCall:
         query = query[self.tokens] if isinstance(self.tokens, slice) else query.index_select(0, self.tokens)
         query = query.to(dtype).view(batch, length, kv_heads, group, head_dim).transpose(1, 2)
         keys, values = (
-            layer.cached(part, self.rows).to(dtype).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
-            for part in (0, 1)
+            states.view(batch, -1, kv_heads, states.shape[2]).transpose(1, 2)
+            for states in layer.cached(self.rows, dtype)
         )
         sinks = sinks_by_kv_head(shape)
         out = attend(
@@ -90,8 +93,8 @@ class GroupCall:
             shape=shape,
             sinks=None if sinks is None else sinks.repeat(1, length).unsqueeze(-1),
         )
-        out = out.view(batch, kv_heads, length, group, head_dim).transpose(1, 2)
-        return out.reshape(batch * length, shape.num_heads, head_dim)
+        out = out.reshape(batch, kv_heads, length, group, -1).transpose(1, 2)
+        return out.reshape(batch * length, shape.num_heads, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,51 +111,68 @@ class ChunkCall:
     masks: StaircaseMasks
 
     def run(self, layer: LayerInput, dtype: torch.dtype) -> torch.Tensor:
-        """Attend in tiles of queries, each over the keys that it can see."""
+        """Attend to what ``layer`` has from ``first_key`` on."""
         query = layer.query[self.tokens].to(dtype)
-        keys, values = (states.to(dtype) for states in self._read(layer))
-        out = torch.empty_like(query)
-        cached = self.seq_len - len(query)
-        for start in range(0, len(query), TILE):
-            end = min(start + TILE, len(query))
-            first = 0 if layer.shape.sliding_window is None else max(0, cached + start - layer.shape.sliding_window + 1)
-            seen = slice(first - self.first_key, cached + end - self.first_key)
-            out[start:end] = self._tile(query[start:end], keys[seen], values[seen], layer.shape)
-        return out
+        return attend_last(query, self._read(layer, dtype), layer.shape, self.masks, self.seq_len, self.first_key)
 
-    def _read(self, layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, layer: LayerInput, dtype: torch.dtype) -> KeyValue:
         """Keys and values (keys, KV heads, head_dim) from ``first_key`` on."""
         if self.rows is None:
             assert layer.new is not None
-            return layer.new.key[self.tokens], layer.new.value[self.tokens]
-        return layer.cached(0, self.rows), layer.cached(1, self.rows)
+            return KeyValue(*(states[self.tokens].to(dtype) for states in layer.new))
+        return layer.cached(self.rows, dtype)
 
-    def _tile(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape
-    ) -> torch.Tensor:
-        """Queries (t, heads, head_dim) that are the last positions of their ``keys`` (n, KV heads, head_dim)."""
-        num_queries, num_keys, window = len(query), len(keys), shape.sliding_window
-        group = shape.num_heads // shape.num_kv_heads
-        grouped = query.view(num_queries, shape.num_kv_heads, group, shape.head_dim).permute(2, 1, 0, 3)
-        keys, values = (states.transpose(0, 1).expand(group, -1, -1, -1) for states in (keys, values))
-        is_plain = shape.softcap is None and shape.sinks is None
-        is_causal = is_plain and num_queries == num_keys and (window is None or num_queries <= window)
-        mask = None
-        if not is_causal:
-            mask = self.masks.corner(num_queries, num_keys, window, query.dtype, query.device)
-            if query.device.type != "cpu":
-                mask = mask.contiguous()  # device kernels want aligned rows
-        sinks = sinks_by_kv_head(shape)
-        out = attend(
-            grouped,
-            keys,
-            values,
-            mask,
-            is_causal=is_causal,
-            shape=shape,
-            sinks=None if sinks is None else sinks.T[..., None, None],
-        )
-        return out.permute(2, 1, 0, 3).reshape(query.shape)
+
+def attend_last(
+    query: torch.Tensor,
+    new: KeyValue,
+    shape: AttentionShape,
+    masks: StaircaseMasks,
+    seq_len: int | None = None,
+    first_key: int = 0,
+) -> torch.Tensor:
+    """Queries (t, heads, head_dim), the last of ``seq_len`` positions, over those keys and values (n, KV heads, ...)
+    that begin with position ``first_key``; in tiles of queries, each over the keys that it can see.
+
+    Without ``seq_len`` there are n positions.  Returns (t, heads, size of a value).
+    """
+    keys, values = new
+    out = query.new_empty(*query.shape[:2], values.shape[-1])
+    cached = (len(keys) if seq_len is None else seq_len) - len(query)
+    for start in range(0, len(query), TILE):
+        end = min(start + TILE, len(query))
+        first = 0 if shape.sliding_window is None else max(0, cached + start - shape.sliding_window + 1)
+        seen = slice(first - first_key, cached + end - first_key)
+        out[start:end] = _attend_tile(query[start:end], keys[seen], values[seen], shape, masks)
+    return out
+
+
+def _attend_tile(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape, masks: StaircaseMasks
+) -> torch.Tensor:
+    """Queries (t, heads, head_dim) that are the last positions of their ``keys`` (n, KV heads, head_dim)."""
+    num_queries, num_keys, window = len(query), len(keys), shape.sliding_window
+    group = shape.num_heads // shape.num_kv_heads
+    grouped = query.reshape(num_queries, shape.num_kv_heads, group, -1).permute(2, 1, 0, 3)
+    keys, values = (states.transpose(0, 1).expand(group, -1, -1, -1) for states in (keys, values))
+    is_plain = shape.softcap is None and shape.sinks is None
+    is_causal = is_plain and num_queries == num_keys and (window is None or num_queries <= window)
+    mask = None
+    if not is_causal:
+        mask = masks.corner(num_queries, num_keys, window, query.dtype, query.device)
+        if query.device.type != "cpu":
+            mask = mask.contiguous()  # device kernels want aligned rows
+    sinks = sinks_by_kv_head(shape)
+    out = attend(
+        grouped,
+        keys,
+        values,
+        mask,
+        is_causal=is_causal,
+        shape=shape,
+        sinks=None if sinks is None else sinks.T[..., None, None],
+    )
+    return out.permute(2, 1, 0, 3).flatten(1, 2)
 
 
 def attend(
@@ -165,7 +185,7 @@ def attend(
     sinks: torch.Tensor | None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """``query`` (..., q, head_dim) over ``keys`` and ``values`` (..., k, head_dim) -> (..., q, head_dim).
+    """``query`` (..., q, head_dim) over ``keys`` and ``values`` (..., k, size of each) -> (..., q, size of a value).
 
     ``mask`` (..., q, k) is 0, or -inf where a key is hidden; ``is_causal`` replaces a causal mask if the layer has no
     softcap and no sinks.  ``sinks`` (..., q or 1, 1) are the shape's sinks for the rows of ``query``.

@@ -76,7 +76,7 @@ class TorchBackend:
         kind, calls = self._planned_calls(layer, metadata)
         if len(calls) == 1 and _covers(calls[0].tokens, len(query)):
             return calls[0].run(layer, kind.dtype).to(query.dtype)
-        out = query.new_zeros(query.shape)
+        out = query.new_zeros(*query.shape[:2], shape.value_dim or shape.head_dim)
         for call in calls:
             out[call.tokens] = call.run(layer, kind.dtype).to(query.dtype)
         return out

@@ -2,10 +2,12 @@
 
 ::
 
-    cache    (2, blocks, block_size, KV heads, head_dim)   keys at 0, values at 1
-    scales   (2, blocks, KV heads, block_size) float32     only of a quantised cache, which is int8 or float8_e4m3fn
+    cache    (parts, blocks, block_size, KV heads, head_dim)   keys at 0, values at 1
+    scales   (parts, blocks, KV heads, block_size) float32     only of a quantised cache, which is int8 or float8_e4m3fn
 
     element = cache[part, block, offset, head, d] * scales[part, block, head, offset]
+
+Latent attention keeps one part: its values are the first elements of its keys (``attention/latent.py``).
 
 Both are views of a pool whose blocks hold all layers of a group (worker/kv_cache.py): a block's keys are contiguous,
 its values too, and ``block_stride`` elements lie between one block and the next.
@@ -27,7 +29,8 @@ LARGEST_VALUE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class KeyValue(NamedTuple):
-    """A step's new keys and values of one layer, each (N, KV heads, head_dim)."""
+    """A step's new keys and values of one layer, each (N, KV heads, head_dim); of a cache with one part, values are
+    the first elements of the keys."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -70,7 +73,7 @@ class LayerKv:
 
 
 def layer_view(blocks: torch.Tensor, place: int) -> torch.Tensor:
-    """The layer at ``place`` of ``blocks`` (blocks, layers, 2, ...) as (2, blocks, ...), without a copy."""
+    """The layer at ``place`` of ``blocks`` (blocks, layers, parts, ...) as (parts, blocks, ...), without a copy."""
     return blocks[:, place].transpose(0, 1)
 
 
@@ -98,10 +101,10 @@ def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
     blocks, offsets = slots // block_size, slots % block_size
     if kv.scales is None:
         rows = blocks * kv.rows_per_block + offsets
-        for cached, states in zip(kv.token_rows, new, strict=True):
+        for cached, states in zip(kv.token_rows, new, strict=False):  # the parts that there are
             cached.index_copy_(0, rows, states.flatten(1).to(cached.dtype))
         return
-    for part, states in enumerate(new):
+    for part, states in enumerate(new[: len(kv.cache)]):
         values, scales = quantise(states, kv.cache.dtype)
         # As bytes, because 8-bit floats can not be indexed.
         kv.cache[part].view(torch.uint8)[blocks, offsets] = values.view(torch.uint8)

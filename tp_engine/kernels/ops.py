@@ -14,7 +14,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.kernels import block_codes, decode_inputs, experts, heads, layer_kv, layer_ops, routing, row_codes
+from tp_engine.kernels import (
+    block_codes,
+    decode_inputs,
+    experts,
+    heads,
+    latents,
+    layer_kv,
+    layer_ops,
+    routing,
+    row_codes,
+)
 from tp_engine.kernels.int8_rows import Int8Rows, TorchInt8Rows
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.linear import NativeInt8Rows
@@ -45,6 +55,9 @@ OPS: dict[str, Op] = {
     "prepare_heads": Op(heads.prepare_heads, "heads_triton:prepare_heads_triton", "ops:prepare_heads"),
     "head_squares": Op(heads.head_squares, "head_width_triton:head_squares_triton", "ops:head_squares"),
     "norm_width": Op(heads.norm_width, "head_width_triton:norm_width_triton", "ops:norm_width"),
+    "prepare_latents": Op(latents.prepare_latents),
+    "absorb_queries": Op(latents.absorb_queries),
+    "release_values": Op(latents.release_values),
     "route": Op(routing.route, "routing_triton:route_triton", "experts:route"),
     "to_float32": Op(routing.to_float32, None, "experts:to_float32"),
     "add_gated": Op(experts.add_gated, "experts_triton:add_gated_triton", "experts:add_gated"),

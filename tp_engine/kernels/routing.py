@@ -9,7 +9,7 @@
              / max(sum of w, smallest_sum), if the rule renormalises; * factor; * the expert's own scale
 
 A group is a stretch of num_experts / num_groups experts; its worth is the sum of its two largest c (DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.1.2).  All arithmetic is float32.
+https://arxiv.org/abs/2412.19437, section 2.1.2), or its largest (DeepSeek-V2).  All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _within_groups(choice: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     """``choice`` (N, experts) with -inf outside of the best groups."""
     groups = choice.view(len(choice), rule.num_groups, -1)
-    worth = groups.topk(min(2, groups.shape[2]), 2).values.sum(2)
+    worth = groups.topk(min(rule.group_best, groups.shape[2]), 2).values.sum(2)
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, _largest(worth, rule.top_groups), True)
     return groups.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)

@@ -30,8 +30,9 @@ def keep_groups(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     TOP_GROUPS: tl.constexpr,  # noqa: N803
+    GROUP_BEST: tl.constexpr,  # noqa: N803
 ):
-    """``choice`` with -inf outside of the TOP_GROUPS groups whose two largest values have the largest sums."""
+    """``choice`` with -inf outside of the TOP_GROUPS groups whose GROUP_BEST largest values have the largest sums."""
     size: tl.constexpr = EXPERTS // GROUPS
     group = expert // size
     worth = tl.full(choice.shape, _LOWEST, tl.float32)  # of an expert's group
@@ -39,7 +40,7 @@ def keep_groups(  # type: ignore[no-untyped-def]
         own = tl.where(group == index, choice, _LOWEST)
         first = take_largest(own, expert, EXPERTS)
         total = tl.max(own, 0)
-        if size > 1:
+        if size > 1 and GROUP_BEST > 1:
             total += tl.max(tl.where(expert == first, _LOWEST, own), 0)
         worth = tl.where(group == index, total, worth)
     kept = expert < 0
@@ -69,6 +70,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     RENORMALISES: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     TOP_GROUPS: tl.constexpr,  # noqa: N803
+    GROUP_BEST: tl.constexpr,  # noqa: N803
     HAS_CORRECTION: tl.constexpr,  # noqa: N803
     HAS_LOAD: tl.constexpr,  # noqa: N803
     HAS_SCALE: tl.constexpr,  # noqa: N803
@@ -91,7 +93,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
         choice += tl.load(correction + expert, mask=inside, other=0.0)
     choice = tl.where(inside, choice, _LOWEST)
     if GROUPS > 1:
-        choice = keep_groups(choice, expert, EXPERTS, GROUPS, TOP_GROUPS)
+        choice = keep_groups(choice, expert, EXPERTS, GROUPS, TOP_GROUPS, GROUP_BEST)
     place = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     weight = tl.full((BLOCK_K,), _LOWEST, tl.float32)
@@ -149,6 +151,7 @@ def route_triton(
             RENORMALISES=rule.renormalises,
             GROUPS=rule.num_groups,
             TOP_GROUPS=rule.top_groups,
+            GROUP_BEST=rule.group_best,
             HAS_CORRECTION=correction is not None,
             HAS_LOAD=load is not None,
             HAS_SCALE=expert_scale is not None,

@@ -73,7 +73,7 @@ def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:
     if requested > model.max_position:
         raise ConfigError(
             f"max_model_len is {requested}; the model has {model.max_position} positions "
-            f"(max_position_embeddings): ask for at most {model.max_position}, or leave max_model_len out"
+            f"({model.max_position_key}): ask for at most {model.max_position}, or leave max_model_len out"
         )
     return requested
 

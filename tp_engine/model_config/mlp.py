@@ -59,8 +59,8 @@ class RoutingRule:
 
     ``scores`` are the softmax of all logits, the sigmoid of each, or the logits, of which the chosen ones go through a
     softmax.  With ``num_groups`` above 1 only the experts of the best ``top_groups`` groups can be chosen; a group is
-    worth its two best scores.  If ``renormalises``, weights are divided by their sum, but at least ``smallest_sum``.
-    Then they are multiplied by ``factor``.
+    worth its ``group_best`` best scores, 1 or 2.  If ``renormalises``, weights are divided by their sum, but at least
+    ``smallest_sum``.  Then they are multiplied by ``factor``.
     """
 
     top_k: int
@@ -70,6 +70,7 @@ class RoutingRule:
     factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

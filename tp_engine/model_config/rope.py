@@ -21,7 +21,8 @@ class RopeSpec:
     ``kind`` is the rule by which frequencies are scaled, with its numbers; ``layers/rotary.py`` has the formulas.
     ``attention_factor`` multiplies cosines and sines.  ``is_interleaved``: the elements of a pair are neighbours in the
     checkpoint, instead of half of ``rotary_dim`` apart.  With ``query_beta`` b, a query at position p is multiplied by
-    ``1 + b log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3).
+    ``1 + b log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3).  ``score_factor`` multiplies the scores
+    of latent attention.
     """
 
     rotary_dim: int
@@ -40,6 +41,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     is_interleaved: bool = False
     query_beta: float = 0.0
+    score_factor: float = 1.0
 
     @property
     def num_pairs(self) -> int:
@@ -192,6 +194,7 @@ def _read_yarn(reading: _Reading) -> dict[str, Any]:
         "attention_factor": attention_factor,
         "original_max_position": reading.original,
         "query_beta": config.take("llama_4_scaling_beta", float, 0.0),
+        "score_factor": _mscale(factor, all_dim) ** 2 if all_dim else 1.0,
     }
 
 

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from tp_engine.kv_layout import KvKind, KvLayout, lay_out
+from tp_engine.model_config.latent import LatentSpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
 from tp_engine.model_config.rope import RopeSpec
@@ -59,7 +60,8 @@ class AttentionSpec:
     ``has_sinks``: one more score per head, a weight, takes part in the softmax and has no value.  ``rope`` is an index
     into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
     query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
-    nor normalised as keys are.
+    nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
+    row, and ``head_dim`` that of queries.
     """
 
     num_heads: int
@@ -75,6 +77,19 @@ class AttentionSpec:
     out_bias: bool = False
     fused_name: str | None = None
     values_from_keys: bool = False
+    latent: LatentSpec | None = None
+
+    @property
+    def kv_kind(self) -> KvKind:
+        """What it keeps in the cache."""
+        if self.latent is not None:
+            return KvKind(window=self.window, num_kv_heads=1, head_dim=self.latent.row_dim, num_parts=1)
+        return KvKind(window=self.window, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def projections(self) -> tuple[str, str, str]:
@@ -169,7 +184,10 @@ LANGUAGE_MODEL_NAMES = CheckpointNames(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``."""
+    """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
+
+    ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.
+    """
 
     architecture: str
     vocab_size: int
@@ -179,6 +197,7 @@ class ModelSpec:
     final_norm: NormSpec
     tie_word_embeddings: bool
     max_position: int
+    max_position_key: str = "max_position_embeddings"
     dtype: str
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
@@ -210,11 +229,7 @@ class ModelSpec:
 
     def kv_layout_on(self, world_size: int) -> KvLayout:
         """Which layers share block tables, on each of ``world_size`` ranks."""
-        attentions = [layer.attention for layer in self.layers]
-        return lay_out(
-            [KvKind(window=one.window, num_kv_heads=one.num_kv_heads, head_dim=one.head_dim) for one in attentions],
-            world_size,
-        )
+        return lay_out([layer.attention.kv_kind for layer in self.layers], world_size)
 
     @cached_property
     def kv_layout(self) -> KvLayout:

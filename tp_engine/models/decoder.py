@@ -20,6 +20,7 @@ from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
+from tp_engine.models.latent_attention import LatentAttention
 from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import Source, Span, equal_share
 
@@ -59,6 +60,11 @@ class SelfAttention(Layer):
         self._prepare_heads = context.op("prepare_heads")
         self.is_recordable = context.can_record("prepare_heads")
 
+    @property
+    def readers(self) -> list[LocalLinear]:
+        """The layers that read its input."""
+        return [self.qkv_proj]
+
     def forward(self, x: Rows, rotation: Rotation | None, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, head_norm = self.attention, None
@@ -88,7 +94,8 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         rope = spec.attention.rope
-        self.self_attn = SelfAttention(
+        make = SelfAttention if spec.attention.latent is None else LatentAttention
+        self.self_attn = make(
             spec.attention,
             hidden_size,
             None if rope is None else ropes[rope],
@@ -105,7 +112,7 @@ class DecoderLayer(Layer):
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
         of_mlp: list[LocalLinear] = self.mlp.readers
         self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, of_mlp, context=context)
-        self.readers = [self.self_attn.qkv_proj, *(of_mlp if spec.is_parallel else ())]
+        self.readers = [*self.self_attn.readers, *(of_mlp if spec.is_parallel else ())]
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
         self.returns_sum = spec.beside is not None
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")

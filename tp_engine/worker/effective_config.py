@@ -123,9 +123,10 @@ def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap)
         dtype=_TORCH_DTYPES[config.dtype],
         kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
-        head_dims=tuple(sorted({attention.head_dim for attention in attentions})),
+        head_dims=tuple(sorted({attention.kv_kind.head_dim for attention in attentions})),
         has_softcap=any(attention.softcap is not None for attention in attentions),
         has_sinks=any(attention.has_sinks for attention in attentions),
+        has_latents=any(attention.latent is not None for attention in attentions),
         capability=min(map(torch.cuda.get_device_capability, indices)) if has_gpu else None,
     )
 
@@ -150,6 +151,11 @@ def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] |
 def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None) -> None:
     """Raise ``ConfigError`` for a codec that the model or a GPU of this compute capability can not have."""
     codec = config.kv_offloading_codec
+    if is_lossy(codec) and any(layer.attention.latent is not None for layer in model.distinct_layers):
+        raise ConfigError(
+            f"kv_offloading_codec is {codec}, but this {model.architecture} keeps latents, and codecs know keys and "
+            "values only: set kv_offloading_codec=none"
+        )
     if is_lossy(codec) and not model.kv_layout_on(config.tensor_parallel_size).is_uniform:
         raise ConfigError(
             f"kv_offloading_codec is {codec}, but layers of this {model.architecture} differ in KV heads or head_dim, "

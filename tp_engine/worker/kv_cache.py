@@ -4,9 +4,9 @@
 
     raw     (blocks, block_bytes) uint8         | block 0                                       | block 1 ...
                                                 | K0 V0 K1 V1 ... | scales, if quantised | room |
-    cache   (blocks, layers of the group, 2, block_size, local KV heads, head_dim)        0: keys, 1: values
-    scales  (blocks, layers of the group, 2, local KV heads, block_size) float32          kernels/layer_kv.py
-    a layer's view is (2, blocks, block_size, local KV heads, head_dim): of the layer with place i in its group
+    cache   (blocks, layers of the group, parts, block_size, local KV heads, head_dim)    0: keys, 1: values
+    scales  (blocks, layers of the group, parts, local KV heads, block_size) float32      kernels/layer_kv.py
+    a layer's view is (parts, blocks, block_size, local KV heads, head_dim): of the layer with place i in its group
 
 A block belongs to one group of layers at a time (kv_layout.py), so each group has a view of all blocks, in the shape of
 its layers; only the largest group leaves no room.  The attention backend decides the order inside of a block; on CPUs
@@ -58,7 +58,7 @@ class KvCacheShape:
         Strides do not depend on n, so kernels that are compiled for one block suit any number.
         """
         own = self.layout.groups[group]
-        pieces, heads = (len(own.layers), 2), own.local_num_kv_heads
+        pieces, heads = (len(own.layers), own.num_parts), own.local_num_kv_heads
         cache = _views(raw, self.dtype, 0, (*pieces, self.block_size, heads, own.head_dim))
         if not is_quantised(self.dtype):
             return GroupViews(cache, None)
@@ -76,7 +76,7 @@ class KvCacheLayer(Protocol):
     """An attention layer, as far as its cache is concerned."""
 
     def bind_kv_cache(self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-        """Take (2, blocks, block_size, local KV heads, head_dim), and (2, blocks, local KV heads, block_size)."""
+        """Take (parts, blocks, block_size, KV heads, head_dim), and (parts, blocks, KV heads, block_size)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -184,6 +184,7 @@ def _routing(rule: RoutingRule, num_experts: int, dtype: int) -> ctypes._Pointer
             renormalises=rule.renormalises,
             num_groups=rule.num_groups,
             top_groups=rule.top_groups,
+            group_best=rule.group_best,
             dtype=dtype,
             smallest_sum=rule.smallest_sum,
             factor=rule.factor,

@@ -60,6 +60,7 @@ class Routing(ctypes.Structure):
         ("renormalises", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
         ("top_groups", ctypes.c_int64),
+        ("group_best", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("smallest_sum", ctypes.c_float),
         ("factor", ctypes.c_float),

@@ -8,7 +8,7 @@ enum { MAX_EXPERTS = 1024, MAX_GROUPS = 64 };
 
 /* Mirrored in layout.py. */
 typedef struct {
-    int64_t num_experts, top_k, scores, renormalises, num_groups, top_groups, dtype;
+    int64_t num_experts, top_k, scores, renormalises, num_groups, top_groups, group_best, dtype;
     float smallest_sum, factor;
 } Routing;
 
@@ -34,8 +34,8 @@ static int64_t next_largest(const float *values, const uint8_t *taken, int64_t c
     return best;
 }
 
-/* The worth of a group of `count` experts: the sum of its two largest values. */
-static float worth_of(const float *values, int64_t count)
+/* The worth of a group of `count` experts: the sum of its `best` (1 or 2) largest values. */
+static float worth_of(const float *values, int64_t count, int64_t best)
 {
     float first = -INFINITY, second = -INFINITY;
     for (int64_t i = 0; i < count; i++)
@@ -43,7 +43,7 @@ static float worth_of(const float *values, int64_t count)
             second = first, first = values[i];
         else if (values[i] > second)
             second = values[i];
-    return count > 1 ? first + second : first;
+    return count > 1 && best > 1 ? first + second : first;
 }
 
 /* Replaces the values outside of the best groups by -inf. */
@@ -53,7 +53,7 @@ static void keep_groups(const Routing *r, float *values)
     float worth[MAX_GROUPS];
     uint8_t kept[MAX_GROUPS] = {0};
     for (int64_t group = 0; group < r->num_groups; group++)
-        worth[group] = worth_of(values + group * size, size);
+        worth[group] = worth_of(values + group * size, size, r->group_best);
     for (int64_t i = 0; i < r->top_groups; i++)
         kept[next_largest(worth, kept, r->num_groups)] = 1;
     for (int64_t i = 0; i < r->num_experts; i++)

@@ -42,6 +42,7 @@ _SCALE, _SOFTCAP = 0.2, 1.5
 _ROUTING_RULES = (
     RoutingRule(top_k=2, scores="softmax_of_chosen"),
     RoutingRule(top_k=3, scores="sigmoid", renormalises=True, num_groups=4, top_groups=2),
+    RoutingRule(top_k=3, num_groups=4, top_groups=2, group_best=1),
     RoutingRule(top_k=3, renormalises=True, factor=2.0),
 )
 

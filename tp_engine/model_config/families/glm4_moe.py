@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
-from tp_engine.model_config.mlp import MlpSpec, RoutingRule
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import CheckpointNames, ModelSpec, QkNormSpec
 
@@ -14,27 +16,8 @@ ARCHITECTURES = ("Glm4MoeForCausalLM",)
 def read(config: ConfigJson) -> ModelSpec:
     """Layers behind the last, which predict further tokens, are skipped."""
     reader = DecoderReader(config, eps=1e-5)
-    inner = config.require_positive("moe_intermediate_size")
-    num_shared = config.take("n_shared_experts", int, 1) or 0
-    shared = MlpSpec(inner_size=num_shared * inner, activation=reader.activation, name="shared_experts")
-    experts = reader.experts(
-        reader.take_first("n_routed_experts", "num_local_experts"),
-        RoutingRule(
-            top_k=config.take_positive("num_experts_per_tok", 8),
-            scores="sigmoid",
-            renormalises=reader.flag("norm_topk_prob", True),
-            smallest_sum=1e-20,
-            factor=reader.number("routed_scaling_factor", 1.0),
-            num_groups=config.take_positive("n_group", 1),
-            top_groups=config.take_positive("topk_group", 1),
-        ),
-        inner_size=inner,
-        routes_in_float32=True,
-        correction="gate.e_score_correction_bias",
-        shared=shared if num_shared else None,
-    )
+    experts = read_experts(reader)
     num_dense = config.take("first_k_dense_replace", int, 1) or 0
-    num_extra = max(config.take(name, int, 0) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers"))
     attention = reader.attention(
         qkv_bias=reader.flag("attention_bias"),
         qk_norm=QkNormSpec(eps=reader.eps) if reader.flag("use_qk_norm") else None,
@@ -43,6 +26,38 @@ def read(config: ConfigJson) -> ModelSpec:
         reader.pre_norm_layer(attention, reader.mlp() if index < num_dense else experts)
         for index in range(reader.num_layers)
     )
-    extra = range(reader.num_layers, reader.num_layers + num_extra)
-    names = CheckpointNames(skipped=tuple(f"model.layers.{index}." for index in extra))
+    names = CheckpointNames(skipped=tuple(f"model.layers.{index}." for index in further_layers(reader)))
     return reader.model(layers, (reader.rope(RopeRules(partial=0.5)),), names=names)
+
+
+def read_experts(
+    reader: DecoderReader, *, factor: float = 1.0, top_k: int = 8, defaults: Mapping[str, int] | None = None
+) -> ExpertsSpec:
+    """Experts as DeepSeek-V3 has them: ``factor``, ``top_k`` and ``defaults`` are the family's for absent keys."""
+    config, defaults = reader.config, defaults or {}
+    inner = config.require_positive("moe_intermediate_size")
+    num_shared = config.take("n_shared_experts", int, 1) or 0
+    shared = MlpSpec(inner_size=num_shared * inner, activation=reader.activation, name="shared_experts")
+    return reader.experts(
+        reader.take_first("n_routed_experts", "num_local_experts"),
+        RoutingRule(
+            top_k=config.take_positive("num_experts_per_tok", top_k),
+            scores="sigmoid",
+            renormalises=reader.flag("norm_topk_prob", True),
+            smallest_sum=1e-20,
+            factor=reader.number("routed_scaling_factor", factor),
+            num_groups=config.take_positive("n_group", defaults.get("n_group", 1)),
+            top_groups=config.take_positive("topk_group", defaults.get("topk_group", 1)),
+        ),
+        inner_size=inner,
+        routes_in_float32=True,
+        correction="gate.e_score_correction_bias",
+        shared=shared if num_shared else None,
+    )
+
+
+def further_layers(reader: DecoderReader) -> range:
+    """The layers behind the last one, which predict further tokens."""
+    config = reader.config
+    count = max(config.take(name, int, 0) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers"))
+    return range(reader.num_layers, reader.num_layers + count)

@@ -7,13 +7,15 @@ from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, 
 
 METHODS = ("fp8",)
 _FORMATS = ("e4m3", "float8_e4m3fn")
+_SCALES = ("float32", "ue8m0")  # the second are powers of two, stored in float32 all the same (DeepSeek-V3.1)
 
 
 def read(config: ConfigJson) -> QuantizationSpec:
     """Without a list of modules, all but the output head are quantised."""
     if (fmt := config.take("fmt", str, "e4m3")) not in _FORMATS:
         raise config.refusal("fmt", fmt, f"it must be {' or '.join(_FORMATS)}", "use another checkpoint")
-    config.expect("scale_fmt", str, "float32")
+    if (kind := config.take("scale_fmt", str, "float32")) not in _SCALES:
+        raise config.refusal("scale_fmt", kind, f"it must be {' or '.join(_SCALES)}", "use another checkpoint")
     config.expect("is_checkpoint_fp8_serialized", bool, True)
     config.skip("dequantize", "version")
     scheme_of_inputs = config.take("activation_scheme", str, "dynamic")

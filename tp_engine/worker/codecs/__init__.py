@@ -29,7 +29,7 @@ def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
     assert shape.layout.is_uniform, "the configuration refuses layers of several shapes"
     largest = max(shape.layout.groups, key=lambda group: len(group.layers))
     form = BlockForm(
-        num_parts=2 * len(largest.layers),
+        num_parts=largest.num_parts * len(largest.layers),
         block_size=shape.block_size,
         num_kv_heads=largest.local_num_kv_heads,
         head_dim=largest.head_dim,

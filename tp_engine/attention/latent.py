@@ -1,0 +1,155 @@
+"""Latent attention: a step's decodes and short chunks read the cached rows, long chunks keys and values made of them.
+
+``model_config/latent.py`` has the sizes.  The cache has one part: a row per token, the same for all heads::
+
+    absorbed    query (heads, query_dim) -> (heads, row_dim); attention over the rows, whose first `rank` elements are
+                the values; the means (heads, rank) -> (heads, value_dim).  Any backend with ``value_dim`` does it
+    expanded    rows -> keys (heads, query_dim) and values (heads, value_dim); attention over these
+
+Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_dim multiplications in the first form and
+query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
+queries of a request on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
+from tp_engine.attention.gathering import RequestGroup, RowReader, visible_keys
+from tp_engine.attention.pair import split_step
+from tp_engine.kernels.layer_kv import KeyValue, LayerKv
+from tp_engine.kernels.ops import op
+
+MIN_EXPANDED_QUERIES = 128
+# Bounds the keys and values of one call, which has as many heads as fit.
+_MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+
+
+class LatentBackend:
+    """``inner`` attends over the cached rows; chunks with many queries are expanded here, on every device.
+
+    Queries are (N, heads, query_dim) and outputs (N, heads, value_dim) of ``AttentionShape.latent``.
+    """
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self.name = inner.name
+        self.can_capture_decodes = inner.can_capture_decodes
+        self._inner = inner
+        self._masks, self._reader = StaircaseMasks(TILE), RowReader()
+        self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
+        self._rows: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Choose the form of this step's chunks; see ``AttentionBackend``."""
+        self._parts, self._rows = None, {}
+        chunks = metadata.host_query_lens[metadata.num_decodes :]
+        if not len(chunks) or chunks.max() < MIN_EXPANDED_QUERIES:
+            self._inner.prepare(metadata)
+            return
+        self._parts = split_step(metadata)
+        if metadata.num_decodes:
+            self._inner.prepare(self._parts[0])
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
+        if self._parts is None:
+            return self._attend_rows(query, new, kv, metadata, shape)
+        if new is not None:
+            op("store_kv", query.device.type)(new, kv, metadata.slot_mapping)
+        first = metadata.num_decodes
+        decodes, chunks = self._parts
+        out = self._expand(query[first:], None if new is None else new.key[first:], kv, chunks, shape)
+        if not first:
+            return out
+        return torch.cat((self._attend_rows(query[:first], None, kv, decodes, shape), out))
+
+    def _attend_rows(
+        self,
+        query: torch.Tensor,
+        new: KeyValue | None,
+        kv: LayerKv,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """The absorbed form, for the step that ``inner`` has prepared."""
+        maps = shape.latent
+        assert maps is not None
+        return maps.values(self._inner.forward(maps.absorb(query), new, kv, metadata, shape))
+
+    def _expand(
+        self,
+        query: torch.Tensor,
+        new_rows: torch.Tensor | None,
+        kv: LayerKv,
+        chunks: AttentionMetadata,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """The expanded form, request by request.  ``new_rows`` are this step's, if they are at hand."""
+        maps = shape.latent
+        assert maps is not None
+        out, start = query.new_zeros(len(query), shape.num_heads, maps.value_dim), 0
+        is_fresh = new_rows is not None and kv.cache.dtype == query.dtype
+        places = self._places(chunks, kv)
+        for length, seq_len, place in zip(
+            chunks.host_query_lens.tolist(), chunks.host_seq_lens.tolist(), places, strict=True
+        ):
+            own = slice(start, start + length)
+            if is_fresh and seq_len == length:
+                assert new_rows is not None
+                rows = new_rows[own]
+            elif place is not None:
+                rows = self._reader.read(kv, 0, place).to(query.dtype)
+            else:
+                continue
+            out[own] = attend_expanded(query[own], rows, shape, self._masks)
+            start += length
+        return out
+
+    def _places(self, chunks: AttentionMetadata, kv: LayerKv) -> list[torch.Tensor | None]:
+        """Where each request's rows lie in the cache; None for a padding request.  The same in all layers."""
+        block_size = kv.cache.shape[2]
+        kind = block_size, kv.rows_per_block if kv.scales is None else block_size
+        found = self._rows.get(kind)
+        if found is None:
+            found = self._rows[kind] = [_place(index, chunks, kind) for index in range(chunks.num_requests)]
+        return found
+
+
+def _place(index: int, chunks: AttentionMetadata, kind: tuple[int, int]) -> torch.Tensor | None:
+    """Places of all rows of request ``index``; ``kind``: block_size, and rows per block."""
+    if not chunks.host_seq_lens[index]:
+        return None
+    group = RequestGroup(
+        rows=np.array([index], dtype=np.int32),
+        starts=np.zeros(1, dtype=np.int32),
+        seq_lens=chunks.host_seq_lens[index : index + 1],
+        query_len=int(chunks.host_query_lens[index]),
+    )
+    return visible_keys(group, None, chunks, *kind).rows
+
+
+def attend_expanded(
+    query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape, masks: StaircaseMasks
+) -> torch.Tensor:
+    """Queries (t, heads, query_dim), the last positions of ``rows`` (n, 1, row_dim) -> (t, heads, value_dim)."""
+    maps = shape.latent
+    assert maps is not None
+    out = query.new_empty(len(query), shape.num_heads, maps.value_dim)
+    room = _MAX_EXPANDED_ELEMENTS.get(query.device.type, 1 << 23)
+    step = max(1, room // (len(rows) * (maps.query_dim + maps.value_dim)))
+    for first in range(0, shape.num_heads, step):
+        heads = slice(first, min(first + step, shape.num_heads))
+        count = heads.stop - first
+        own = AttentionShape(num_heads=count, num_kv_heads=count, head_dim=maps.query_dim, scale=shape.scale)
+        out[:, heads] = attend_last(query[:, heads], maps.expand(rows, heads), own, masks)
+    return out

@@ -1,0 +1,144 @@
+"""DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2: latent attention, experts in groups, a shared MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.families.glm4_moe import further_layers, read_experts
+from tp_engine.model_config.latent import LatentSpec
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.rope import RopeRules, read_rope
+from tp_engine.model_config.spec import USUAL_NAMES, AttentionSpec, CheckpointNames, ModelSpec
+
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_WITH_INDEXER = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+_INDEXED = "index_topk: longer contexts need sparse attention, which this engine does not have"
+_EXPERTS = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """V2 chooses by softmax, the others by sigmoids and a correction; V3.2 is dense up to ``index_topk`` positions."""
+    reader, latent = latent_reader(config, _LATENT)
+    config.expect("moe_layer_freq", int, 1)
+    config.skip("aux_loss_alpha", "seq_aux", "ep_size")
+    if config.architecture == "DeepseekV2ForCausalLM":
+        config.expect("mlp_bias", bool, False)
+        experts, num_dense = _read_soft_experts(reader), config.take("first_k_dense_replace", int, 0) or 0
+        return latent_model(reader, latent, experts, [index < num_dense for index in range(reader.num_layers)])
+    config.expect("scoring_func", str, "sigmoid")
+    config.expect("topk_method", str, "noaux_tc")
+    experts = read_experts(reader, factor=2.5, defaults=_EXPERTS)
+    return latent_model(reader, latent, experts, take_dense_layers(reader, _EXPERTS["first_k_dense_replace"]))
+
+
+def latent_reader(
+    config: ConfigJson, sizes: Mapping[str, int], *, eps: float = 1e-6
+) -> tuple[DecoderReader, LatentSpec]:
+    """A reader of a model with latent attention, and its sizes; ``sizes`` are the family's values for absent ones."""
+    config.skip("qk_head_dim", "index_n_heads", "index_head_dim", "layer_types")
+    config.expect("attention_bias", bool, False)
+    latent = LatentSpec(
+        rank=config.take_positive("kv_lora_rank", sizes["kv_lora_rank"]),
+        nope_dim=config.take_positive("qk_nope_head_dim", sizes["qk_nope_head_dim"]),
+        rope_dim=config.take_positive("qk_rope_head_dim", sizes["qk_rope_head_dim"]),
+        value_dim=config.take_positive("v_head_dim", sizes["v_head_dim"]),
+        query_rank=config.take("q_lora_rank", int, None if config.has("q_lora_rank") else sizes["q_lora_rank"]),
+    )
+    return DecoderReader(config, eps=eps, defaults={"head_dim": latent.query_dim}), latent
+
+
+def latent_model(
+    reader: DecoderReader,
+    latent: LatentSpec,
+    experts: ExpertsSpec,
+    is_dense: list[bool],
+    *,
+    turns_share: bool = False,
+    names: CheckpointNames = USUAL_NAMES,
+) -> ModelSpec:
+    """Layers with latent attention, each ``is_dense`` or with ``experts``.
+
+    With ``turns_share``, config.json counts what turns as a share of a whole head.  A model with an indexer attends to
+    the ``index_topk`` keys that it finds best: up to there to all of them.
+    """
+    config, share = reader.config, latent.rope_dim / latent.query_dim
+    rope = read_rope(
+        config,
+        head_dim=latent.query_dim if turns_share else latent.rope_dim,
+        max_position=reader.max_position,
+        rules=RopeRules(partial=share if turns_share else None, is_interleaved=reader.flag("rope_interleave", True)),
+    )
+    if rope.rotary_dim != latent.rope_dim:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor turns {rope.rotary_dim} elements of a head, but qk_rope_head_dim is "
+            f"{latent.rope_dim}; both must be the same number"
+        )
+    attention = AttentionSpec(
+        num_heads=reader.num_heads,
+        num_kv_heads=1,
+        head_dim=latent.query_dim,
+        scale=latent.query_dim**-0.5 * rope.score_factor,
+        latent=latent,
+    )
+    layers = tuple(
+        reader.pre_norm_layer(attention, reader.mlp() if is_dense[index] else experts)
+        for index in range(reader.num_layers)
+    )
+    bounds: dict[str, Any] = {}
+    skipped = [f"model.layers.{index}." for index in further_layers(reader)]
+    if config.architecture in _WITH_INDEXER:
+        skipped += [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers)]
+        longest = config.take_positive("index_topk", 2048)
+        if longest < reader.max_position:
+            bounds = {"max_position": longest, "max_position_key": _INDEXED}
+    return reader.model(layers, (rope,), names=replace(names, skipped=(*names.skipped, *skipped)), **bounds)
+
+
+def take_dense_layers(reader: DecoderReader, default: int) -> list[bool]:
+    """Which layers have no experts: as ``mlp_layer_types`` lists, or the first ``first_k_dense_replace``."""
+    config, count = reader.config, reader.num_layers
+    num_dense = config.take("first_k_dense_replace", int, default) or 0
+    types = config.take("mlp_layer_types", list)
+    if types is None:
+        return [index < num_dense for index in range(count)]
+    if len(types) != count or not all(kind in ("dense", "sparse") for kind in types):
+        raise ConfigError(
+            f"config.json: mlp_layer_types is {types!r}; it must say dense or sparse for each of the {count} layers"
+        )
+    return [kind == "dense" for kind in types]
+
+
+def _read_soft_experts(reader: DecoderReader) -> ExpertsSpec:
+    """DeepSeek-V2's: a group is worth its best expert, and weights are not divided by their sum."""
+    config, inner = reader.config, reader.config.require_positive("moe_intermediate_size")
+    config.expect("scoring_func", str, "softmax")
+    config.expect("norm_topk_prob", bool, False)
+    method = config.take("topk_method", str, "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.refusal(
+            "topk_method", method, "this engine supports greedy and group_limited_greedy", "use another model"
+        )
+    num_groups, top_groups = config.take("n_group", int) or 1, config.take("topk_group", int) or 1
+    is_limited = method == "group_limited_greedy"
+    rule = RoutingRule(
+        top_k=config.require_positive("num_experts_per_tok"),
+        factor=reader.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups if is_limited else 1,
+        top_groups=top_groups if is_limited else 1,
+        group_best=1,
+    )
+    shared = inner * config.take_positive("n_shared_experts", 2)
+    return reader.experts(
+        reader.take_first("n_routed_experts", "num_experts"),
+        rule,
+        inner_size=inner,
+        routes_in_float32=True,
+        shared=MlpSpec(inner_size=shared, activation=reader.activation, name="shared_experts"),
+    )
