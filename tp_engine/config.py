@@ -14,7 +14,7 @@ from typing import Any
 
 from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
-from tp_engine.kv_codec import KV_OFFLOADING_CODECS, check_codec
+from tp_engine.kv_codec import check_codec
 from tp_engine.log import LOG_FORMATS
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 
@@ -102,8 +102,7 @@ class EngineConfig:
     )
     kv_offloading_codec: str = option(
         "none",
-        "form of KV blocks on the host: none (exact); lossy: int8 and fp8 (half of bfloat16)",
-        choices=KV_OFFLOADING_CODECS,
+        "form of KV blocks on the host: none (exact); lossy: int8, fp8 (half of bfloat16), pca:RANK (still less)",
     )
     kv_disk_path: str | None = option(
         None, "directory, of this engine alone, for KV blocks that outlive host memory and restarts (default: none)"
@@ -205,7 +204,12 @@ class EngineConfig:
                 f"and enable_prefix_caching is off: switch it on, or set kv_offloading_size to 0"
             )
         self._check_disk()
-        check_codec(self.kv_offloading_codec, size_gib=self.kv_offloading_size, kv_cache_dtype=self.kv_cache_dtype)
+        check_codec(
+            self.kv_offloading_codec,
+            size_gib=self.kv_offloading_size,
+            kv_cache_dtype=self.kv_cache_dtype,
+            disk_path=self.kv_disk_path,
+        )
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:

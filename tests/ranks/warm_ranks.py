@@ -21,7 +21,7 @@ from typing import TypeAlias
 from tp_engine.ranks.store import host_store
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.ranks.chats_job", "tests.ranks.sampling_job"])
+_FORKS.set_forkserver_preload(["tests.ranks.chats_job", "tests.ranks.forced_job", "tests.ranks.sampling_job"])
 _STORE_S = 60.0
 _KILLED_S = 20.0
 

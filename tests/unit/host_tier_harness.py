@@ -11,13 +11,15 @@ from __future__ import annotations
 import enum
 import random
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
 from tests.unit.scheduler_harness import FakeRow, FakeWorker, Simulation
 from tests.unit.test_scheduler_grammar import MaskedWorker
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.sched.scheduler import SchedulerLimits
+from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 
 
 class Lag(enum.Enum):
@@ -55,7 +57,7 @@ class TierWorker(FakeWorker):
             self._end_moves(self._batch)
         elif self._lag is Lag.RANDOM:
             for _ in range(self._random.randint(0, len(self._moves))):
-                self._move(*self._moves.popleft()[1:])
+                self._end_first()
         assert 0 <= plan.wait_load <= self._batch, "a plan waits for a batch that never was"
         self._end_moves(plan.wait_load)
         self.num_waits += plan.wait_load > 0
@@ -78,7 +80,10 @@ class TierWorker(FakeWorker):
 
     def _end_moves(self, batch: int) -> None:
         while self._moves and self._moves[0][0] <= batch:
-            self._move(*self._moves.popleft()[1:])
+            self._end_first()
+
+    def _end_first(self) -> None:
+        self._move(*self._moves.popleft()[1:])
 
     def _move(self, source: int, target: int) -> None:
         for memory in self._memory:
@@ -95,6 +100,41 @@ class MaskedTierWorker(TierWorker, MaskedWorker):
     """A rank with a host tier that samples under masks."""
 
 
+class RefusingWorker(TierWorker):
+    """Two ranks that refuse one store in ``one_in`` each, by ``refuses``, and report late: a slot has nothing then."""
+
+    def __init__(self, given: SchedulerLimits, lag: Lag, one_in: int) -> None:
+        super().__init__(given, lag)
+        words = [memoryview(bytearray(8 * CHANNEL_WORDS)).cast("q") for _ in range(2)]
+        self._ranks = [TierProgress(one) for one in words]
+        self.poll = TierProgressReader(words).poll
+        self._one_in = one_in
+        self._ended = 0
+        self._failed: list[int] = []
+        self.num_refused = 0
+
+    def _end_first(self) -> None:
+        _, source, target = self._moves[0]
+        super()._end_first()
+        if target < self.limits.num_blocks:
+            return
+        self._ended += 1
+        if self._random.randrange(self._one_in) == 0:
+            self._failed.append(self._ended)
+            self.num_refused += 1
+            for memory in self._memory:
+                memory.reshape(-1, self.limits.block_size)[target] = -1
+        assert source < self.limits.num_blocks
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Now and then a rank reports what has ended; each failure is one rank's."""
+        for number, rank in enumerate(self._ranks):
+            if self._random.random() < 0.6:
+                first, count = rank.num_ended + 1, self._ended - rank.num_ended
+                rank.end(count, [one for one in self._failed if one >= first and one % 2 == number])
+        return super().execute(plan)
+
+
 class TierSimulation(Simulation):
     """A scheduler with a host tier and its rank."""
 
@@ -102,3 +142,13 @@ class TierSimulation(Simulation):
         super().__init__(given, ahead=ahead, checks=checks)
         self.tier_worker = TierWorker(given, lag)
         self.worker = self.tier_worker
+
+
+class RefusingSimulation(TierSimulation):
+    """A scheduler with a host tier whose stores ranks may refuse, and its rank."""
+
+    def __init__(self, given: SchedulerLimits, *, ahead: int, lag: Lag, one_in: int) -> None:
+        super().__init__(given, ahead=ahead, lag=lag)
+        self.limits = given = replace(given, checks_stores=True)
+        self.refusing = self.worker = self.tier_worker = RefusingWorker(given, lag, one_in)
+        self.scheduler = Scheduler(given, reports={"stores": self.refusing.poll})

@@ -221,6 +221,7 @@ class Halves:
     """A codec whose blobs are the even bytes of a block; they come back as both."""
 
     is_copy = False
+    work_bytes = 0
 
     def __init__(self, block_bytes: int) -> None:
         self.blob_bytes = block_bytes // 2

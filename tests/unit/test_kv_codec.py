@@ -36,10 +36,12 @@ def codec_of(text: str, shape: KvCacheShape, lanes: int = 0) -> Codec:
     return make_codec(text, shape, lanes)
 
 
-@pytest.mark.parametrize("text", ["int4", "", "int8:3", "svd:4", "pca:64"])
+@pytest.mark.parametrize(
+    "text", ["int4", "", "int8:3", "svd:4", "pca", "pca:", "pca:8:", "pca:-1", "pca:8:0.1:2", "pca:8:1e-1"]
+)
 def test_unknown_names_are_refused(text: str) -> None:
     """Oracle: the value and the choices."""
-    with pytest.raises(ConfigError, match=r"kv_offloading_codec is '.*'; choose one of none, int8, fp8"):
+    with pytest.raises(ConfigError, match=r"kv_offloading_codec is '.*'; choose one of none, int8, fp8, pca:RANK"):
         EngineConfig(kv_offloading_size=1, kv_offloading_codec=text)
 
 
@@ -51,7 +53,7 @@ def test_codec_without_a_tier_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
-@pytest.mark.parametrize("text", ["int8", "fp8"])
+@pytest.mark.parametrize("text", ["int8", "fp8", "pca:8"])
 def test_quantised_caches_have_no_other_codec(dtype: str, text: str) -> None:
     """Oracle: the rule; none keeps the 8 bits as they are."""
     with pytest.raises(ConfigError, match=rf"kv_cache_dtype={dtype} have 8 bits already: set kv_offloading_codec=none"):
@@ -101,6 +103,19 @@ def test_a_tier_has_slots_of_the_codec_s_size() -> None:
     tier = HostTier(blocks.raw, 5, codec)
     assert tier.slots.shape == (5, 3 * 2 * 8 * 2 * (16 + 2))
     tier.close()
+
+
+def test_pca_is_for_this_process_and_host(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the values and the remedy; int8 goes with a disk tier, and with several hosts."""
+    options: dict[str, Any] = {"model": str(checkpoint("qwen3")), "device": "cpu", "kv_offloading_size": 1}
+    disk: dict[str, Any] = {"kv_disk_path": "/nowhere", "kv_disk_size": 1}
+    with pytest.raises(ConfigError, match=r"is 'pca:8' and kv_disk_path is '/nowhere'.*codec=int8, or leave kv_disk"):
+        EngineConfig(**options, **disk, kv_offloading_codec="pca:8")
+    EngineConfig(**options, **disk, kv_offloading_codec="int8")
+    spread = {**options, "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"is pca:8, whose stores .* on 2 hosts; set kv_offloading_codec=int8"):
+        resolve(EngineConfig(**spread, kv_offloading_codec="pca:8"), num_hosts=2)
+    resolve(EngineConfig(**spread, kv_offloading_codec="int8"), num_hosts=2)
 
 
 def test_fingerprints_tell_codecs_apart() -> None:

@@ -62,6 +62,7 @@ kv_host_usage_perc gauge
 kv_offload_bytes counter direction
 kv_offload_seconds counter direction
 kv_offload_wait_seconds counter
+kv_refused_blocks counter
 num_cached_blocks gauge
 num_free_blocks gauge
 num_live_tokens gauge
@@ -290,7 +291,7 @@ def test_the_tiers() -> None:
     report = engine.report()
     figures = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60, "num_host_hit_tokens": 20}
     figures["num_disk_hit_tokens"] = 15
-    tier = {"num_host_slots": 12, "num_used_host_slots": 3, "num_dropped_blocks": 5}
+    tier = {"num_host_slots": 12, "num_used_host_slots": 3, "num_dropped_blocks": 5, "num_refused_blocks": 7}
     tier |= {"num_disk_slots": 50, "num_used_disk_slots": 5, "num_disk_failed_blocks": 2}
     metrics = ServerMetrics("tiny")
     text = metrics.exposition(replace(report, stats=replace(report.stats, **figures, **tier))).decode()
@@ -300,6 +301,7 @@ def test_the_tiers() -> None:
     assert value(families["kv_disk_usage_perc"]) == 0.1 and value(families["kv_disk_failed_blocks"], "_total") == 2
     assert value(families["kv_host_usage_perc"]) == 0.25
     assert value(families["kv_dropped_blocks"], "_total") == 5
+    assert value(families["kv_refused_blocks"], "_total") == 7
 
 
 def test_a_silent_engine_leaves_the_servers_own_figures() -> None:

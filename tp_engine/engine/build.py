@@ -13,6 +13,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
+from tp_engine.kv_codec import may_refuse
 from tp_engine.plan import NO_IDS
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
@@ -105,6 +106,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
     return SchedulerLimits(
         num_blocks=num_blocks,
         num_host_slots=worker.num_host_slots,
+        checks_stores=may_refuse(config.kv_offloading_codec),
         num_disk_slots=0 if worker.disk is None else worker.disk.num_slots,
         max_host_moves=max(1, _MOVED_BYTES // worker.block_bytes),
         block_size=config.block_size,

@@ -129,10 +129,10 @@ class BlockManager:
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable = (len(token_ids) - 1) // self.block_size
         blocks, place = self.cache.match(salt, token_bytes, usable)
-        is_near = None if reads_disk or self.tier is None else self.tier.are_near(blocks)
-        if self._has_windows or is_near is not None:
+        may_use = None if self.tier is None else self.tier.may_use(blocks, reads_disk=reads_disk)
+        if self._has_windows or may_use is not None:
             is_there = blocks != NO_BLOCK
-            sufficient = windows.longest_hit(is_there if is_near is None else is_there & is_near)
+            sufficient = windows.longest_hit(is_there if may_use is None else is_there & may_use)
             if sufficient < len(blocks):
                 blocks, place = self.cache.match(salt, token_bytes, sufficient)
         num_tokens = len(blocks) * self.block_size

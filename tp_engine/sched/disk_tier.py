@@ -26,13 +26,13 @@ import numpy as np
 
 from tp_engine.log import get_logger
 from tp_engine.plan import NO_PAIRS, BoolArray, IntArray
-from tp_engine.sched.disk_channel import DiskBatch, DiskChannel
 from tp_engine.sched.disk_journal import DiskContents, Journal, encode_blocks, restore
 from tp_engine.sched.disk_slots import NO_COPY, DiskSlots
 from tp_engine.sched.host_slots import NO_SLOT, HostSlots
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.prefix_cache import PrefixCache
+from tp_engine.sched.tier_channel import TierBatch, TierChannel
 
 _logger = get_logger(__name__)
 
@@ -74,8 +74,8 @@ class DiskTier:
         self._most_reads = max(1, min(_READ_WINDOW * limits.max_host_moves, limits.num_host_slots // _READS_SHARE))
         self._unwritten = LruQueue(self.first)
         self._fresh: list[BlockIds] = []  # computed by the plan in the making, or later
-        self._writes = DiskChannel(reports, "disk_writes", self.clock)
-        self._reads = DiskChannel(reports, "disk_reads", self.clock)
+        self._writes = TierChannel(reports, "disk_writes", self.clock)
+        self._reads = TierChannel(reports, "disk_reads", self.clock)
         self._read_of = np.zeros(limits.num_host_slots, dtype=np.int64)  # number of the last read into each slot
         self._to_read: list[IntArray] = []
         self._is_stuck = False
@@ -247,7 +247,7 @@ class DiskTier:
         if self._journal.has_grown_far:
             self._rewrite_journal()
 
-    def _end(self, batch: DiskBatch, has_failed: BoolArray, verb: str) -> None:
+    def _end(self, batch: TierBatch, has_failed: BoolArray, verb: str) -> None:
         if has_failed.any():
             ids = self._slots.above[batch.slots[has_failed]]
             ids = ids[ids >= 0]

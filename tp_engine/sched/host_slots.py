@@ -99,6 +99,17 @@ class HostSlots:
         self._leave(slots, self._soles)
         self._enter(slots, _FREE)
 
+    def drop(self, slots: BlockIds) -> tuple[BlockIds, BlockIds]:
+        """The content of these slots, none of them pinned, is of no use: they are free.
+
+        Returns the blocks whose doubles they were, and those of the slots that were sole copies.
+        """
+        blocks, soles = self._block_of[slots], slots[self._state[slots] == _SOLE]
+        blocks = blocks[blocks != _NO_BLOCK]
+        self.forget(blocks)
+        self.forget_soles(soles)
+        return blocks, soles
+
     def pin(self, slots: BlockIds) -> None:
         """These sole copies will be loaded, and must stay until then."""
         self._leave(slots, self._soles)

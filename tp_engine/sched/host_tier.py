@@ -36,6 +36,7 @@ from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.prefix_cache import PrefixCache
 from tp_engine.sched.sequence import Shared
+from tp_engine.sched.store_checks import StoreChecks
 from tp_engine.units import ceil_div
 
 _POOL_SHARE = 32  # what part of the pool is kept free or clean at most
@@ -60,6 +61,9 @@ class HostTier:
         self.disk = (
             None if links.contents is None else DiskTier(limits, cache, self._slots, links.reports, links.contents)
         )
+        self._checks: StoreChecks | None = None
+        if limits.checks_stores:
+            self._checks = StoreChecks(limits.num_blocks, limits.num_host_slots, links.reports)
         self._max_moves = limits.max_host_moves
         self._reserve = _reserve(limits)
         self._num_blocks = limits.num_blocks
@@ -80,6 +84,7 @@ class HostTier:
             "num_stored_blocks": self._num_stored,
             "num_loaded_blocks": self._num_loaded,
             "num_dropped_blocks": self._num_dropped,
+            "num_refused_blocks": 0 if self._checks is None else self._checks.num_refused,
         }
 
     @property
@@ -97,9 +102,19 @@ class HostTier:
         found: npt.NDArray[np.bool_] = blocks >= self._num_blocks
         return found
 
-    def are_near(self, blocks: BlockIds) -> BoolArray | None:
-        """Which of ``blocks``, in any shape, are not on disk, nor being read; None if all are."""
-        return None if self.disk is None else ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
+    def may_use(self, blocks: BlockIds, *, reads_disk: bool) -> BoolArray | None:
+        """Which of ``blocks``, in any shape, a sequence may hit; None: all of them.
+
+        Not slots that some rank may have refused to fill, and unless it ``reads_disk``, nothing on disk or being read.
+        """
+        if self._checks is not None:
+            self._settle(self._checks)
+            on_host = self.on_host(blocks)
+            is_sure: BoolArray = ~on_host | self._checks.are_sure(np.where(on_host, blocks - self._num_blocks, 0))
+            return is_sure
+        if self.disk is None or reads_disk:
+            return None
+        return ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
 
     def publish(self, blocks: BlockIds) -> None:
         """These blocks of the pool are in the cache now."""
@@ -109,6 +124,16 @@ class HostTier:
     def first_below(self, held: BlockIds, share: int) -> BlockIds:
         """The first of ``held`` that are on the host or on disk, at most one ``share``-th of the host's slots."""
         return held[self.on_host(held)][: max(1, self._slots.num_slots // share)]
+
+    def _settle(self, checks: StoreChecks) -> None:
+        """Take the news of the ranks: what one of them has refused is not on the host."""
+        refused = checks.settle()
+        if not len(refused):
+            return
+        blocks, soles = self._slots.drop(refused)
+        checks.refused[blocks] = True
+        if len(soles):
+            self._cache.evict(soles + self._num_blocks)
 
     def must_load(self, blocks: BlockIds) -> bool:
         """Whether any of ``blocks``, some of which may be slots, is not in the pool until a load has gone out."""
@@ -144,6 +169,11 @@ class HostTier:
         found = self._cache.are_found(lost)
         slots = self._slots.slot_of[lost]
         has_slot = slots != NO_SLOT
+        if self._checks is not None:
+            is_refused = found & self._checks.refused[lost]
+            found &= ~is_refused
+            self._num_dropped += int(np.count_nonzero(is_refused))
+            self._checks.refused[lost] = False
         self._slots.forget(lost[has_slot & ~found])
         self._slots.part(lost[has_slot & found])
         places = np.flatnonzero(found & ~has_slot)
@@ -183,6 +213,8 @@ class HostTier:
         if not (self._num_stores or len(loads) or self._wait or len(writes) or len(reads)):
             return plan
         stores = self._take_stores() if self._stores else NO_PAIRS
+        if self._checks is not None and len(stores):
+            self._checks.order(stores)
         if len(stores) or len(loads):
             self._next_batch += 1
         wait = min(self._wait, self._next_batch - 1)  # what was to be hurried may have left since
@@ -199,6 +231,8 @@ class HostTier:
         self._slots.clear()
         if self.disk is not None:
             self.disk.clear()
+        if self._checks is not None:
+            self._checks.clear()
 
     def check_integrity(self) -> None:
         """Assert that slots, runs and pool agree."""
@@ -217,6 +251,8 @@ class HostTier:
         """Store the blocks without a double among those that the pool takes next."""
         next_taken = self._pool.next_taken(self._reserve)
         dirty = next_taken[self._slots.slot_of[next_taken] == NO_SLOT]
+        if self._checks is not None:
+            dirty = dirty[~self._checks.refused[dirty]]
         if not len(dirty):
             return
         self._double(dirty[self._cache.are_found(dirty)])
@@ -255,6 +291,8 @@ class HostTier:
         self._num_stores += len(blocks)
         self._num_stored += len(blocks)
         self._last_batch[blocks] = self._next_batch
+        if self._checks is not None:
+            self._checks.begin(slots)
 
     def _take_stores(self) -> IntArray:
         """The pairs that go out with this plan.  Of two in one slot, as happens with very few, the later one counts."""

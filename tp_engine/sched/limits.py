@@ -34,7 +34,8 @@ class SchedulerLimits:
     that the first visible key is in.
 
     ``num_host_slots`` blocks fit into the host tier and ``num_disk_slots`` on disk, 0 without such a tier; a plan moves
-    at most ``max_host_moves`` blocks each way, unless nothing else can run.
+    at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
+    is used only after all ranks have reported that they have it; there is no disk then.
     """
 
     num_blocks: int
@@ -49,6 +50,7 @@ class SchedulerLimits:
     num_host_slots: int = 0
     num_disk_slots: int = 0
     max_host_moves: int = 64
+    checks_stores: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

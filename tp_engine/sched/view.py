@@ -58,6 +58,7 @@ class SchedulerStats:
     num_disk_written_blocks: int = 0
     num_disk_read_blocks: int = 0
     num_disk_failed_blocks: int = 0
+    num_refused_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

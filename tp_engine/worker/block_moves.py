@@ -33,6 +33,7 @@ import torch
 from tp_engine.kv_layout import MoveCounters
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
+from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.codecs.base import Codec
 
 _STAGING_BYTES = 32 << 20
@@ -54,11 +55,42 @@ class BlockMover(Protocol):
         """The moves that have ended; does not wait for others."""
 
 
+class StoreReports:
+    """Says which stores have ended, and which of them the codec has refused, to rank 0: the channel ``stores``."""
+
+    def __init__(self, progress: TierProgress) -> None:
+        self._progress = progress
+        self._open: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    @property
+    def num_open(self) -> int:
+        """Batches of stores that have not been reported."""
+        return len(self._open)
+
+    def add(self, refused: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        """The next stores, ``refused`` (n,) bool: on the CPU, or made by ``stream``, which is the current one."""
+        if stream is None:
+            self._open.append((refused, None))
+            return
+        on_host = torch.empty(len(refused), dtype=torch.bool, pin_memory=True)
+        on_host.copy_(refused, non_blocking=True)
+        self._open.append((on_host, _mark(stream)))
+
+    def send(self) -> None:
+        """Report what has ended; does not wait for the rest."""
+        while self._open and (self._open[0][1] is None or self._open[0][1].query()):  # type: ignore[no-untyped-call]
+            refused, _ = self._open.popleft()
+            failed = (refused.nonzero().flatten() + self._progress.num_ended + 1).tolist()
+            self._progress.end(len(refused), failed)
+
+
 class CpuMover:
     """Moves in place, by all threads of this rank."""
 
-    def __init__(self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec) -> None:
-        self._pool, self._slots, self._codec = pool, slots, codec
+    def __init__(
+        self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec, reports: StoreReports | None = None
+    ) -> None:
+        self._pool, self._slots, self._codec, self._reports = pool, slots, codec, reports
         self._counters = MoveCounters()
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
@@ -66,7 +98,9 @@ class CpuMover:
         counters, blob_bytes = self._counters, self._codec.blob_bytes
         started_s = time.perf_counter()
         if len(stores):
-            self._codec.encode(self._pool, self._slots, stores)
+            refused = self._codec.encode(self._pool, self._slots, stores)
+            if self._reports is not None and refused is not None:
+                self._reports.add(refused)
         stored_s = time.perf_counter()
         if len(loads):
             self._codec.decode(self._slots, self._pool, loads)
@@ -102,8 +136,10 @@ class _Span:
 class CudaMover:
     """Moves on a stream of its own; ``slots`` are pinned memory."""
 
-    def __init__(self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec) -> None:
-        self._pool, self._slots, self._codec = pool, slots, codec
+    def __init__(
+        self, pool: torch.Tensor, slots: torch.Tensor, codec: Codec, reports: StoreReports | None = None
+    ) -> None:
+        self._pool, self._slots, self._codec, self._reports = pool, slots, codec, reports
         self._staging: torch.Tensor | None = None
         if not codec.is_copy:
             self._staging = pool.new_empty((num_staged(codec), codec.blob_bytes))
@@ -180,7 +216,9 @@ class CudaMover:
     def _encode(self, pairs: IntArray) -> None:
         """Blocks to places in the staging area."""
         assert self._staging is not None
-        self._codec.encode(self._pool, self._staging, upload(pairs, self._pool.device))
+        refused = self._codec.encode(self._pool, self._staging, upload(pairs, self._pool.device))
+        if self._reports is not None and refused is not None:
+            self._reports.add(refused, self._stream)
 
     def _decode(self, pairs: IntArray) -> None:
         """Places in the staging area to blocks."""

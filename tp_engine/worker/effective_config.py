@@ -13,7 +13,7 @@ from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
-from tp_engine.kv_codec import is_lossy
+from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.layers.formats import check_quantization
 from tp_engine.model_config import (
     check_quantization_options,
@@ -98,7 +98,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
-    _check_codec(effective, model, needs.capability)
+    _check_codec(effective, model, needs.capability, num_hosts)
     check_hosts(effective, num_hosts)
     _check_disk(effective, num_hosts)
     uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
@@ -148,18 +148,29 @@ def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] |
         )
 
 
-def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None) -> None:
-    """Raise ``ConfigError`` for a codec that the model or a GPU of this compute capability can not have."""
+def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None, num_hosts: int) -> None:
+    """Raise ``ConfigError`` for a codec that the model, a GPU of this compute capability, or hosts can not have."""
     codec = config.kv_offloading_codec
+    layout, pca = model.kv_layout_on(config.tensor_parallel_size), pca_settings(codec)
     if is_lossy(codec) and any(layer.attention.latent is not None for layer in model.distinct_layers):
         raise ConfigError(
             f"kv_offloading_codec is {codec}, but this {model.architecture} keeps latents, and codecs know keys and "
             "values only: set kv_offloading_codec=none"
         )
-    if is_lossy(codec) and not model.kv_layout_on(config.tensor_parallel_size).is_uniform:
+    if is_lossy(codec) and not layout.is_uniform:
         raise ConfigError(
             f"kv_offloading_codec is {codec}, but layers of this {model.architecture} differ in KV heads or head_dim, "
             "and a codec needs blocks of one shape: set kv_offloading_codec=none"
+        )
+    if pca is not None and pca.rank > layout.groups[0].head_dim:
+        raise ConfigError(
+            f"kv_offloading_codec is {codec}, but heads of this {model.architecture} have {layout.groups[0].head_dim} "
+            "dimensions: set a rank of at most as many"
+        )
+    if may_refuse(codec) and num_hosts > 1:
+        raise ConfigError(
+            f"kv_offloading_codec is {codec}, whose stores all ranks confirm on one host's board, but they are on "
+            f"{num_hosts} hosts; set kv_offloading_codec=int8"
         )
     if codec == "fp8" and capability is not None and capability < _MIN_FP8_CAPABILITY:
         raise ConfigError(

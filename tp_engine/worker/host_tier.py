@@ -25,8 +25,9 @@ from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kv_layout import MoveCounters
 from tp_engine.plan import StepPlan
+from tp_engine.tier_progress import TierProgress
 from tp_engine.units import GIB, format_gib
-from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover
+from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover, StoreReports
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.disk_tier import DiskTier
 from tp_engine.worker.host_memory import HostMemory
@@ -78,8 +79,11 @@ def _short(size_gib: float, rounded: Callable[[float], int]) -> str:
 class HostTier:
     """A rank's slots, and what moves blocks between them and ``pool`` (blocks, block_bytes) uint8."""
 
-    def __init__(self, pool: torch.Tensor, num_slots: int, codec: Codec) -> None:
-        """Raises ``MemoryBudgetError`` if there is no memory, or if it can not be pinned."""
+    def __init__(self, pool: torch.Tensor, num_slots: int, codec: Codec, stores: TierProgress | None = None) -> None:
+        """``stores``: where stores are reported, if the codec may refuse some.
+
+        Raises ``MemoryBudgetError`` if there is no memory, or if it can not be pinned.
+        """
         self._device, self._is_pinned = pool.device, False
         try:
             slots = map_zeros(num_slots * codec.blob_bytes).view(num_slots, codec.blob_bytes)
@@ -89,7 +93,8 @@ class HostTier:
         self.disk: DiskTier | None = None  # given when all ranks have theirs
         if pool.device.type == "cuda":
             self._pin()
-        self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots, codec)
+        self._reports = None if stores is None else StoreReports(stores)
+        self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots, codec, self._reports)
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
@@ -99,6 +104,13 @@ class HostTier:
             self.disk.begin(plan.disk_reads, plan.disk_writes, self._mover.past())
         if plan.wait_load:
             self._mover.wait(plan.wait_load)
+        if self._reports is not None:
+            self._reports.send()
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether stores have not been reported that have to be: ``apply`` does that, with any plan."""
+        return self._reports is not None and self._reports.num_open > 0
 
     @property
     def counters(self) -> MoveCounters:

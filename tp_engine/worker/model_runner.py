@@ -168,7 +168,7 @@ class ModelRunner:
         for admission in plan.admitted:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
-        if self.tier is not None and plan.has_moves:
+        if self.tier is not None and (plan.has_moves or self.tier.has_reports):
             self._progress.reach(RankPhase.MOVE)
             self.tier.apply(plan)
             self._progress.back(RankPhase.STEP_BEGIN)

@@ -15,6 +15,7 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.state import SamplingState
+from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.block_moves import staging_bytes
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.device import Device
@@ -27,7 +28,10 @@ from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """One rank's loaded model and all that a runner takes from the configuration; ``codec`` is that of a host tier."""
+    """One rank's loaded model and all that a runner takes from the configuration.
+
+    ``codec`` is that of a host tier, and ``stores`` the channel in which it reports stores that it may refuse.
+    """
 
     effective: EffectiveConfig
     groups: RankGroups
@@ -38,6 +42,7 @@ class RunnerParts:
     device: Device
     note_inputs: NoteInputs | None
     codec: Codec | None = None
+    stores: TierProgress | None = None
 
     def make_runner(self, num_blocks: int, num_slots: int) -> ModelRunner:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on.
@@ -61,7 +66,9 @@ class RunnerParts:
         torch_device = self.device.torch_device
         blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
         blocks.bind(self.model.attention_layers)
-        tier = None if self.codec is None or not num_slots else HostTier(blocks.raw, num_slots, self.codec)
+        tier = None
+        if self.codec is not None and num_slots:
+            tier = HostTier(blocks.raw, num_slots, self.codec, self.stores)
         return ModelRunner(
             model=self.model,
             backends=self.backends,
@@ -76,11 +83,13 @@ class RunnerParts:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the rows' tables, and of the host tier's staging area, which a runner has beside its KV cache."""
+        """Bytes of the rows' tables and of the host tier's codec, which a runner has beside its KV cache."""
         nowhere, on_gpu = torch.device("meta"), self.device.type == "cuda"
         sampling = self._make_sampling(nowhere, has_tables=on_gpu and has_triton())
-        staging = 0 if self.codec is None or not on_gpu else staging_bytes(self.codec)
-        return self._make_batch(nowhere).num_bytes + sampling.num_bytes + staging
+        tier = 0
+        if self.codec is not None:
+            tier = self.codec.work_bytes + (staging_bytes(self.codec) if on_gpu else 0)
+        return self._make_batch(nowhere).num_bytes + sampling.num_bytes + tier
 
     def _make_batch(self, device: torch.device) -> InputBatch:
         config = self.effective.config

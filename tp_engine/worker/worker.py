@@ -16,7 +16,7 @@ import torch
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.registry import key_lanes, select_backend
 from tp_engine.errors import RankError
-from tp_engine.kv_codec import is_lossy
+from tp_engine.kv_codec import is_lossy, may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM, build_model
@@ -109,6 +109,7 @@ class Worker:
             backends=self._backends,
             kv_shape=self._kv_shape,
             codec=self._codec,
+            stores=self._channels["stores"] if may_refuse(effective.config.kv_offloading_codec) else None,
             device=device,
             note_inputs=self._note_inputs,
         )

@@ -32,6 +32,7 @@ _STATS = {
     f.PREEMPTIONS: "num_preemptions",
     f.RECOMPUTED: "num_recomputed_tokens",
     f.DROPPED_BLOCKS: "num_dropped_blocks",
+    f.REFUSED_BLOCKS: "num_refused_blocks",
     f.DISK_FAILED: "num_disk_failed_blocks",
     f.FREE_BLOCKS: "num_free_blocks",
     f.CACHED_BLOCKS: "num_cached_blocks",

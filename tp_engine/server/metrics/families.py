@@ -129,6 +129,9 @@ HOST_USAGE = MetricFamily("gauge", "kv_host_usage_perc", "share of the host tier
 DROPPED_BLOCKS = MetricFamily(
     "counter", "kv_dropped_blocks", "cached KV blocks evicted without a copy in the host tier"
 )
+REFUSED_BLOCKS = MetricFamily(
+    "counter", "kv_refused_blocks", "KV blocks that the host tier's codec refused, being beyond its bound on the error"
+)
 PEAK_USAGE = MetricFamily("gauge", "kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = MetricFamily("counter", "recomputed_tokens", "tokens computed again after a preemption")
 

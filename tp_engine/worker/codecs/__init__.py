@@ -1,7 +1,7 @@
 """The codecs of the tiers below the pool: a table of what ``kv_offloading_codec`` may name.
 
 A new codec is a file with a class that does what ``base.Codec`` says, a line in ``_CODECS``, and its name in
-``tp_engine/kv_codec.py``.
+``tp_engine/kv_codec.py``, which also reads the settings of ``pca``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.kernels.block_codes import BlockForm
-from tp_engine.kv_codec import is_lossy
+from tp_engine.kv_codec import is_lossy, pca_settings
 from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.codecs.eight_bits import EightBits
+from tp_engine.worker.codecs.pca import Pca
 from tp_engine.worker.kv_cache import KvCacheShape
 
 _CODECS: dict[str, Callable[[BlockForm], Codec]] = {
@@ -37,4 +38,5 @@ def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
         lanes=lanes,
     )
     assert form.block_bytes == shape.block_bytes, "the configuration refuses a quantised cache"
-    return _CODECS[name](form)
+    pca = pca_settings(name)
+    return _CODECS[name](form) if pca is None else Pca(form, pca.rank, pca.bound)

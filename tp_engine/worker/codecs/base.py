@@ -17,14 +17,22 @@ class Codec(Protocol):
 
     A slot of the host tier holds one blob, and a disk keeps it unchanged; plans know nothing of it.  On a CPU ``blobs``
     are the slots themselves.  On CUDA they are a staging area on the device; there ``is_copy`` says that none is needed
-    because a blob is the block.
+    because a blob is the block.  ``work_bytes`` of the pool's device are used beside all that.
     """
 
     is_copy: bool
     blob_bytes: int
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> None:
-        """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``."""
+    @property
+    def work_bytes(self) -> int:
+        """Bytes, at most, of what it keeps and makes while it works."""
+
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
+
+        (n,) bool on the pool's device: the blocks that it refuses, whose blobs must not be used; None: it refuses none,
+        ever.
+        """
 
     def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
         """Write the blocks of blobs; ``pairs`` are places in ``blobs`` and blocks."""
@@ -37,6 +45,7 @@ class BlockCopy:
     """The codec ``none``: a blob is the block."""
 
     is_copy = True
+    work_bytes = 0
 
     def __init__(self, block_bytes: int, order: str) -> None:
         """``order`` names how K/V lie in a block."""

@@ -17,6 +17,7 @@ class EightBits:
     """Blocks of ``form`` as ``codes``: int8 or float8_e4m3fn."""
 
     is_copy = False
+    work_bytes = 0
 
     def __init__(self, form: BlockForm, codes: torch.dtype) -> None:
         self._form, self._codes = form, codes

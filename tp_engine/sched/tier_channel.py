@@ -1,4 +1,7 @@
-"""Reads, or writes, of the disk tier between the plan that orders them and the ranks' reports that they have ended."""
+"""Work of the tiers between the plan that orders it and the ranks' reports that it has ended.
+
+It is reads and writes of the disk tier, and stores that ranks may refuse.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ _PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class DiskBatch:
-    """Reads or writes of one plan: operation ``first`` and those behind it; slots of the host and of the disk."""
+class TierBatch:
+    """Operations of one plan, ``first`` and those behind it: slots of the disk, or of the host where blocks are stored.
+
+    ``host`` are the slots of the host that reads and writes of the disk use.
+    """
 
     first: int
     host: BlockIds
@@ -30,7 +36,7 @@ class DiskBatch:
         return self.first + len(self.slots) - 1
 
 
-class DiskChannel:
+class TierChannel:
     """Operations of one kind, numbered from 1 on in the order of the plans.
 
     ``num_ordered`` have been ordered, of which ``num_ended`` have ended on all ranks, batch by batch; ``num_failed``
@@ -40,7 +46,7 @@ class DiskChannel:
     def __init__(self, reports: TierReports, name: str, clock: Callable[[], float]) -> None:
         self._poll = reports[name]
         self._clock = clock
-        self._batches: deque[DiskBatch] = deque()
+        self._batches: deque[TierBatch] = deque()
         self._failed: set[int] = set()
         self._last_report = 0
         self._news_s = 0.0
@@ -52,13 +58,13 @@ class DiskChannel:
         return self.num_ordered - self.num_ended
 
     def order(self, host: BlockIds, slots: BlockIds, records: bytes = b"") -> None:
-        """One more batch, between these slots of the host and of the disk."""
+        """One more batch; see ``TierBatch``."""
         if not self.num_open:
             self._news_s = self._clock()
-        self._batches.append(DiskBatch(self.num_ordered + 1, host, slots, records))
+        self._batches.append(TierBatch(self.num_ordered + 1, host, slots, records))
         self.num_ordered += len(slots)
 
-    def ended(self) -> list[tuple[DiskBatch, BoolArray]]:
+    def ended(self) -> list[tuple[TierBatch, BoolArray]]:
         """The batches that have ended since the last call, and which of their operations failed."""
         if not self._batches:
             return []
@@ -66,7 +72,7 @@ class DiskChannel:
         self._failed.update(report.failed)
         if report.ended != self._last_report:
             self._last_report, self._news_s = report.ended, self._clock()
-        done: list[tuple[DiskBatch, BoolArray]] = []
+        done: list[tuple[TierBatch, BoolArray]] = []
         while self._batches and self._batches[0].last <= report.ended:
             batch = self._batches.popleft()
             self.num_ended = batch.last

@@ -1,0 +1,171 @@
+"""The codec ``pca:RANK``: each head's vectors in a fixed basis of fewer coordinates, with a bound on the error.
+
+::
+
+    state (head_dim,) of one token and head --- analysis (head_dim, rank) ---> coordinates --- quantise ---> int8, scale
+    coordinates --- synthesis (rank, head_dim) ---> state, within the bound, or the block is refused
+
+    blob    codes (heads, block_size, rank) int8 | scales (heads, block_size) bfloat16
+            heads: KV heads of all parts, part after part (kernels/block_codes.py); a part is K or V of a layer
+
+The basis of a head is that of the largest singular values of its vectors in the first blocks that are to be stored, 16
+tokens for each dimension.  It stays fixed from then on; those blocks are refused.  A coordinate is divided by its
+deviation, so that 8 bits suffice for the small ones beside the large ones.  Vectors are not centred: zeros stay zeros,
+and a mean takes one coordinate.
+
+A block is refused if for any head the error exceeds the bound: ||states - those that come back|| > bound * ||states||
+over the block's tokens, as measured by decoding the blob.  Because a head's basis and error depend on that head alone,
+the ranks of any tensor-parallel size refuse the same blocks together, but for the last bits of K/V.  Where a model has
+several groups of layers, layers at one place in their groups share a basis, because a blob does not know its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tp_engine.kernels.block_codes import SCALE_BYTES, BlockForm, Pairs, pair_ids, quantise
+from tp_engine.log import get_logger
+from tp_engine.units import ceil_div
+from tp_engine.worker.codecs.base import fingerprint_of
+
+logger = get_logger(__name__)
+
+TOKENS_PER_DIM = 16
+_PORTION_BYTES = 8 << 20  # of float32 states that are worked on at once
+_WORK_BYTES = 64 << 20  # eight times as much, for what is made of them
+_LARGEST = 1e15  # of a state that calibrates: its square, summed up, is a number
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """``analysis`` (heads, head_dim, rank) and ``synthesis`` (heads, rank, head_dim) float32."""
+
+    analysis: torch.Tensor
+    synthesis: torch.Tensor
+
+
+class Pca:
+    """Blocks of ``form`` in ``rank`` coordinates a head, with errors up to ``bound`` of a head's norm."""
+
+    is_copy = False
+
+    def __init__(self, form: BlockForm, rank: int, bound: float) -> None:
+        assert 1 <= rank <= form.head_dim, "the configuration refuses it"
+        self.blob_bytes = form.num_vectors * (rank + SCALE_BYTES)
+        self._form, self._rank, self._bound = form, rank, bound
+        self._num_heads = form.num_parts * form.num_kv_heads
+        self._num_wanted = ceil_div(TOKENS_PER_DIM * form.head_dim, form.block_size)
+        self._portion = max(1, _PORTION_BYTES // (4 * form.num_vectors * form.head_dim))
+        self._num_seen = 0
+        self._moments: torch.Tensor | None = None  # (heads, head_dim, head_dim) float32: sums of products
+        self._basis: _Basis | None = None
+
+    @property
+    def work_bytes(self) -> int:
+        """See ``Codec``."""
+        dim = self._form.head_dim
+        return 4 * self._num_heads * dim * (dim + 2 * self._rank) + _WORK_BYTES
+
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """See ``Codec``: (n,) bool, the blocks that are refused."""
+        portions = self._portions(pairs, pool.device)
+        if self._basis is not None:
+            return torch.cat([self._encode(pool[some], blobs, to, self._basis) for some, to in portions])
+        for some, _ in portions:
+            self._calibrate(pool[some])
+        if self._num_seen >= self._num_wanted:
+            self._make_basis()
+        return torch.ones(len(pairs), dtype=torch.bool, device=pool.device)
+
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+        """See ``Codec``."""
+        assert self._basis is not None, "no block has been taken yet"
+        for some, to in self._portions(pairs, pool.device):
+            given, size = blobs[some], self._form.num_vectors * self._rank
+            codes = given[:, :size].contiguous().view(torch.int8).view(len(to), self._num_heads, -1, self._rank)
+            scales = given[:, size:].contiguous().view(torch.bfloat16).view(len(to), self._num_heads, -1)
+            pool[to] = self._blocks_of(self._synthesise(codes.transpose(0, 1), scales.transpose(0, 1), self._basis))
+
+    def _portions(self, pairs: Pairs, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The two columns of ``pairs``, a portion at a time."""
+        from_ids, to_ids = pair_ids(pairs, device)
+        for first in range(0, len(from_ids), self._portion):
+            yield from_ids[first : first + self._portion], to_ids[first : first + self._portion]
+
+    def fingerprint(self) -> bytes:
+        """See ``Codec``; blobs of another process are in another basis."""
+        return fingerprint_of("pca", self._rank, self._form, id(self))
+
+    def _encode(self, blocks: torch.Tensor, blobs: torch.Tensor, to_ids: torch.Tensor, basis: _Basis) -> torch.Tensor:
+        """Write the blobs of ``blocks`` (n, block_bytes); which of them miss the bound (n,)."""
+        states = self._states_of(blocks)
+        coordinates = torch.matmul(states.flatten(1, 2), basis.analysis)
+        codes, scales = quantise(coordinates.view(*states.shape[:3], self._rank), torch.int8)
+        parts = [one.transpose(0, 1).reshape(len(blocks), -1).view(torch.uint8) for one in (codes, scales)]
+        blobs[to_ids] = torch.cat(parts, 1)
+        missed = self._synthesise(codes, scales, basis).float().sub_(states)
+        errors, norms = (one.flatten(2).square().sum(-1) for one in (missed, states))
+        return ~(errors <= self._bound**2 * norms).all(0)  # refused too if it is no number
+
+    def _synthesise(self, codes: torch.Tensor, scales: torch.Tensor, basis: _Basis) -> torch.Tensor:
+        """States (heads, n, block_size, head_dim) of the block's type."""
+        coordinates = codes.float() * scales.float().unsqueeze(-1)
+        found = torch.matmul(coordinates.flatten(1, 2), basis.synthesis).to(self._form.dtype)
+        return found.view(*codes.shape[:3], self._form.head_dim)
+
+    def _calibrate(self, blocks: torch.Tensor) -> None:
+        states = self._states_of(blocks).flatten(1, 2).nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST)
+        moments = torch.matmul(states.transpose(1, 2), states)
+        self._moments = moments if self._moments is None else self._moments.add_(moments)
+        self._num_seen += len(blocks)
+
+    def _make_basis(self) -> None:
+        """The eigenvectors of the largest eigenvalues of each head's moments, scaled by the coordinates' deviation."""
+        assert self._moments is not None
+        values, vectors, kept = [], [], []
+        for moments in self._moments.view(self._form.num_parts, -1, *self._moments.shape[1:]):
+            squares, axes = torch.linalg.eigh(moments.double())
+            squares = squares.clamp_(min=0).flip(-1)
+            kept.append(squares[:, : self._rank].sum(-1) / squares.sum(-1).clamp_(min=1e-300))
+            values.append(squares[:, : self._rank])
+            vectors.append(axes.flip(-1)[..., : self._rank])
+        num_tokens = self._num_seen * self._form.block_size
+        deviations = (torch.cat(values) / num_tokens).sqrt().unsqueeze(1)  # (heads, 1, rank)
+        deviations = torch.where(deviations > 1e-6 * deviations.amax(-1, keepdim=True), deviations, 1.0)
+        axes = torch.cat(vectors)
+        self._basis = _Basis(
+            (axes / deviations).float().contiguous(), (axes * deviations).float().transpose(1, 2).contiguous()
+        )
+        self._moments = None
+        self._log(torch.cat(kept))
+
+    def _log(self, kept: torch.Tensor) -> None:
+        """``kept`` (heads,): the share of the squares of the calibration's states that the basis keeps."""
+        logger.info(
+            "the host tier's PCA basis of rank %d is ready, from %d blocks: it keeps %.2f %% of the squares of K/V, "
+            "%.2f %% in the worst head; a block may lose %.2f %% in each",
+            *(self._rank, self._num_seen, 100 * float(kept.mean()), 100 * float(kept.min()), 100 * self._bound**2),
+        )
+
+    def _states_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """``blocks`` (n, block_bytes) by head: (heads, n, block_size, head_dim) float32."""
+        form = self._form
+        vectors = form.vectors_of(blocks)
+        if form.lanes:
+            states = vectors.view(len(blocks), self._num_heads, form.block_size, form.head_dim).transpose(0, 1)
+        else:
+            sizes = (len(blocks), form.num_parts, form.block_size, form.num_kv_heads, form.head_dim)
+            states = vectors.view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        return states.float().contiguous()
+
+    def _blocks_of(self, states: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``_states_of``, from states of the block's type."""
+        form, count = self._form, states.shape[1]
+        if form.lanes:
+            vectors = states.transpose(0, 1)
+        else:
+            vectors = states.view(form.num_parts, form.num_kv_heads, *states.shape[1:]).permute(2, 0, 3, 1, 4)
+        return form.blocks_of(vectors.reshape(count, form.num_parts, form.part_vectors, form.head_dim))
