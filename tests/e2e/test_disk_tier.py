@@ -57,7 +57,8 @@ def test_what_does_not_fit_is_computed_again(
     checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Oracle: each engine's tokens without a disk.  The same engine again; a flipped bit in the third slot; other
-    weights under the same name; another rope; two ranks; another type of cache.  The log says what differs."""
+    weights under the same name; another rope; two ranks, and a flipped bit on one of them; another codec or type of
+    cache.  The log says what differs, and engines with a codec or a quantised cache find what they have written."""
     model, disk = tmp_path / "model", tmp_path / "kv"
     shutil.copytree(checkpoint("qwen3", num_kv_heads=4, vocab_size=203), model)
     logging.getLogger("tp_engine").addHandler(caplog.handler)
@@ -80,6 +81,7 @@ def test_what_does_not_fit_is_computed_again(
             ("weights", lambda: flip(weights, weights.stat().st_size - 1), {}),
             ("model", lambda: (model / "config.json").write_text(json.dumps(other_rope(config))), {}),
             ("ranks", lambda: None, {"tensor_parallel_size": 2}),
+            ("types", lambda: None, {"kv_offloading_codec": "int8", "kv_offloading_size": 0.01}),
             ("types", lambda: None, {"kv_cache_dtype": "int8"}),
         ]
         for name, change, options in changes:
@@ -89,6 +91,14 @@ def test_what_does_not_fit_is_computed_again(
             assert answer(model, {**options, **on_disk(disk)}) == (expected, 0), name
             (line,) = {one for one in caplog.messages if "begins empty" in one}
             assert name in line
+            if "tensor_parallel_size" in options:
+                flip(disk / "rank-1.kv", 2 * 4096 + 11)
+                caplog.clear()
+                tokens, num_cached = answer(model, {**options, **on_disk(disk)})
+                assert tokens == expected and num_cached < NUM_FULL
+                assert "could not be read: they will be computed again" in caplog.text
+            elif options:
+                assert answer(model, {**options, **on_disk(disk)})[1] == NUM_FULL, name
     finally:
         logging.getLogger("tp_engine").removeHandler(caplog.handler)
 
