@@ -110,6 +110,46 @@ def test_sharers_share_one_read() -> None:
     assert cached == [32] * 10
 
 
+def test_reads_begin_while_a_request_waits_for_a_row() -> None:
+    """By hand: one row, which another request holds for 12 steps: the reads of the waiting one have ended by then, and
+    it enters without waiting."""
+    given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64, max_num_seqs=1)
+    first = DiskSimulation(given)
+    conversation(first, 33)
+    first.flush()
+    second = first.restart()
+    second.add([7] * 5, max_tokens=12, ignore_eos=True, request_id="runs")
+    second.step()
+    waiting = second.add(list(range(1, 34)), max_tokens=2, ignore_eos=True)
+    for _ in range(10):
+        second.step()
+        assert second.waits.num_waiting == 0
+    assert second.outputs["runs", 0].finish_reason is None and second.disk_worker.num_reads == 8
+    second.run()
+    assert second.outputs[waiting.request_id, 0].deltas[0].num_cached_tokens == 32
+    assert second.scheduler.stats().num_disk_hit_tokens == 32
+
+
+def test_a_long_prefix_is_read_in_rounds_and_others_wait_for_room() -> None:
+    """By hand: at most 4 * 2 reads at a time; two requests with 12 blocks each, which come together, find all of
+    them."""
+    given = limits(num_blocks=60, num_host_slots=64, num_disk_slots=64, max_model_len=64, max_host_moves=2)
+    first = DiskSimulation(given)
+    prompts = [list(range(start, start + 49)) for start in (1, 101)]
+    for tokens in prompts:
+        first.add(tokens, max_tokens=2, ignore_eos=True)
+    first.run()
+    first.flush()
+    second = DiskSimulation(given, disk=first.disk, pace=0.3)
+    added = [second.add(tokens, max_tokens=2, ignore_eos=True) for tokens in prompts]
+    while second.scheduler.has_unfinished:
+        second.step()
+        ended = sum(reader().ended for name, reader in second.disk_worker.readers.items() if name == "disk_reads")
+        assert second.disk_worker.num_reads - ended <= 8
+    assert [second.outputs[one.request_id, 0].deltas[0].num_cached_tokens for one in added] == [48, 48]
+    assert second.disk_worker.num_reads == 24
+
+
 def test_a_stalled_disk_stops_nothing() -> None:
     """By hand: reads that never end; a request with its prefix there is computed after seconds, others at once."""
     given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
