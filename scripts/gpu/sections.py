@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _WORKERS = 8  # the most: the kernels' tests mainly compile, and engines share the GPU's memory
 _ENGINE_TESTS = "tests/gpu/test_engine_gpu.py"
+_CODEC_TESTS = "tests/gpu/test_codecs_gpu.py"
 _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
 _TESTS = (*_CORE, "pytest", "psutil")
 _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
@@ -50,8 +51,18 @@ def _checks() -> list[Section]:
         Section(
             name="kernels",
             what="tests/gpu without the engine: kernels and backends against their twins, captured too",
-            command=(*_PYTEST, *_side_by_side(_WORKERS), "tests/gpu", f"--ignore={_ENGINE_TESTS}"),
+            command=(
+                *(*_PYTEST, *_side_by_side(_WORKERS), "tests/gpu"),
+                *(f"--ignore={tests}" for tests in (_ENGINE_TESTS, _CODEC_TESTS)),
+            ),
             limit_s=420,
+            modules=(*_TESTS, "triton"),
+        ),
+        Section(
+            name="codecs",
+            what="blocks through the host tier's codecs, on a stream and back",
+            command=(*_PYTEST, *_side_by_side(_WORKERS), _CODEC_TESTS),
+            limit_s=240,
             modules=(*_TESTS, "triton"),
         ),
         _engine("engine", "the engine against transformers, preempted, twice", "not recorded and not ranks_on_one_gpu"),
