@@ -156,7 +156,7 @@ def test_what_is_no_number_or_nothing() -> None:
     codec.decode(blobs, back, pairs_of(0, 4))
     found = states_of(back, form)
     assert not found[2].any() and not found[:2, 3, :, 1].any()
-    assert float(errors_of(found[:2], states[NUM_CALIBRATION : NUM_CALIBRATION + 2].double()).max()) < 0.2
+    assert float(errors_of(found[:2], states[NUM_CALIBRATION : NUM_CALIBRATION + 2].double()).max()) < 0.07
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

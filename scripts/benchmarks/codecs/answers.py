@@ -17,7 +17,7 @@ from benchmarks.codecs.texts import Texts
 from tp_engine import LLM, SamplingParams
 from tp_engine.units import ceil_div
 
-_OTHERS = 4  # prompts that push P out of a pool of two
+_OTHERS = 8  # prompts that push P out of a pool of two
 
 
 def engine_options(num_tokens: int, block_size: int, vocab_size: int) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class Pca:
         return found.view(*codes.shape[:3], self._form.head_dim)
 
     def _calibrate(self, blocks: torch.Tensor) -> None:
-        states = self._states_of(blocks).flatten(1, 2).nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST)
+        states = self._states_of(blocks).flatten(1, 2)
+        states = states.nan_to_num_(0.0, posinf=0.0, neginf=0.0).clamp_(-_LARGEST, _LARGEST)
         moments = torch.matmul(states.transpose(1, 2), states)
         self._moments = moments if self._moments is None else self._moments.add_(moments)
         self._num_seen += len(blocks)
