@@ -139,7 +139,7 @@ def prompt_logits(folder: Path, quantization: str | None, args: argparse.Namespa
         dtype=dtype,
         kv_cache_dtype=dtype,
         block_size=16,
-        head_dims=tuple({layer.attention.head_dim for layer in config.layers}),
+        head_dims=tuple({attention.head_dim for attention in config.attentions}),
         capability=None,
     )
     model = build_model(

@@ -58,6 +58,19 @@ _LATENT = {
     "v_head_dim": 12,
 }
 _LATENT_YARN = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}
+# The layers with the delta rule come first and last; 8 ranks have 3 value heads each, and one key head or 3.
+_HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 24,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+_ONE_KEY_HEAD = {**_HYBRID, "linear_num_key_heads": 1}
+_KEY_HEADS = {**_HYBRID, "linear_num_key_heads": 24}
+_HYBRID_EXPERTS = {**_SHARED, "num_experts": 8, "shared_expert_intermediate_size": 48}
+_HYBRID_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 _GEMMA_VISION = {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "model_type": "gemma4_vision"}
 
 FAMILIES: dict[str, Family] = {
@@ -244,5 +257,26 @@ FAMILIES: dict[str, Family] = {
             "swiglu_limit": 1.5,
             "rope_parameters": {**_YARN, "rope_theta": 1e4, "truncate": False},
         },
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**_ONE_KEY_HEAD, **_HYBRID_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        seed=3,
+    ),
+    "qwen3.5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _KEY_HEADS),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_KEY_HEADS, **_HYBRID_EXPERTS, "linear_num_value_heads": 48, "num_hidden_layers": 4, "layer_types": None},
+        seed=8,
+    ),
+    "qwen3.5-vision": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _ONE_KEY_HEAD, vision=_HYBRID_VISION),
+    "qwen3.5-moe-vision": Family(
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        {**_KEY_HEADS, **_HYBRID_EXPERTS},
+        vision=_HYBRID_VISION,
+        seed=3,
     ),
 }

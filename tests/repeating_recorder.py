@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tp_engine.worker.captured_decodes import Recording, Step
+from tp_engine.worker.captured_decodes import Keep, Recording, Step, keep_nothing
 
 
 class _Repeated:
@@ -22,5 +22,5 @@ class _Repeated:
 class RepeatingRecorder:
     """Runs the step itself at every replay."""
 
-    def record(self, step: Step) -> Recording:
+    def record(self, step: Step, keep: Keep = keep_nothing) -> Recording:
         return _Repeated(step)

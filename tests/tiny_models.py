@@ -94,10 +94,15 @@ def _configure(transformers: Any, family: Family, settings: dict[str, Any]) -> P
 
 
 def _randomise_vectors(model: torch.nn.Module) -> None:
-    """Add noise to the values that transformers leaves constant: norm weights (1), biases (0) and saved buffers."""
+    """Add noise to the values that transformers leaves constant: norm weights (1), biases (0) and saved buffers.
+
+    Recurrent states decay slowly, so that old tokens count.
+    """
     import torch
 
     with torch.no_grad():
-        for values in model.state_dict(keep_vars=True).values():
+        for name, values in model.state_dict(keep_vars=True).items():
             if values.dim() <= 1 and values.is_floating_point():
                 values.add_(torch.randn_like(values), alpha=0.2)
+            if name.endswith("A_log"):
+                values.sub_(3.0)

@@ -15,6 +15,9 @@ or head_dim, a block holds more of the small ones; what a group does not fill is
 
     2 full layers of 1 x 8, 2 windowed ones of 1 x 16        | layer 0 | layer 1 |   | layer 2           |
 
+Layers with a recurrent state instead of K/V form the *state group*.  It has no blocks: each row of the batch has one
+slot with the states of all these layers, however long its sequence is, in a pool of its own.
+
 The grouping follows from what a rank keeps, so it may differ between numbers of ranks: KV heads of one kind of layer
 may be split where those of another are repeated.
 
@@ -34,6 +37,7 @@ MAX_GROUPS = 12
 # Kernels begin at the start of a tile: so many keys behind a window may still be read, and are hidden by a mask.
 TILE_TOKENS = 128
 SCALE_BYTES = 4
+STATE_BYTES = 4
 
 
 def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
@@ -87,11 +91,71 @@ class KvGroup:
         return self.num_parts * len(self.layers) * block_size * self.local_num_kv_heads * SCALE_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKind:
+    """The state of one layer with the gated delta rule (``kernels/delta_rule.py``); heads are the whole model's.
+
+    ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def on(self, world_size: int) -> StateKind:
+        """One rank's part; key heads are repeated like KV heads."""
+        return replace(
+            self,
+            num_key_heads=local_num_kv_heads(self.num_key_heads, world_size),
+            num_value_heads=self.num_value_heads // world_size,
+        )
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of queries, keys and values, which go through the convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def num_conv_elements(self) -> int:
+        """Inputs that the convolution keeps."""
+        return self.num_channels * (self.taps - 1)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers of one row's state: the convolution's, and a matrix (key_dim, value_dim) for each value head."""
+        return self.num_conv_elements + self.num_value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """The layers with a recurrent state, by their number in the model, and this rank's part of each one's state."""
+
+    kinds: tuple[tuple[int, StateKind], ...]
+
+    @property
+    def slot_elements(self) -> int:
+        """float32 numbers of one row, in all layers."""
+        return sum(kind.num_elements for _, kind in self.kinds)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one row's states."""
+        return self.slot_elements * STATE_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The groups of a model on one rank, those that keep all blocks first; see the module's text."""
+    """The groups of a model on one rank, those that keep all blocks first, and the state group if there is one."""
 
     groups: tuple[KvGroup, ...]
+    states: StateGroup | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with K/V, in order."""
+        return tuple(sorted(layer for group in self.groups for layer in group.layers))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -139,16 +203,20 @@ class KvLayout:
         raise AssertionError(f"layer {layer} is in no group")
 
 
-def lay_out(kinds: Sequence[KvKind], world_size: int = 1) -> KvLayout:
-    """The layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``.
+def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1) -> KvLayout:
+    """The layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``, at least one with K/V.
 
     All layers of the kind with the fewest elements make one group, and the other kinds are cut into groups of about as
     many elements, so that blocks have little unused room.  Blocks are larger where that would need more than
     ``MAX_GROUPS`` tables per row; if none does, layers of one shape make one group.
     """
     layers_of: dict[KvKind, list[int]] = {}
+    states: list[tuple[int, StateKind]] = []
     for layer, kind in enumerate(kinds):
-        layers_of.setdefault(kind, []).append(layer)
+        if isinstance(kind, StateKind):
+            states.append((layer, kind.on(world_size)))
+        else:
+            layers_of.setdefault(kind, []).append(layer)
     heads = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) for kind in layers_of}
     widths = {kind: kind.num_parts * heads[kind] * kind.head_dim for kind in layers_of}
     sizes = _group_sizes({kind: (len(layers), widths[kind]) for kind, layers in layers_of.items()})
@@ -156,21 +224,21 @@ def lay_out(kinds: Sequence[KvKind], world_size: int = 1) -> KvLayout:
         layers_of = _merge_windows(layers_of)
         sizes = {kind: len(layers) for kind, layers in layers_of.items()}
     groups = []
-    for kind in sorted(layers_of, key=lambda one: (one.window is not None, one.window or 0)):
-        layers = layers_of[kind]
-        count = ceil_div(len(layers), sizes[kind])
+    for own in sorted(layers_of, key=lambda one: (one.window is not None, one.window or 0)):
+        layers = layers_of[own]
+        count = ceil_div(len(layers), sizes[own])
         for index in range(count):
             first, end = index * len(layers) // count, (index + 1) * len(layers) // count
             groups.append(
                 KvGroup(
                     layers=tuple(layers[first:end]),
-                    window=kind.window,
-                    local_num_kv_heads=local_num_kv_heads(kind.num_kv_heads, world_size),
-                    head_dim=kind.head_dim,
-                    num_parts=kind.num_parts,
+                    window=own.window,
+                    local_num_kv_heads=local_num_kv_heads(own.num_kv_heads, world_size),
+                    head_dim=own.head_dim,
+                    num_parts=own.num_parts,
                 )
             )
-    return KvLayout(tuple(groups))
+    return KvLayout(tuple(groups), StateGroup(tuple(states)) if states else None)
 
 
 def _group_sizes(kinds: dict[KvKind, tuple[int, int]]) -> dict[KvKind, int] | None:

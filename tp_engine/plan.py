@@ -5,7 +5,7 @@ computed tokens, sampling parameters and token ids; applying the plans in order 
 plan in this order::
 
     released -> admitted -> new blocks -> stores -> loads -> disk reads and writes begin -> wait -> copies
-             -> forward pass over decodes, then prefills -> sample
+             -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
@@ -31,6 +31,10 @@ belong to other rows.
 
 A copy is a pair of blocks of the pool, source and target, of any group.  All copies of a plan are made at once: each
 source is read as it was before any of them.
+
+Where layers have a recurrent state, each row has a slot with its number for it.  A state copy is a pair of such slots,
+source and target, and all of a plan are made at once too.  A row that begins with its first token needs none: its state
+before that is zero.
 
 *Moves* are copies between the pool and the slots of the host tier, numbered from 0: a store is a pair (block, slot), a
 load a pair (slot, block).  They may run beside forward passes, in the order of the plans.  Those of one plan are a
@@ -137,6 +141,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_rows: IntArray = NO_IDS
     block_ids: IntArray = NO_IDS
     copies: IntArray = NO_PAIRS
+    state_copies: IntArray = NO_PAIRS
     decode_rows: IntArray = NO_IDS
     prefill_rows: IntArray = NO_IDS
     prefill_tokens: IntArray = NO_IDS

@@ -62,7 +62,7 @@ def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
     num_parameters = local_parameters(model, 1, active_only=True)
     if not model.tie_word_embeddings:
         num_parameters -= model.vocab_size * model.hidden_size
-    attentions = [layer.attention for layer in model.layers]
+    attentions = model.attentions
     kinds = [attention.kv_kind for attention in attentions]
     return ModelCost(
         num_parameters=num_parameters,

@@ -5,6 +5,8 @@ layers that stored it, and a hash of the whole sequence up to it.  In each step 
 the slots of each group, as far back as that group's window and the tile before it reach, after any sharing, copying,
 release, eviction or recomputation.  The next token is computed from what the *cache* holds in the windows of all
 groups, so a wrong block also gives wrong tokens; ``expected_tokens`` computes them from the sequence alone.
+
+A recurrent state is the hash of all tokens that went into it.  It must be that behind the tokens before a chunk.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class FakeWorker:
     num_computed_tokens: int = 0
     last_step_id: int = 0
     epochs: dict[int, list[int]] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_slots = self.limits.num_blocks * self.limits.block_size
@@ -141,6 +144,11 @@ class FakeWorker:
     def _copy(self, plan: StepPlan) -> None:
         """All copies at once, as a rank does."""
         assert len(set(plan.copies[:, 1].tolist())) == len(plan.copies), "a block is the target of two copies"
+        assert len(set(plan.state_copies[:, 1].tolist())) == len(plan.state_copies), (
+            "a slot is the target of two copies"
+        )
+        assert self.limits.has_states or not len(plan.state_copies)
+        self.states |= {target: self.states[source] for source, target in plan.state_copies.tolist()}
         for cache in (self.kv_token, self.kv_chain, self.kv_group):
             blocks = cache.reshape(self.limits.num_blocks, self.limits.block_size)
             blocks[plan.copies[:, 1]] = blocks[plan.copies[:, 0]]
@@ -151,6 +159,9 @@ class FakeWorker:
             row = self.rows[number]
             start, row.computed = row.computed, row.computed + count
             assert count > 0 and row.computed <= len(row.token_ids)
+            if self.limits.has_states:
+                assert not start or self.states[number] == row.chain[start - 1], f"row {number} has another state"
+                self.states[number] = row.chain[row.computed - 1]
             for group in range(self.limits.num_groups):
                 slots = self._slots(row, group, start)
                 assert written.isdisjoint(slots.tolist()), "a slot is written twice"

@@ -393,11 +393,11 @@ def test_configurations_as_releases_have_them() -> None:
     spec = read_model(MINIMAX_M2)
     mlp = spec.layers[0].mlp
     assert isinstance(mlp, ExpertsSpec) and (mlp.num_experts, mlp.rule.top_k, mlp.inner_size) == (256, 8, 1536)
-    assert spec.ropes[0].rotary_dim == 64 and spec.layers[0].attention.qk_norm is not None
+    assert spec.ropes[0].rotary_dim == 64 and spec.attentions[0].qk_norm is not None
     with pytest.raises(ConfigError, match="attn_type_list names layers without full attention"):
         read_model({**MINIMAX_M2, "attn_type_list": [1, 0] * 31})
     spec = read_model(GPT_OSS_20B)
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = spec.attentions
     assert [one.window for one in attentions[:3]] == [128, None, 128] and all(one.has_sinks for one in attentions)
     assert spec.ropes[0].kind == "yarn" and not spec.ropes[0].truncate
     check_tensor_parallel(spec, 8)

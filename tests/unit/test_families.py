@@ -223,15 +223,15 @@ def test_published_configurations_are_accepted(name: str) -> None:
 def test_what_follows_from_a_description() -> None:
     """Oracle: the released models' papers and transformers' modules: Gemma 3, Granite, Phi-4-mini, OLMo 3."""
     gemma = read_model(PUBLISHED["gemma-3-4b"])
-    assert [layer.attention.window for layer in gemma.layers] == [1024] * 5 + [None]
-    assert [layer.attention.rope for layer in gemma.layers] == [1] * 5 + [0]
+    assert [attention.window for attention in gemma.attentions] == [1024] * 5 + [None]
+    assert [attention.rope for attention in gemma.attentions] == [1] * 5 + [0]
     full, local = gemma.ropes
     assert (full.kind, full.factor, full.theta) == ("linear", 8.0, 1e6) and (local.kind, local.theta) == (
         "default",
         1e4,
     )
     assert gemma.tie_word_embeddings and gemma.embedding_scale == 2560**0.5 and gemma.vocab_size == 262208
-    assert gemma.layers[0].mlp.activation.kind == "gelu_tanh" and gemma.layers[0].attention.head_dim == 256
+    assert gemma.layers[0].mlp.activation.kind == "gelu_tanh" and gemma.attentions[0].head_dim == 256
     assert len(gemma.kv_layout.groups) == 6
     granite = read_model(PUBLISHED["granite-3.3"])
     assert (granite.embedding_scale, granite.logit_scale, granite.layers[0].residual_scale) == (12.0, 1 / 16, 0.22)
@@ -246,7 +246,7 @@ def test_gemma_4() -> None:
     numbers per token to 4,096), and as wide on 8; blocks of 10 full layers hold 5 and 10 windowed ones."""
     dense, mixed = (read_model(PUBLISHED[name]) for name in ("gemma-4-31B", "gemma-4-26B-A4B-text"))
     for spec, window, full in ((dense, (16, 256), (4, 512)), (mixed, (8, 256), (2, 512))):
-        attentions = [layer.attention for layer in spec.layers[4:6]]
+        attentions = spec.attentions[4:6]
         assert [(one.num_kv_heads, one.head_dim) for one in attentions] == [window, full]
         assert [one.values_from_keys for one in attentions] == [False, True]
         assert all(one.scale == 1.0 and one.qk_norm == QkNormSpec(eps=1e-6, includes_values=True) for one in attentions)

@@ -128,7 +128,7 @@ def test_sizes_of_published_models(config: dict[str, Any], billions: float, acti
 def test_what_deepseek_v3_becomes() -> None:
     """Oracle: the formulas of DeepSeek's own code: mscale 0.1 ln 40 + 1; blocks of 128 x 128; layer 61 is skipped."""
     spec = read_model({**V3, "quantization_config": FP8})
-    first, last = spec.layers[0].attention, spec.layers[-1]
+    first, last = spec.attentions[0], spec.layers[-1]
     assert first.latent == LatentSpec(rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
     assert first.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
     assert spec.ropes[0].is_interleaved and spec.ropes[0].attention_factor == 1.0

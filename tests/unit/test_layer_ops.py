@@ -123,6 +123,22 @@ def test_gate(dtype: torch.dtype, size: tuple[int, int], kind: ActivationKind) -
     compare("gate", lambda gate: gate(gate_up, rule), gated(gate_up, rule))
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_sigmoid_gate(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    """Oracle: the formula; the gate's rows are parts of longer ones."""
+    x, wide = torch.randn(*size).to(dtype), (torch.randn(size[0], 2 * size[1]) * 4).to(dtype)
+    gate = wide[:, size[1] :]
+
+    def gated_by(sigmoid_gate: Callable[..., None]) -> torch.Tensor:
+        own: torch.Tensor = x.clone()
+        sigmoid_gate(own, gate)
+        return own
+
+    compare("sigmoid_gate", gated_by, x.double() * gate.double().sigmoid())
+
+
 @pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 @pytest.mark.parametrize("kind", get_args(ActivationKind))
 def test_gates_of_extremes(kind: ActivationKind) -> None:
@@ -293,10 +309,21 @@ def test_tanh_is_as_exact_as_pytorch_s() -> None:
 
 def test_every_operation_is_tested_here() -> None:
     """Oracle: the table: every operation in it has a test of its formula."""
-    names = {"embed", "norm", "add_norm", "add", "gate", "prepare_heads", "head_squares", "norm_width", "cap_logits"}
+    names = {
+        "sigmoid_gate",
+        "embed",
+        "norm",
+        "add_norm",
+        "add",
+        "gate",
+        "prepare_heads",
+        "head_squares",
+        "norm_width",
+        "cap_logits",
+    }
     # test_kernels_decode_inputs, test_kernels_store_kv; test_experts; test_scaled_products, test_kernels_norm_codes;
-    # test_block_codes; test_latent
+    # test_block_codes; test_latent; test_delta_rule
     elsewhere = {"prepare_decodes", "advance_decodes", "store_kv", "route", "to_float32", "add_gated"}
-    elsewhere |= {"quantise_rows", "norm_codes", "encode_blocks", "decode_blocks"}
+    elsewhere |= {"quantise_rows", "norm_codes", "encode_blocks", "decode_blocks", "delta_step", "delta_chunks"}
     elsewhere |= {"prepare_latents", "absorb_queries", "release_values"}
     assert set(OPS) == names | elsewhere

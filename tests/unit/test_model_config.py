@@ -75,12 +75,12 @@ def llama(**changes: Any) -> dict[str, Any]:
 
 def attention_of(config: ModelSpec) -> AttentionSpec:
     """The attention of the first layer."""
-    return config.layers[0].attention
+    return config.attentions[0]
 
 
 def windows_of(config: ModelSpec) -> tuple[int | None, ...]:
     """The window of each layer."""
-    return tuple(layer.attention.window for layer in config.layers)
+    return tuple(attention.window for attention in config.attentions)
 
 
 def test_qwen3_06b_golden() -> None:
@@ -188,8 +188,8 @@ def test_published_configurations_are_accepted(extra: dict[str, Any]) -> None:
 
 def test_biases_by_architecture() -> None:
     """Oracle: the modules of transformers' Llama, Qwen2 and Qwen3."""
-    both = read_model(llama(attention_bias=True, mlp_bias=True)).layers[0]
-    assert both.attention.qkv_bias and both.attention.out_bias and both.mlp.bias
+    both = read_model(llama(attention_bias=True, mlp_bias=True))
+    assert attention_of(both).qkv_bias and attention_of(both).out_bias and both.layers[0].mlp.bias
     qwen2 = attention_of(read_model(llama(architectures=["Qwen2ForCausalLM"])))
     assert qwen2.qkv_bias and not qwen2.out_bias and qwen2.qk_norm is None
     qwen3 = attention_of(read_model({**QWEN3_06B, "attention_bias": True}))

@@ -222,6 +222,6 @@ def test_attention_layers_are_listed_in_order(checkpoint: Callable[..., Path]) -
         config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backends=NO_BACKENDS, max_model_len=16
     )
     windows = [layer.shape.sliding_window for layer in model.attention_layers]
-    assert windows == [layer.attention.window for layer in config.layers]
+    assert windows == [attention.window for attention in config.attentions]
     expected = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=8, scale=8**-0.5, sliding_window=None)
     assert model.attention_layers[0].shape == expected

@@ -89,6 +89,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         loads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         disk_reads=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         disk_writes=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
+        state_copies=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         wait_load=draw(st.integers(0, 2**63 - 1)),
     )
 
@@ -170,8 +171,15 @@ def moving(plan: StepPlan) -> StepPlan:
     return msgspec.structs.replace(plan, stores=stores, loads=loads, disk_reads=reads, disk_writes=writes, wait_load=5)
 
 
+def with_states(plan: StepPlan) -> StepPlan:
+    """A plan with two state copies besides."""
+    return msgspec.structs.replace(plan, state_copies=int32(1, 4, 1, 5).reshape(2, 2))
+
+
 SMALL_PLANS = pytest.mark.parametrize(
-    "plan", [small_plan(), small_plan_of_three_groups(), moving(small_plan())], ids=["one", "three", "moving"]
+    "plan",
+    [small_plan(), small_plan_of_three_groups(), moving(small_plan()), with_states(small_plan())],
+    ids=["one", "three", "moving", "states"],
 )
 
 
@@ -181,7 +189,7 @@ def resealed(data: bytes) -> bytes:
 
 
 GOLDEN = (
-    "5450535005000000d14b9c341eb2c12f20010000020000002a000000000000000700000000000000ff04000004000000"
+    "5450535006000000d14b9c341eb2c12f20010000020000002a000000000000000700000000000000ff04000004000000"
     "040000000400000008000000080000000400000004000000010000008c00000002000000000000000000000000000000"
     "080000000000000005000000060000000000000001000000030000000000000003000000000000000100000000000000"
     "01000000030000000300000000000000000000000000e03f000000000000f03f00000000000000000000000000000000"
@@ -191,7 +199,7 @@ GOLDEN = (
 
 
 GOLDEN_OF_THREE_GROUPS = (
-    "545053500500000071f72f0d1e12330e48010000020000002a000000000000000700000000000000ff04000004000000"
+    "545053500600000071f72f0d1e12330e48010000020000002a000000000000000700000000000000ff04000004000000"
     "080000001800000018000000080000000400000004000000010000009400000002000000000000000000000000000000"
     "0a0000000b0000000c0000000d0000000e0000000f000000050000000600000003000000040000000100000002000000"
     "000000000100000003000000000000000300000000000000010000000000000001000000030000000300000000000000"
@@ -200,7 +208,7 @@ GOLDEN_OF_THREE_GROUPS = (
     "0b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf00000000"
 )
 GOLDEN_STEADY_OF_TWO_GROUPS = (
-    "5450535005000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
+    "5450535006000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
     "080000000000000001000000000000000700000008000000"
 )
 
@@ -262,18 +270,18 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
     assert codec.encode(WiderPlan(**fields)) == encode_plan(small_plan())
     assert codec.encoded_size(plan) == len(data)
     wider = PlanCodec((*SECTIONS, NumberSection("step_id")))
-    with pytest.raises(PlanError, match="malformed step plan: it has sections 0x104ff, 16 are known"):
+    with pytest.raises(PlanError, match="malformed step plan: it has sections 0x204ff, 17 are known"):
         decode_plan(wider.encode(small_plan()))
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 5 was defined; if they change, the version must change."""
+    """Oracle: bytes written down when version 6 was defined; if they change, the version must change."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when version 5 was defined: as in the drawing, with G ids for each new block."""
+    """Oracle: bytes written down when version 6 was defined: as in the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
@@ -345,7 +353,8 @@ def test_steady_plans_are_decoded_as_all_others(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_section_that_is_too_long_is_named() -> None:
     """Oracle: each section of a plan of everything in turn, made as long as the plan; and a section of half an item."""
-    plan = msgspec.structs.replace(moving(small_plan()), mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
+    plan = with_states(moving(small_plan()))
+    plan = msgspec.structs.replace(plan, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
     data, names = encode_plan(plan), [section.name for section in SECTIONS]
     for place, name in enumerate(names):
         longer = bytearray(data)
@@ -386,7 +395,7 @@ def test_errors_give_both_values() -> None:
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
-    with pytest.raises(PlanError, match=r"must be 5, received 1"):
+    with pytest.raises(PlanError, match=r"must be 6, received 1"):
         decode_plan(data[:4] + struct.pack("<I", 1) + data[8:])
     wrong = xxhash.xxh3_64_intdigest(data[16:]) ^ 1
     with pytest.raises(PlanError, match=rf"says {wrong:#018x}, its bytes give {wrong ^ 1:#018x}"):
@@ -456,7 +465,7 @@ def test_moves_take_eight_bytes_each_and_nothing_where_there_are_none() -> None:
     plan = StepPlan(step_id=1, rows_epoch=5, decode_rows=int32(0, 1))
     before, after = encode_plan(plan, 5), encode_plan(moving(plan), 5)
     assert (len(before), len(after)) == (48, 48 + 16 + 48)
-    assert after[40:64] == struct.pack("<6I", 0b11111 << 11, 16, 8, 8, 8, 8)
+    assert after[40:64] == struct.pack("<6I", 0b101111 << 11, 16, 8, 8, 8, 8)
     assert after[64:] == struct.pack("<10iq", 8, 1, 9, 2, 3, 7, 40, 3, 4, 41, 5)
     assert_equal(decode_plan(after, 5, plan.decode_rows), moving(plan))
     for place, number, error in ((104, 0, "wait_load is there, and is 0"), (60, 4, "wait_load takes 4 bytes")):

@@ -99,7 +99,7 @@ def test_ranks_read_everything_once(config: dict[str, Any], world_size: int) -> 
         for source in (one for found in sources(spec, rank, world_size).values() for one in found):
             read[source.name] += math.prod(span.size for span in source.taken)
             sizes[source.name] = math.prod(source.shape)
-    copies = max(1, world_size // spec.layers[0].attention.num_kv_heads)
+    copies = max(1, world_size // spec.attentions[0].num_kv_heads)
     for name, size in sizes.items():
         shared = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
         expected = world_size if shared else copies if ".k_proj" in name or ".v_proj" in name else 1

@@ -41,6 +41,7 @@ from tp_engine.weights.loader import load_weights
 from tp_engine.worker.captured_decodes import CapturedDecodes
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
+from tp_engine.worker.row_states import RowStates
 from tp_engine.worker.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 
 LIBRARY = native_library()
@@ -83,6 +84,10 @@ class Rows:
         pool = KvBlocks.allocate(shape, num_blocks, CPU)
         self.cache = pool.raw.view(dtype).normal_()
         pool.bind(self.model.attention_layers)
+        self.states = None if layout.states is None else RowStates(layout.states, NUM_ROWS, CPU)
+        if self.states is not None:
+            self.states.raw.normal_()
+            self.states.bind(self.model.state_layers)
         self.batch = InputBatch(
             max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_groups=num_groups, device=CPU
         )
@@ -96,27 +101,35 @@ class Rows:
             backends=backends,
             decodes=self.batch.decodes,
             sampler=recorded_sampler(make_sampler(state, alone), state, alone),
+            states=self.states,
         )
 
-    def expected(self, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, greedy tokens and the cache of the next step of ``rows``, without a tape."""
-        before = self.cache.clone()
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The cache, and the recurrent states if there are some."""
+        return [self.cache, *(() if self.states is None else (self.states.raw,))]
+
+    def expected(self, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Hidden states, greedy tokens, cache and states of the next step of ``rows``, without a tape."""
+        before = [one.clone() for one in self.memory]
         self.batch.decodes.set_rows(rows, len(rows))
         with torch.inference_mode():
             hidden = self.captured._run_model(len(rows)).clone()
             tokens = row_argmax(self.model.compute_local_logits(hidden))
-        after = self.cache.clone()
-        self.cache.copy_(before)
+        after = [one.clone() for one in self.memory]
+        for one, old in zip(self.memory, before, strict=True):
+            one.copy_(old)
         return hidden, tokens, after
 
     def check_step(self, rows: IntArray) -> None:
         """Check one step of ``rows``, and the state that it leaves."""
-        hidden, tokens, cache = self.expected(rows)
+        hidden, tokens, memory = self.expected(rows)
         computed = self.batch.num_computed.copy()
         with torch.inference_mode():
             found, _ = self.captured.run(rows, computed[rows] + 1)
         assert torch.equal(self.captured._forward.output(len(rows)), hidden)
-        assert torch.equal(found, tokens) and torch.equal(self.cache, cache)
+        assert torch.equal(found, tokens)
+        assert all(torch.equal(one, other) for one, other in zip(self.memory, memory, strict=True))
         computed[rows] += 1
         np.testing.assert_array_equal(self.batch.num_computed, computed)
         for row, token in zip(rows, tokens.tolist(), strict=True):

@@ -83,16 +83,18 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     overhead = sizes.overhead_bytes(world_size, is_gpu=hardware.is_gpu)
     memory = hardware.memory if hardware.is_gpu else hardware.memory // world_size
     requested = int(memory * utilization)
-    available = requested - weights - activations - overhead
+    spare = requested - weights - activations - overhead
     block_bytes = sizes.block_bytes(model, world_size, block_size, kv_dtype)
-    num_blocks = max(0, available // block_bytes)
     capacity = KvCapacity(
         layout=model.kv_layout_on(world_size),
         block_size=block_size,
         max_model_len=question.max_model_len or min(model.max_position, workload.longest),
         chunk_tokens=num_batched_tokens,
     )
-    concurrency = _concurrency(workload, capacity, num_blocks)
+    slot_bytes = sizes.state_bytes(model, world_size)
+    concurrency = _concurrency(workload, capacity, max(0, spare // block_bytes), slot_bytes / block_bytes)
+    available = spare - _num_sequences(concurrency) * slot_bytes
+    num_blocks = max(0, available // block_bytes)
     problems = _problems(question, available, capacity, num_blocks)
     return Recommendation(
         model=question.name,
@@ -110,6 +112,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         active_weight_bytes=active,
         activation_bytes=activations,
         overhead_bytes=overhead,
+        state_bytes=spare - available,
         kv_cache_bytes=available,
         block_size=block_size,
         block_bytes=block_bytes,
@@ -132,12 +135,15 @@ def _weight_format(question: Question, dtype: str) -> str:
     return question.quantization or (dtype if own is None else own.method)
 
 
-def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int) -> float:
-    """Mean requests at once.  Layers without a window hold the shared prefix's full blocks once for all requests."""
+def _concurrency(workload: Workload, capacity: KvCapacity, num_blocks: int, blocks_of_state: float) -> float:
+    """Mean requests at once, each with the memory of ``blocks_of_state`` besides.
+
+    Layers without a window hold the shared prefix's full blocks once for all requests.
+    """
     block_size, layout = capacity.block_size, capacity.layout
     num_shared = workload.shared_prefix // block_size * layout.windows.count(None)
     own_blocks = layout.blocks_for(workload.live_tokens, block_size, 1) - num_shared
-    return max(0, num_blocks - num_shared) / own_blocks
+    return max(0, num_blocks - num_shared) / (own_blocks + blocks_of_state)
 
 
 def _num_sequences(concurrency: float) -> int:

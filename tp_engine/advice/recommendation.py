@@ -25,11 +25,12 @@ class Recommendation:
     """Options for one model, device and workload, with the arithmetic behind them.
 
     ``weight_format`` is how linear weights are kept: ``quantization`` (online), the checkpoint's method, or ``dtype``.
-    Bytes are those of one rank; ``active_weight_bytes`` are those of the weights that one token needs, which are fewer
-    if the model has experts.  If ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and
-    ``command`` is None.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds
-    at once; ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up
-    to ``max_model_len``.  ``reasons`` explain each choice.
+    Bytes are those of one rank; ``state_bytes`` are those of the recurrent states of ``max_num_seqs`` rows, and
+    ``active_weight_bytes`` are those of the weights that one token needs, which are fewer if the model has experts.  If
+    ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and ``command`` is None.
+    ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at once;
+    ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up to
+    ``max_model_len``.  ``reasons`` explain each choice.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Recommendation:
     active_weight_bytes: int
     activation_bytes: int
     overhead_bytes: int
+    state_bytes: int
     kv_cache_bytes: int
     block_size: int
     block_bytes: int
@@ -105,6 +107,9 @@ class Recommendation:
             "runtime (estimate)": self.overhead_bytes,
             "left for the KV cache": self.kv_cache_bytes,
         }
+        if self.state_bytes:
+            rows = {**rows, f"recurrent states of {self.max_num_seqs} rows": self.state_bytes}
+            rows["left for the KV cache"] = rows.pop("left for the KV cache")
         lines = [f"  {name:<28}{format_gib(value):>12}" for name, value in rows.items()]
         if self.active_weight_bytes < self.weight_bytes:
             lines[2] += f"  ({format_gib(self.active_weight_bytes)} for one token: the experts that it goes to)"

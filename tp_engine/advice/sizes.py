@@ -5,7 +5,7 @@ from __future__ import annotations
 from tp_engine.kv_layout import local_num_kv_heads
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
-from tp_engine.model_config.spec import AttentionSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, ModelSpec
 from tp_engine.units import GIB, MIB
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -31,11 +31,17 @@ def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: st
     return layout.block_bytes(block_size, ITEMSIZES[kv_dtype], has_scales=kv_dtype in QUANTISED)
 
 
+def state_bytes(model: ModelSpec, world_size: int) -> int:
+    """Bytes of one row's recurrent states on one rank; 0 if no layer has one."""
+    states = model.kv_layout_on(world_size).states
+    return 0 if states is None else states.slot_bytes
+
+
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:
     """Estimate of the largest step's peak: one layer's tensors for ``num_tokens``, and the logits of all sequences."""
     per_token = 0
     for layer in model.distinct_layers:
-        heads = _head_elements(layer.attention, world_size)
+        heads = _mixer_elements(layer.attention, world_size)
         inner = max(_mlp_elements(model.hidden_size, mlp, world_size) for mlp in layer.mlps)
         waiting = 0 if layer.beside is None else 2 * model.hidden_size  # the dense MLP's output, and the experts' input
         per_token = max(per_token, inner + waiting, 2 * heads)
@@ -43,13 +49,19 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
     return num_tokens * (3 * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
 
 
-def _head_elements(attention: AttentionSpec, world_size: int) -> int:
-    """Numbers of a token's queries, keys and values; with latents also of its row, and of the keys and values that are
-    made of it."""
+def _mixer_elements(attention: AttentionSpec | DeltaSpec, world_size: int) -> int:
+    """Numbers of a token's queries, keys, values and gates.
+
+    With latents also of its row, and of the keys and values that are made of it; with the delta rule also of the
+    convolution's outputs.
+    """
+    if isinstance(attention, DeltaSpec):
+        own = attention.kv_kind.on(world_size)
+        return 3 * own.num_channels + own.num_value_heads * (own.value_dim + 2)
     num_heads, num_kv_heads = local_heads(attention, world_size)
     latent = attention.latent
     if latent is None:
-        return (num_heads + 2 * num_kv_heads) * attention.head_dim
+        return (num_heads * (2 if attention.has_gate else 1) + 2 * num_kv_heads) * attention.head_dim
     return latent.down_rows(num_heads) + latent.row_dim + num_heads * (2 * latent.query_dim + latent.value_dim)
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from tp_engine.advice.sizes import ITEMSIZES, local_heads, local_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec, block_bounds, local_inner_size
 from tp_engine.model_config.quantization import Packing, WeightScheme
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
 from tp_engine.units import ceil_div
 
 _FLOAT32 = 4
@@ -147,7 +147,12 @@ def _products(
     hidden: int, layer: LayerSpec, world_size: int, *, schemes: Schemes | None = None, active_only: bool = False
 ) -> list[_Product]:
     """The linear weights of a layer that can be quantised; ``schemes`` are theirs, in the same order."""
-    found = _products_of_attention(hidden, layer.attention, world_size)
+    attention = layer.attention
+    found = (
+        _products_of_delta(hidden, attention, world_size)
+        if isinstance(attention, DeltaSpec)
+        else _products_of_attention(hidden, attention, world_size)
+    )
     for mlp in layer.mlps:
         scheme = None if schemes is None else schemes[len(found)]
         found += _products_of_mlp(hidden, mlp, mlp.name, world_size, scheme, active_only)
@@ -161,7 +166,8 @@ def _products_of_attention(hidden: int, attention: AttentionSpec, world_size: in
     if latent is None:
         queries, keys = num_heads * attention.head_dim, num_kv_heads * attention.head_dim
         modules = _below("self_attn", attention.fused_name, *attention.projections)
-        found = [_Product(modules=modules, rows=queries + 2 * keys, columns=hidden, row_cuts=(queries, keys))]
+        rows = queries * (2 if attention.has_gate else 1) + 2 * keys
+        found = [_Product(modules=modules, rows=rows, columns=hidden, row_cuts=(queries, keys))]
     else:
         first, queries = latent.down_rows(num_heads), num_heads * latent.query_dim
         modules = _below("self_attn", None, "q_a_proj" if latent.query_rank else "q_proj", "kv_a_proj_with_mqa")
@@ -169,14 +175,37 @@ def _products_of_attention(hidden: int, attention: AttentionSpec, world_size: in
         found = [_Product(modules=modules, rows=first + latent.row_dim, columns=hidden, row_cuts=cuts)]
         if latent.query_rank:
             found.append(_Product(modules=("self_attn.q_b_proj",), rows=queries, columns=first, row_cuts=(queries,)))
-    output = _Product(
-        modules=("self_attn.o_proj",),
-        rows=hidden,
-        columns=width,
-        row_cuts=(hidden,),
-        column_cuts=_cuts(world_size, width),
+    return [*found, _row_parallel("self_attn.o_proj", hidden, width, world_size)]
+
+
+def _products_of_delta(hidden: int, delta: DeltaSpec, world_size: int) -> list[_Product]:
+    own, path = delta.kv_kind.on(world_size), delta.name
+    keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
+    inputs, gates = (
+        (("in_proj_qkvz",), ("in_proj_ba",))
+        if delta.is_fused
+        else (
+            ("in_proj_qkv", "in_proj_z"),
+            ("in_proj_b", "in_proj_a"),
+        )
     )
-    return [*found, output]
+    return [
+        _Product(
+            modules=_below(path, None, *inputs), rows=2 * (keys + values), columns=hidden, row_cuts=(keys, values)
+        ),
+        _Product(
+            modules=_below(path, None, *gates),
+            rows=2 * own.num_value_heads,
+            columns=hidden,
+            row_cuts=(own.num_value_heads,),
+        ),
+        _row_parallel(f"{path}.out_proj", hidden, values, world_size),
+    ]
+
+
+def _row_parallel(module: str, hidden: int, columns: int, world_size: int) -> _Product:
+    cuts = _cuts(world_size, columns)
+    return _Product(modules=(module,), rows=hidden, columns=columns, row_cuts=(hidden,), column_cuts=cuts)
 
 
 def _products_of_mlp(
@@ -226,15 +255,20 @@ def _cuts(world_size: int, share: int) -> tuple[int, ...]:
 def _others(hidden: int, layer: LayerSpec, world_size: int, *, active_only: bool) -> int:
     """Parameters of a layer that are never quantised: norms, biases, sinks, router, the maps from latents."""
     attention = layer.attention
+    found = hidden * len(list(layer.norms)) + (layer.stream_scale is not None)
+    found += sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
+    if isinstance(attention, DeltaSpec):
+        own = attention.kv_kind.on(world_size)
+        return found + own.taps * own.num_channels + 2 * own.num_value_heads + own.value_dim
     num_heads = local_heads(attention, world_size)[0]
     queries, keys = (heads * attention.head_dim for heads in local_heads(attention, world_size))
-    found = (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias + hidden * len(list(layer.norms))
+    rows = queries * (2 if attention.has_gate else 1) + 2 * keys
+    found += rows * attention.qkv_bias + hidden * attention.out_bias
     if attention.qk_norm is not None:
         found += queries + keys if attention.qk_norm.spans_heads else 2 * attention.head_dim
     if attention.latent is not None:
         found += (num_heads * attention.latent.up_dim + 1) * attention.latent.rank + (attention.latent.query_rank or 0)
-    found += num_heads * attention.has_sinks + (layer.stream_scale is not None)
-    return found + sum(_others_of_mlp(hidden, mlp, world_size, active_only=active_only) for mlp in layer.mlps)
+    return found + num_heads * attention.has_sinks
 
 
 def _others_of_mlp(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int, *, active_only: bool) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
-from tp_engine.plan import IntArray
+from tp_engine.plan import NO_IDS, IntArray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +22,10 @@ class AttentionMetadata:
     synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  If ``is_padded`` is False there is no
     padding, so the device is not asked.  ``slot_mapping`` and ``block_table`` belong to one group of layers
     (``kv_layout``); all else is the same for all groups.
+
+    Layers with a recurrent state find it by rows of the persistent batch: ``decode_rows`` (num_decodes,) int32 on the
+    device, -1 for padding, and on the host ``prefill_rows`` (B - num_decodes,), -1 for requests whose state is not
+    kept.  A prompt's first chunk begins with a state of zeros.
     """
 
     num_decodes: int
@@ -32,6 +36,8 @@ class AttentionMetadata:
     host_query_lens: IntArray
     host_seq_lens: IntArray
     is_padded: bool = True
+    decode_rows: torch.Tensor | None = None
+    prefill_rows: IntArray = field(default_factory=lambda: NO_IDS)
 
     @property
     def num_requests(self) -> int:

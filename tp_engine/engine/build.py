@@ -103,6 +103,7 @@ def _disk_contents(effective: EffectiveConfig, worker: Worker) -> tuple[DiskCont
 
 def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> SchedulerLimits:
     config = effective.config
+    layout = effective.model.kv_layout_on(config.tensor_parallel_size)
     return SchedulerLimits(
         num_blocks=num_blocks,
         num_host_slots=worker.num_host_slots,
@@ -115,7 +116,8 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         max_model_len=effective.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
-        windows=effective.model.kv_layout_on(config.tensor_parallel_size).windows,
+        windows=layout.windows,
+        has_states=layout.states is not None,
     )
 
 

@@ -258,6 +258,7 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("loads", columns=2),
     ArraySection("disk_reads", columns=2),
     ArraySection("disk_writes", columns=2),
+    ArraySection("state_copies", columns=2),
     NumberSection("wait_load"),
 )
 """A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

@@ -55,8 +55,8 @@ RECORD_FIELDS = (
     "received_ns", "started_ns", "launched_ns", "done_ns", "plan_checksum",
 )  # fmt: skip
 MEMORY_LINES = (
-    "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "kv_cache_available",
-    "kv_cache", "kv_host",
+    "total", "requested", "weights", "activations", "non_torch", "tables", "cuda_graphs", "states",
+    "kv_cache_available", "kv_cache", "kv_host",
 )  # fmt: skip
 STARTUP_PHASES = (
     "opening the device", "first snapshot", "sharing memory", "sharing memory between GPUs", "loading weights",

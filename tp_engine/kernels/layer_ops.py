@@ -50,6 +50,11 @@ def norm(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     return (scaled * (widened(rule.weight) + rule.offset)).to(x.dtype)
 
 
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply ``x`` (N, size) by the sigmoid of ``gate`` (N, size), in place; rows of ``gate`` may lie apart."""
+    x.copy_(widened(x) * widened(gate).sigmoid())
+
+
 def add(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0) -> None:
     """Add ``x * scale`` to ``residual`` (both (N, size)), and multiply the sum by ``stream_scale``, in place."""
     if scale == stream_scale == 1.0:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from tp_engine.kernels import (
     block_codes,
     decode_inputs,
+    delta_rule,
     experts,
     heads,
     latents,
@@ -51,6 +52,9 @@ OPS: dict[str, Op] = {
     "add_norm": Op(layer_ops.add_norm, "norm_triton:add_norm_triton", "ops:add_norm"),
     "add": Op(layer_ops.add, "norm_triton:add_triton", "ops:add"),
     "gate": Op(layer_ops.gate, "elementwise_triton:gate_triton", "ops:gate"),
+    "sigmoid_gate": Op(layer_ops.sigmoid_gate, None, "delta:sigmoid_gate"),
+    "delta_step": Op(delta_rule.delta_step, None, "delta:delta_step"),
+    "delta_chunks": Op(delta_rule.delta_chunks),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton:cap_logits_triton", "ops:cap_logits"),
     "prepare_heads": Op(heads.prepare_heads, "heads_triton:prepare_heads_triton", "ops:prepare_heads"),
     "head_squares": Op(heads.head_squares, "head_width_triton:head_squares_triton", "ops:head_squares"),

@@ -15,6 +15,7 @@ columns of which stored modules it holds; its format (``formats/``) decides how 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -92,9 +93,10 @@ class GatedColumnParallelLinear(LocalLinear):
 
 
 class QKVParallelLinear(LocalLinear):
-    """Query, key and value projections as one product: (N, hidden) -> (N, (heads + 2 KV heads) * head_dim).
+    """Query, key and value projections as one product: (N, hidden) -> (N, (heads + 2 KV heads [+ heads]) * head_dim).
 
-    Where there are fewer KV heads than ranks, each KV head is held by several ranks::
+    If the query projection has a gate for each head, the gates are behind the values.  Where there are fewer KV heads
+    than ranks, each KV head is held by several ranks::
 
         8 query heads, 2 KV heads, 4 ranks:   rank 0 [q0 q1 k0 v0]   rank 1 [q2 q3 k0 v0]   rank 2 [q4 q5 k1 v1] ...
 
@@ -116,6 +118,9 @@ class QKVParallelLinear(LocalLinear):
                 (of_value, spec.num_kv_heads * dim, times(kv_heads, dim), as_stored),
             ],
         )
+        if spec.has_gate:
+            query = replace(parts[0], stored_rows=2 * spec.num_heads * dim, step=2 * dim, count=dim)
+            parts = (query, *parts[1:], replace(query, first=dim, order=as_stored))
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
         super().__init__(shape, bias=spec.qkv_bias, context=context.at(spec.fused_name or "q_proj"))
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size

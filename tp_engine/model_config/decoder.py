@@ -172,8 +172,8 @@ class DecoderReader:
         if not config.is_taken("pretraining_tp"):
             config.expect("pretraining_tp", int, 1)
         config.finish()
-        self._check_heads({self.num_kv_heads, *(layer.attention.num_kv_heads for layer in layers)})
         spec = ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
+        self._check_heads({self.num_kv_heads, *(one.num_kv_heads for one in spec.attentions)})
         if not spec.tie_word_embeddings and spec.scheme_of("lm_head") is not None:
             raise ConfigError(
                 "config.json: quantization_config quantises lm_head, which this engine keeps in the model's type: use "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tp_engine.kv_layout import KvKind, KvLayout, lay_out
+from tp_engine.kv_layout import KvKind, KvLayout, StateKind, lay_out
 from tp_engine.model_config.latent import LatentSpec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
@@ -61,7 +61,8 @@ class AttentionSpec:
     into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
     query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
-    row, and ``head_dim`` that of queries.
+    row, and ``head_dim`` that of queries.  ``has_gate``: behind the rows of each head, the query projection has as many
+    of a gate, by whose sigmoid the head's output is multiplied.
     """
 
     num_heads: int
@@ -78,6 +79,7 @@ class AttentionSpec:
     fused_name: str | None = None
     values_from_keys: bool = False
     latent: LatentSpec | None = None
+    has_gate: bool = False
 
     @property
     def kv_kind(self) -> KvKind:
@@ -95,6 +97,38 @@ class AttentionSpec:
     def projections(self) -> tuple[str, str, str]:
         """The modules that make queries, keys and values, unless they are fused."""
         return "q_proj", "k_proj", "k_proj" if self.values_from_keys else "v_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """A layer with the gated delta rule (``kernels/delta_rule.py``) in the place of attention; sizes are the model's.
+
+    Every key head serves ``num_value_heads / num_key_heads`` value heads.  The convolution has ``taps``; each head's
+    output is normalised with ``eps``.  ``name`` is the module's in the checkpoint.  Its projections are::
+
+        in_proj_qkv, in_proj_z, in_proj_b, in_proj_a    q, k, v of all heads; z; b; a
+        in_proj_qkvz, in_proj_ba, if is_fused           q, k, v, z of a key head, then of the next one; b, a
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    eps: float
+    is_fused: bool = False
+    name: str = "linear_attn"
+
+    @property
+    def kv_kind(self) -> StateKind:
+        """What a row keeps of the layer."""
+        return StateKind(
+            num_key_heads=self.num_key_heads,
+            num_value_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            taps=self.taps,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +153,7 @@ class LayerSpec:
     ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | DeltaSpec
     mlp: MlpSpec | ExpertsSpec
     beside: BesideSpec | None = None
     input_norm: NormSpec | None = None
@@ -230,6 +264,11 @@ class ModelSpec:
     def kv_layout_on(self, world_size: int) -> KvLayout:
         """Which layers share block tables, on each of ``world_size`` ranks."""
         return lay_out([layer.attention.kv_kind for layer in self.layers], world_size)
+
+    @property
+    def attentions(self) -> list[AttentionSpec]:
+        """Those of the layers that attend, in order."""
+        return [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionSpec)]
 
     @cached_property
     def kv_layout(self) -> KvLayout:

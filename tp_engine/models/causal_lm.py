@@ -11,6 +11,7 @@ from torch import nn
 from tp_engine.attention.base import Backends
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.delta import GatedDeltaNet
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.formats import choose_formats
@@ -36,17 +37,17 @@ class CausalLM(nn.Module):
         self.ropes = nn.ModuleList(
             RotaryEmbedding(rope, max_model_len, dtype=context.dtype, device=context.device) for rope in spec.ropes
         )
-        groups = [layout.place_of(index)[0] for index in range(spec.num_layers)]
+        group_of = {index: layout.place_of(index)[0] for index in layout.layers}
         layers = [
             DecoderLayer(
                 layer,
                 spec.hidden_size,
                 spec.ropes,
-                backend=backends[group],
-                group=group,
+                backend=backends[group_of[index]] if index in group_of else None,
+                group=group_of.get(index),
                 context=model.at("layers").at(str(index)),
             )
-            for index, (layer, group) in enumerate(zip(spec.layers, groups, strict=True))
+            for index, layer in enumerate(spec.layers)
         ]
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(spec.final_norm, spec.hidden_size, context=model.at(spec.final_norm.name))
@@ -63,8 +64,13 @@ class CausalLM(nn.Module):
 
     @property
     def attention_layers(self) -> list[Attention]:
-        """One per layer, in order."""
+        """One per layer with K/V, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def state_layers(self) -> list[GatedDeltaNet]:
+        """One per layer with a recurrent state, in order."""
+        return [module for module in self.modules() if isinstance(module, GatedDeltaNet)]
 
     @property
     def expert_token_counts(self) -> list[torch.Tensor]:

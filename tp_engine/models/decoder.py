@@ -14,12 +14,13 @@ from tp_engine.kernels.heads import Rotation
 from tp_engine.kernels.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata
 from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.delta import GatedDeltaNet
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.norm import Norm, QKNorm
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
+from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, LayerSpec, NormSpec
 from tp_engine.models.latent_attention import LatentAttention
 from tp_engine.models.mlp import make_mlp
 from tp_engine.weights.source import Source, Span, equal_share
@@ -57,8 +58,9 @@ class SelfAttention(Layer):
         )
         self.attention = Attention(shape, backend, group)
         self._num_all = shape.num_heads + 2 * shape.num_kv_heads
+        self._has_gate, self._gate = spec.has_gate, context.op("sigmoid_gate")
         self._prepare_heads = context.op("prepare_heads")
-        self.is_recordable = context.can_record("prepare_heads")
+        self.is_recordable = context.can_record("prepare_heads", *(("sigmoid_gate",) if spec.has_gate else ()))
 
     @property
     def readers(self) -> list[LocalLinear]:
@@ -69,14 +71,19 @@ class SelfAttention(Layer):
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         attention, head_norm = self.attention, None
         shape = attention.shape
-        heads = self.qkv_proj(x).view(len(x), self._num_all, shape.head_dim)
+        projected = self.qkv_proj(x)
+        width = self._num_all * shape.head_dim
+        heads = (projected[:, :width] if self._has_gate else projected).unflatten(1, (self._num_all, shape.head_dim))
         if self.qk_norm is not None:
             head_norm = self.qk_norm.head_norm
             if head_norm is None:
                 self.qk_norm.normalise(heads)
         slots = current_metadata(attention.group).slot_mapping
         attended = attention(*self._prepare_heads(heads, shape.num_kv_heads, head_norm, rotation, attention.kv, slots))
-        return self.o_proj.part(only(wanted, attended.reshape(len(x), -1)))
+        out = only(wanted, attended.reshape(len(x), -1))
+        if self._has_gate:
+            self._gate(out, only(wanted, projected[:, width:]))
+        return self.o_proj.part(out)
 
 
 class DecoderLayer(Layer):
@@ -88,21 +95,29 @@ class DecoderLayer(Layer):
         hidden_size: int,
         ropes: Sequence[RopeSpec],
         *,
-        backend: AttentionBackend,
-        group: int,
+        backend: AttentionBackend | None,
+        group: int | None,
         context: LayerContext,
     ) -> None:
         super().__init__()
-        rope = spec.attention.rope
-        make = SelfAttention if spec.attention.latent is None else LatentAttention
-        self.self_attn = make(
-            spec.attention,
-            hidden_size,
-            None if rope is None else ropes[rope],
-            backend=backend,
-            group=group,
-            context=context.at("self_attn"),
-        )
+        attention, rope = spec.attention, None
+        if isinstance(attention, DeltaSpec):
+            self.linear_attn = GatedDeltaNet(attention, hidden_size, context=context.at(attention.name))
+            readers = self.linear_attn.readers
+        else:
+            rope = attention.rope
+            assert backend is not None and group is not None, "a layer that attends is in a KV group"
+            make = SelfAttention if attention.latent is None else LatentAttention
+            self.self_attn = make(
+                attention,
+                hidden_size,
+                None if rope is None else ropes[rope],
+                backend=backend,
+                group=group,
+                context=context.at("self_attn"),
+            )
+            readers = self.self_attn.readers
+        self._attends = not isinstance(attention, DeltaSpec)
         self.mlp = make_mlp(spec, hidden_size, context=context)
 
         def norm(one: NormSpec | None) -> Norm | None:
@@ -112,7 +127,7 @@ class DecoderLayer(Layer):
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
         of_mlp: list[LocalLinear] = self.mlp.readers
         self._join = Join(self.attention_out_norm, self.mlp_norm, spec.residual_scale, of_mlp, context=context)
-        self.readers = [*self.self_attn.readers, *(of_mlp if spec.is_parallel else ())]
+        self.readers = [*readers, *(of_mlp if spec.is_parallel else ())]
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
         self.returns_sum = spec.beside is not None
         self._rope, self._is_parallel, self._add = rope, spec.is_parallel, context.op("add")
@@ -127,7 +142,10 @@ class DecoderLayer(Layer):
         and the stream.  With ``wanted`` (n,) int64, both are of these tokens only: the others need only their keys and
         values.  ``x`` is then a tensor.
         """
-        part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
+        if self._attends:
+            part = self.self_attn(x, None if self._rope is None else rotations[self._rope], wanted)
+        else:
+            part = self.linear_attn(x, wanted)
         residual = only(wanted, residual)
         if not self._is_parallel:
             own = self._join.for_readers(part, residual)

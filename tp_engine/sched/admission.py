@@ -67,7 +67,7 @@ class Admitter:
 
     def _consider(self, draft: StepDraft, sequence: Sequence) -> Verdict:
         siblings = sequence.group.running
-        if siblings and self._can_fork(sequence):
+        if siblings and sequence.can_fork:
             donation = self._donation(sequence, siblings, draft.step_id)
             if donation is not None:
                 return self._fork(draft, sequence, donation)
@@ -91,6 +91,7 @@ class Admitter:
         blocks, held, num_shared = self._blocks, hits.shared.held, len(hits.shared.table)
         chunk = min(draft.budget, blocks.chunk_limit(len(held), num_shared, hits.num_tokens))
         end = min(len(sequence.token_ids), hits.num_tokens + chunk)
+        end = self._batch.chunk_end(sequence, hits.num_tokens, end)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
         num_needed = blocks.most_blocks(reach)
         if len(held):
@@ -116,7 +117,10 @@ class Admitter:
         end = sequence.num_prompt_tokens
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
         shared, source = donation.shared, donation.source
-        self._enter(draft, Entry(sequence, shared, end - 1, end, source, 0, sequence.group.salt))
+        entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.salt)
+        if self._batch.limits.has_states:
+            entry.state_source = donation.row
+        self._enter(draft, entry)
         return Verdict.ENTERED
 
     def _enter(self, draft: StepDraft, entry: Entry) -> None:
@@ -142,6 +146,8 @@ class Admitter:
             entry.sequence.first_scheduled_s = entry.sequence.first_scheduled_s or now_s
             if entry.source is not None:
                 draft.add_copies(entry.source, table[len(entry.shared.table)])
+            if entry.state_source is not None:
+                draft.state_copies.append((entry.state_source, entry.sequence.row))
             draft.admitted.append(_admission(entry, table))
             if entry.must_load:
                 self._rows.readiness.block(entry.sequence.row, Blocked.LOADING)
@@ -162,19 +168,18 @@ class Admitter:
         plans before this one ran.
 
         The source of a copy must be complete when the step begins.  A sibling that enters in this step may begin with
-        blocks that are copied or computed in it.
+        blocks that are copied or computed in it.  A recurrent state must be that behind just these tokens.
         """
-        rows, num_tokens = self._rows, sequence.num_prompt_tokens - 1
+        rows, num_tokens, has_states = self._rows, sequence.num_prompt_tokens - 1, self._batch.limits.has_states
         for other in siblings:
-            if rows.num_scheduled[other.row] >= num_tokens:
+            scheduled = int(rows.num_scheduled[other.row])
+            if has_states and (scheduled != num_tokens or rows.since_step[other.row] >= step_id or not num_tokens):
+                continue
+            if scheduled >= num_tokens:
                 found = self._blocks.donation(other.row, num_tokens)
                 if found is not None and (found.source is None or rows.since_step[other.row] < step_id):
                     return found
         return None
-
-    @staticmethod
-    def _can_fork(sequence: Sequence) -> bool:
-        return len(sequence.token_ids) == sequence.num_prompt_tokens and not sequence.wants_prompt_logprobs
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether so many blocks can be given away while the running rows still get those of their next step."""

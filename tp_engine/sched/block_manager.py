@@ -54,8 +54,10 @@ class Hits(msgspec.Struct, frozen=True):
 
 
 class Donation(msgspec.Struct, frozen=True):
-    """What a fork gets from its donor: full blocks to share, and ``source`` (G,), partly filled ones to copy."""
+    """What a fork gets from its donor, which is in ``row``: full blocks to share, and partly filled ones to copy,
+    ``source`` (G,)."""
 
+    row: int
     shared: Shared
     source: BlockIds | None
 
@@ -200,7 +202,7 @@ class BlockManager:
             if self.tier.must_load(source):
                 return None
             self.tier.require(source)
-        return Donation(self._share(table[:num_full], num_tokens), source)
+        return Donation(row, self._share(table[:num_full], num_tokens), source)
 
     def grow(self, row: int, count: int) -> IntArray:
         """``count`` more logical blocks at the end of one row's tables; their ids (count * G,), as in a plan."""

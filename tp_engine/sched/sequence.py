@@ -112,6 +112,11 @@ class Sequence:
         self.request_id = self.group.request.request_id
 
     @property
+    def can_fork(self) -> bool:
+        """Whether it may begin as a copy of a sibling that has computed the prompt: until it has been preempted."""
+        return len(self.token_ids) == self.num_prompt_tokens and not self.wants_prompt_logprobs
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """True until its first token: every prompt position must be computed, so that no cached block may be used."""
         return self.sampling.prompt_logprobs >= 0
@@ -184,7 +189,8 @@ class Entry(msgspec.Struct):
     ``num_computed`` tokens have K/V.  The first logical block behind the shared ones begins as a copy of ``source``
     (G,), if there is one.  ``num_published`` and ``place`` are where it goes on in the prefix cache.
 
-    If ``must_load``, it computes nothing until the loads of its shared blocks have gone out.
+    If ``must_load``, it computes nothing until the loads of its shared blocks have gone out.  Its recurrent state is
+    copied from the slot ``state_source``, or begins with zeros.
     """
 
     sequence: Sequence
@@ -195,3 +201,4 @@ class Entry(msgspec.Struct):
     num_published: int
     place: Place
     must_load: bool = False
+    state_source: int | None = None

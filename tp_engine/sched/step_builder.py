@@ -87,6 +87,18 @@ class Batch:
         self.rows.vacate(sequence, phase)
         sequence.group.running.remove(sequence)
 
+    def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
+        """Where a chunk from token ``start`` on ends that could go to ``end``.
+
+        A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose siblings wait:
+        with the state there they compute that token themselves.
+        """
+        if not self.limits.has_states:
+            return end
+        last = sequence.num_prompt_tokens - 1
+        awaited = sequence.can_fork and any(one.phase is SequencePhase.WAITING for one in sequence.group.sequences)
+        return last if awaited and start < last < end else end
+
     def victim(self) -> Sequence:
         """The running sequence that is preempted next: of the lowest priority, the latest."""
         return max(self.rows.running(), key=lambda sequence: sequence.key)
@@ -128,6 +140,7 @@ class StepDraft(msgspec.Struct):
     prefills: list[tuple[Sequence, int]] = []
     admitted: list[Admission] = []
     copies: list[tuple[int, int]] = []
+    state_copies: list[tuple[int, int]] = []
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """New logical blocks of rows (n,) that have been in the batch before; ``block_ids`` (n * G,)."""
@@ -182,6 +195,7 @@ class StepDraft(msgspec.Struct):
             block_rows=self.block_rows,
             block_ids=self.block_ids,
             copies=np.array(self.copies, dtype=np.int32) if self.copies else NO_PAIRS,
+            state_copies=np.array(self.state_copies, dtype=np.int32) if self.state_copies else NO_PAIRS,
             decode_rows=decodes.rows,
             prefill_rows=prefill_rows,
             prefill_tokens=prefill_tokens,
@@ -268,7 +282,8 @@ class StepBuilder:
         """The next tokens of a row in PREFILL, at most ``longest``, if there are blocks for them."""
         start = int(self._rows.num_scheduled[sequence.row])
         longest = min(longest, self._blocks.next_chunk_limit(sequence.row))
-        chunk = min(int(self._rows.num_tokens[sequence.row]) - start, longest)
+        end = min(int(self._rows.num_tokens[sequence.row]), start + longest)
+        chunk = self._batch.chunk_end(sequence, start, end) - start
         if self._grow(draft, sequence, start + chunk):
             draft.add_prefill(sequence, chunk)
             self._blocks.publish([(sequence, start + chunk)])

@@ -33,8 +33,16 @@ from tp_engine.sampling.device_sampler import StepKind
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import RecordedSampler
 from tp_engine.worker.decode_batch import DecodeBatch
+from tp_engine.worker.row_states import RowStates
 
 Step: TypeAlias = Callable[[], torch.Tensor]
+Keep: TypeAlias = Callable[[], Callable[[], None]]
+"""Keeps what a step may change only once, and returns a function that puts it back."""
+
+
+def keep_nothing() -> Callable[[], None]:
+    """Of a step that may run again."""
+    return lambda: None
 
 
 class CapturedDecodes:
@@ -49,13 +57,15 @@ class CapturedDecodes:
         backends: Backends,
         decodes: DecodeBatch,
         sampler: RecordedSampler,
+        states: RowStates | None = None,
     ) -> None:
         self._model = model
         self._backends = backends
         self._decodes = decodes
         self._sampler = sampler
         decodes.set_rows(NO_IDS, sizes[-1])
-        self._forward = DecodeGraphs(sizes, recorder, self._run_model)
+        self._states = states
+        self._forward = DecodeGraphs(sizes, recorder, self._run_model, self._keep_states)
         self._finish = {kind: DecodeGraphs(sizes, recorder, partial(self._sample, kind)) for kind in sampler.kinds}
 
     def close(self) -> None:
@@ -85,6 +95,9 @@ class CapturedDecodes:
         self._decodes.advance(num_rows, tokens)
         return tokens, logprobs
 
+    def _keep_states(self, size: int) -> Callable[[], None]:
+        return keep_nothing() if self._states is None else self._states.keep(self._decodes.inputs(size).rows)
+
     def _run_model(self, size: int) -> torch.Tensor:
         """Hidden states (size, hidden); those of padding rows are arbitrary."""
         inputs = self._decodes.prepare(size)
@@ -107,14 +120,21 @@ class DecodeGraphs:
     """One recording per size of ``sizes`` (rising); a batch runs in the smallest that holds it.
 
     ``step(size)`` runs a decode step of ``size`` rows, padding included, from inputs at a fixed place, and returns its
-    output, whose first dimension is ``size``.
+    output, whose first dimension is ``size``.  ``keep(size)`` is as ``Keep``; without it, a step may run again.
     """
 
-    def __init__(self, sizes: Sequence[int], recorder: Recorder, step: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        recorder: Recorder,
+        step: Callable[[int], torch.Tensor],
+        keep: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
         self._sizes = list(sizes)
         self._recordings: dict[int, Recording] = {}
         for size in reversed(self._sizes):
-            self._recordings[size] = recorder.record(partial(step, size))
+            own = keep_nothing if keep is None else partial(keep, size)
+            self._recordings[size] = recorder.record(partial(step, size), own)
 
     def close(self) -> None:
         """Destroy the recordings, with their device memory and collectives."""
@@ -158,8 +178,11 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes recordings."""
 
-    def record(self, step: Step) -> Recording:
-        """Record ``step``.  It may run once before, for one-time work, and allocates only what it returns."""
+    def record(self, step: Step, keep: Keep = keep_nothing) -> Recording:
+        """Record ``step``.  It may run once before, for one-time work, and allocates only what it returns.
+
+        Where it is run again in earnest, what ``keep`` keeps is put back before.
+        """
 
 
 class _CudaRecording:
@@ -180,8 +203,8 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Step) -> Recording:
-        step()
+    def record(self, step: Step, keep: Keep = keep_nothing) -> Recording:
+        step()  # all rows are padding, so there is nothing to keep
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = step()

@@ -139,6 +139,7 @@ class DecodeBatch:
                 host_query_lens=self._ones[:size],
                 host_seq_lens=host_seq_lens,
                 is_padded=is_padded,
+                decode_rows=inputs.rows,
             )
             for slot_mapping, block_table in self.groups(size)
         )

@@ -15,6 +15,7 @@ from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.layers.formats import check_quantization
+from tp_engine.log import get_logger
 from tp_engine.model_config import (
     check_quantization_options,
     check_tensor_parallel,
@@ -25,6 +26,8 @@ from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes
 from tp_engine.worker.profiling import parse_steps
+
+logger = get_logger(__name__)
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,6 +96,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),
+        enable_prefix_caching=_resolve_caching(config, model),
     )
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     parse_steps(config.profile_steps)  # raises for wrong steps
@@ -114,10 +118,24 @@ def _check_disk(config: EngineConfig, num_hosts: int) -> None:
         )
 
 
+def _resolve_caching(config: EngineConfig, model: ModelSpec) -> bool:
+    """Whether prefixes are cached; raises ``ConfigError`` for a host tier of a model with recurrent states."""
+    if model.kv_layout.states is None:
+        return config.enable_prefix_caching
+    if config.kv_offloading_size:
+        raise ConfigError(
+            f"kv_offloading_size is {config.kv_offloading_size:g} GiB, but layers of this {model.architecture} have "
+            "recurrent states, which the host tier does not keep: set kv_offloading_size to 0"
+        )
+    if config.enable_prefix_caching:
+        logger.info("prefix caching is off: layers of this %s have recurrent states", model.architecture)
+    return False
+
+
 def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap) -> AttentionNeeds:
     has_gpu = config.device == "cuda" and torch.cuda.is_available()
     indices = set(devices.indices)
-    attentions = [layer.attention for layer in model.distinct_layers]
+    attentions = model.attentions
     return AttentionNeeds(
         device_type=config.device,
         dtype=_TORCH_DTYPES[config.dtype],
@@ -152,7 +170,7 @@ def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, 
     """Raise ``ConfigError`` for a codec that the model, a GPU of this compute capability, or hosts can not have."""
     codec = config.kv_offloading_codec
     layout, pca = model.kv_layout_on(config.tensor_parallel_size), pca_settings(codec)
-    if is_lossy(codec) and any(layer.attention.latent is not None for layer in model.distinct_layers):
+    if is_lossy(codec) and any(one.latent is not None for one in model.attentions):
         raise ConfigError(
             f"kv_offloading_codec is {codec}, but this {model.architecture} keeps latents, and codecs know keys and "
             "values only: set kv_offloading_codec=none"

@@ -141,6 +141,8 @@ class InputBatch:
                     host_query_lens=layout.query_lens,
                     host_seq_lens=seq_lens,
                     is_padded=False,
+                    decode_rows=self.decodes.inputs(first).rows,
+                    prefill_rows=layout.prefill_rows,
                 )
                 for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)
             ),

@@ -110,9 +110,9 @@ class KvBlocks:
     def bind(self, layers: Sequence[KvCacheLayer]) -> None:
         """Give each layer the view of its place; there must be as many layers as the layout has."""
         layout = self.shape.layout
-        num_layers = sum(len(group.layers) for group in layout.groups)
-        assert len(layers) == num_layers, f"{len(layers)} attention layers for a cache of {num_layers}"
-        for index, layer in enumerate(layers):
+        own = layout.layers
+        assert len(layers) == len(own), f"{len(layers)} attention layers for a cache of {len(own)}"
+        for index, layer in zip(own, layers, strict=True):
             group, place = layout.place_of(index)
             cache, scales = self.views[group]
             layer.bind_kv_cache(layer_view(cache, place), None if scales is None else layer_view(scales, place))

@@ -9,7 +9,8 @@
     activations = torch peak in A - torch allocated before the steps
     non-torch   = non-torch in A - in B0
     tables      = what the rows keep on the device: token ids, block table, sampling; a codec's staging; computed
-    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs
+    states      = recurrent states of all rows, of models that have some; computed
+    KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs - states
 
 Every term counts this process only; the memory of other processes is in none of them.
 """
@@ -37,11 +38,13 @@ class MemoryLedger:
     non_torch: int
     tables: int
     cuda_graphs: int
+    states: int = 0
 
     @property
     def available(self) -> int:
         """What is left for the KV cache."""
-        return self.requested - self.weights - self.activations - self.non_torch - self.tables - self.cuda_graphs
+        taken = self.weights + self.activations + self.non_torch + self.tables + self.cuda_graphs + self.states
+        return self.requested - taken
 
 
 def requested_bytes(before: MemorySnapshot, utilization: float, *, is_shared: bool) -> int:
@@ -71,6 +74,7 @@ def compute_ledger(
     requested: int,
     tables: int = 0,
     cuda_graphs: int = 0,
+    states: int = 0,
     aside: int = 0,
 ) -> MemoryLedger:
     """The ledger of the snapshots B0, B1 and A.  A term that decreased counts as zero.
@@ -85,6 +89,7 @@ def compute_ledger(
         non_torch=max(after.non_torch - before.non_torch, 0),
         tables=tables,
         cuda_graphs=cuda_graphs,
+        states=states,
     )
 
 
@@ -95,8 +100,9 @@ def blocks_that_fit(ledger: MemoryLedger, block_bytes: int) -> int:
     raise MemoryBudgetError(
         f"no memory is left for the KV cache: of the {format_gib(ledger.requested)} requested, weights take "
         f"{format_gib(ledger.weights)}, activations {format_gib(ledger.activations)}, non-torch memory "
-        f"{format_gib(ledger.non_torch)}, tables {format_gib(ledger.tables)} and CUDA graphs "
-        f"{format_gib(ledger.cuda_graphs)}, leaving {ledger.available} bytes where one block takes {block_bytes}; "
+        f"{format_gib(ledger.non_torch)}, tables {format_gib(ledger.tables)}, recurrent states of the rows "
+        f"{format_gib(ledger.states)} and CUDA graphs {format_gib(ledger.cuda_graphs)}, leaving {ledger.available} "
+        f"bytes where one block takes {block_bytes}; "
         "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
     )
 
@@ -129,6 +135,7 @@ def _terms(ledger: MemoryLedger) -> dict[str, int]:
         "non_torch": ledger.non_torch,
         "tables": ledger.tables,
         "cuda_graphs": ledger.cuda_graphs,
+        "states": ledger.states,
         "kv_cache_available": ledger.available,
     }
 

@@ -26,6 +26,7 @@ from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
+from tp_engine.worker.row_states import RowStates
 from tp_engine.worker.step_inputs import BatchLayout, StepInputs, digest_inputs
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
@@ -52,6 +53,8 @@ class PendingStep:
 class ModelRunner:
     """One rank's model, persistent batch, KV cache (``blocks``, and a host ``tier`` if there is one) and sampler.
 
+    ``states`` are the rows' recurrent ones, if some layers have one.
+
     ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
     parts of a step for profilers.
     """
@@ -68,11 +71,12 @@ class ModelRunner:
         progress: RankProgress,
         note_inputs: NoteInputs | None = None,
         tier: HostTier | None = None,
+        states: RowStates | None = None,
     ) -> None:
         self._model = model
         self._backends = backends
         self._batch = batch
-        self.blocks, self.tier = blocks, tier
+        self.blocks, self.tier, self.states = blocks, tier, states
         self._communicator = communicator
         self._sampling = sampling
         self._progress = progress
@@ -85,8 +89,13 @@ class ModelRunner:
 
     @property
     def kv_memory(self) -> tuple[torch.Tensor, ...]:
-        """The blocks of the cache and of the host tier."""
-        return (self.blocks.raw,) if self.tier is None else (self.blocks.raw, self.tier.slots)
+        """The blocks of the cache and of the host tier, and the rows' states."""
+        found = [self.blocks.raw]
+        if self.tier is not None:
+            found.append(self.tier.slots)
+        if self.states is not None:
+            found.append(self.states.raw)
+        return tuple(found)
 
     @property
     def num_groups(self) -> int:
@@ -111,6 +120,7 @@ class ModelRunner:
             backends=self._backends,
             decodes=self._batch.decodes,
             sampler=recorded_sampler(self._sampler, self._sampling, self._communicator),
+            states=self.states,
         )
         return self._captured
 
@@ -175,6 +185,10 @@ class ModelRunner:
         if len(plan.copies):
             device = self.blocks.raw.device
             self.blocks.copy(*(upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1)))
+        if len(plan.state_copies):
+            assert self.states is not None, "the model has no recurrent states"
+            device = self.states.raw.device
+            self.states.copy(*(upload(plan.state_copies[:, i].astype(np.int64), device) for i in (0, 1)))
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 the log-probabilities too."""

@@ -24,6 +24,7 @@ from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs
+from tp_engine.worker.row_states import RowStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class RunnerParts:
         finally:
             for layer in self.model.attention_layers:
                 layer.unbind_kv_cache()
+            for state_layer in self.model.state_layers:
+                state_layer.bind_states(None)
 
     def _make_runner(
         self, num_blocks: int, progress: RankProgress, note_inputs: NoteInputs | None, num_slots: int = 0
@@ -66,6 +69,10 @@ class RunnerParts:
         torch_device = self.device.torch_device
         blocks = KvBlocks.allocate(self.kv_shape, num_blocks, torch_device)
         blocks.bind(self.model.attention_layers)
+        states = None
+        if self.layout.states is not None:
+            states = RowStates(self.layout.states, self.effective.config.max_num_seqs, torch_device)
+            states.bind(self.model.state_layers)
         tier = None
         if self.codec is not None and num_slots:
             tier = HostTier(blocks.raw, num_slots, self.codec, self.stores)
@@ -74,6 +81,7 @@ class RunnerParts:
             backends=self.backends,
             batch=self._make_batch(torch_device),
             blocks=blocks,
+            states=states,
             tier=tier,
             communicator=self.groups.communicator,
             sampling=self._make_sampling(torch_device),
@@ -90,6 +98,12 @@ class RunnerParts:
         if self.codec is not None:
             tier = self.codec.work_bytes + (staging_bytes(self.codec) if on_gpu else 0)
         return self._make_batch(nowhere).num_bytes + sampling.num_bytes + tier
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all rows."""
+        states = self.layout.states
+        return 0 if states is None else self.effective.config.max_num_seqs * states.slot_bytes
 
     def _make_batch(self, device: torch.device) -> InputBatch:
         config = self.effective.config

@@ -3,7 +3,8 @@
 A step is recorded in its first run, compared in its second, then used::
 
     first run     the step, recorded                          its own output
-    second run    the step, then the tape                     equal bit by bit, or the tape is thrown away
+    second run    the step, then the tape                     equal bit by bit, or the tape is thrown away;
+                                                              recurrent states are put back in between
     from then on  the tape: one call of C, or one between two collectives
 """
 
@@ -23,7 +24,7 @@ from tp_engine.kernels.native.tape import Tape, is_recording, recording
 from tp_engine.log import get_logger
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.units import round_up
-from tp_engine.worker.captured_decodes import Step
+from tp_engine.worker.captured_decodes import Keep, Step, keep_nothing
 
 _logger = get_logger(__name__)
 
@@ -44,9 +45,9 @@ class TapeRecorder:
         self._memory = TapeMemory()
         self._known_objections: set[str] = set()
 
-    def record(self, step: Step) -> TapeRecording:
+    def record(self, step: Step, keep: Keep = keep_nothing) -> TapeRecording:
         """A recording of ``step``, made in its first run."""
-        return TapeRecording(step, self)
+        return TapeRecording(step, self, keep)
 
     def make_tape(self, step: Step) -> tuple[torch.Tensor, Tape | None]:
         """Run ``step``; returns its output and, if a tape can hold all of it, a tape.  A collective."""
@@ -68,8 +69,8 @@ class TapeRecording:
 
     output: torch.Tensor
 
-    def __init__(self, step: Step, recorder: TapeRecorder) -> None:
-        self._step = step
+    def __init__(self, step: Step, recorder: TapeRecorder, keep: Keep) -> None:
+        self._step, self._keep = step, keep
         self._recorder = recorder
         self._tape: Tape | None = None
         self._run_count = 0
@@ -91,11 +92,14 @@ class TapeRecording:
         return self.output
 
     def _compare(self, tape: Tape) -> None:
+        put_back = self._keep()
         expected = self._step().view(torch.uint8).clone()
+        put_back()
         tape.run()
         is_equal = torch.equal(self.output.view(torch.uint8), expected)
         if not self._recorder.agree(None if is_equal else "its recording gave another result"):
             self._tape, self.is_settled = None, False
+            put_back()
             self.output = self._step()
 
 

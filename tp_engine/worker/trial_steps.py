@@ -166,6 +166,7 @@ def _fresh_prompts(num_tokens: int, max_model_len: int, block_size: int, device:
         query_start=torch.from_numpy(starts).to(device),
         host_query_lens=lengths,
         host_seq_lens=lengths,
+        prefill_rows=np.full(len(lengths), -1, dtype=np.int32),
     )
 
 

@@ -303,7 +303,9 @@ class Worker:
             )
             if runner is not None:
                 run_largest_decodes(runner, self._effective.config)
-            return meter.finish(table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes)
+            return meter.finish(
+                table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes, state_bytes=parts.state_bytes
+            )
 
     def _settle(self, ledger: MemoryLedger) -> int:
         config = self._effective.config

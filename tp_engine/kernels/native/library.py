@@ -51,6 +51,13 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "mix_experts": (ctypes.POINTER(Experts), *[_POINTER] * 5, _INT, _INT),
     "add_gated": (*[_POINTER] * 3, *[_INT] * 5),
     "experts_work_bytes": (ctypes.POINTER(Experts), _INT),
+    "delta_step": (
+        *[_POINTER] * 4,
+        *(_FLOAT, _POINTER, _POINTER),
+        *[_INT] * 7,
+        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
+    ),
+    "sigmoid_gate": (_POINTER, _POINTER, *[_INT] * 5),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
     "pack_quantised": (ctypes.POINTER(Quantised), _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_INT] * 4),

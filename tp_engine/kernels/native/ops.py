@@ -132,15 +132,15 @@ def prepare_heads(
 ) -> Heads:
     """See ``heads.prepare_heads``; the heads are overwritten, nothing is stored."""
     dtype = DTYPE_CODES.get(heads.dtype)
-    if dtype is None or not heads.is_contiguous() or heads.shape[2] > MAX_HEAD_DIM:
-        return head_twins.prepare_heads(heads, num_kv_heads, norm, rotation, kv, slot_mapping)
     num_tokens, num_all, head_dim = heads.shape
+    if dtype is None or heads.stride()[1:] != (head_dim, 1) or head_dim > MAX_HEAD_DIM:
+        return head_twins.prepare_heads(heads, num_kv_heads, norm, rotation, kv, slot_mapping)
     num_heads = num_all - 2 * num_kv_heads
     assert norm is None or norm.weights.dtype == heads.dtype
     if norm is not None or rotation is not None:
         library.prepare_heads(
             heads.data_ptr(),
-            num_all * head_dim,
+            heads.stride(0),
             *_rotation_arguments(rotation, heads.dtype),
             *(None, 0.0, 0.0) if norm is None else (norm.weights.data_ptr(), float(norm.eps), float(norm.offset)),
             num_tokens,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels import block_codes, layer_ops, routing
 from tp_engine.kernels import heads as head_twins
+from tp_engine.kernels.delta_rule import DeltaRule, LayerStates, delta_step
 from tp_engine.kernels.experts import (
     ExpertWeights,
     QuantisedExpertWeights,
@@ -23,7 +24,7 @@ from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native import block_codes as native_block_codes
-from tp_engine.kernels.native import experts, ops
+from tp_engine.kernels.native import delta, experts, ops
 from tp_engine.kernels.native.experts import NativeExperts, NativeQuantisedExperts
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
@@ -31,6 +32,7 @@ from tp_engine.kernels.native.paged_attention import PagedAttention, in_kernel_o
 from tp_engine.kernels.native.quantised import QuantisedPanels
 from tp_engine.kernels.plain_attention import attend
 from tp_engine.kernels.quantised import Codes, QuantisedWeight, multiply_quantised, values_per_byte
+from tp_engine.kv_layout import StateKind
 from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 
 _ACTIVATIONS = tuple(Activation(kind) for kind in get_args(ActivationKind))
@@ -59,6 +61,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
         for name, found, expected in (
             *_rows(library, dtype, generator),
             *_heads(library, dtype, generator),
+            *_delta(library, dtype, generator),
             *_linear(library, dtype, generator),
             *_quantised(library, dtype, generator),
             *_experts(library, dtype, generator),
@@ -93,6 +96,28 @@ def _rows(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) 
         ops.cap_logits(library, found, 0.5, cap)
         layer_ops.cap_logits(expected, 0.5, cap)
         yield "cap_logits", found, expected
+
+
+def _delta(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """A step of the gated delta rule, with heads that vectors do not divide, and the gate of attention's output."""
+    kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=40, taps=3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rule = DeltaRule(kind, draw(3, kind.num_channels), -draw(4).abs(), draw(4), draw(40), 1e-6)
+    mixed, gates = draw(3, kind.num_channels + 160).to(dtype), draw(3, 8).to(dtype)
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32)
+    states = [LayerStates(draw(3, 2, kind.num_channels), draw(3, 4, 12, 40))]
+    states.append(LayerStates(*(part.clone() for part in states[0])))
+    found = delta.delta_step(library, mixed, gates, rule, states[0], slots)
+    yield "delta_step", found, delta_step(mixed, gates, rule, states[1], slots)
+    for one, other in zip(*states, strict=True):
+        yield "delta_step", one, other
+    gated, expected = mixed[:, :20].contiguous(), mixed[:, :20].contiguous()
+    delta.sigmoid_gate(library, gated, mixed[:, 20:40])
+    layer_ops.sigmoid_gate(expected, mixed[:, 20:40])
+    yield "sigmoid_gate", gated, expected
 
 
 def _heads(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:

@@ -64,7 +64,8 @@ class Part:
     """Rows of a product that come from one stored module: ``rows`` of the ``stored_rows`` of module ``name``.
 
     They fill the first of ``room`` rows; the rest are zero.  ``order`` decodes them.  With a ``step`` above 1, the
-    module's rows are those of several parts in turn, and this part's are every ``step``-th one, from ``first`` on.
+    module's rows are those of several parts in turn, and this part's are ``count`` of every ``step`` of them, from
+    ``first`` on; ``rows`` are then counted among this part's.
     """
 
     name: str
@@ -74,20 +75,21 @@ class Part:
     order: Decode = as_stored
     first: int = 0
     step: int = 1
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the rows stay as they lie on disk."""
-        return self.order is as_stored and self.step == 1
+    count: int = 1
 
     @property
     def taken(self) -> Span:
         """The stored rows to read."""
-        return Span(self.rows.start * self.step, self.rows.size * self.step)
+        turns, _ = cover(self.rows, self.count)
+        return Span(turns.start * self.step, turns.size * self.step)
 
     def decode(self, values: torch.Tensor) -> torch.Tensor:
         """The rows of this part from the rows that were read."""
-        return self.order(values[self.first :: self.step])
+        if self.step == 1:
+            return self.order(values)
+        _, skipped = cover(self.rows, self.count)
+        turns = values.reshape(-1, self.step, *values.shape[1:])[:, self.first : self.first + self.count]
+        return self.order(turns.flatten(0, 1)[skipped : skipped + self.rows.size])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,8 @@ class LinearShape:
         """
         rows = block.rows
         for part, first in self.placed_parts():
-            rows = 1 if not part.is_contiguous else gcd(rows, part.rows.start, first, part.room)
+            turns = (part.step, part.first, part.count) if part.step > 1 else ()
+            rows = gcd(rows, part.rows.start, first, part.room, *turns) if part.order is as_stored else 1
         start, end = self.columns.start, self.columns.start + self.columns.size
         return Unit(rows, gcd(block.columns, start, 0 if end == self.stored_columns else end))
 

@@ -53,7 +53,7 @@ def read(config: ConfigJson) -> ModelSpec:
     layers = tuple(_layer(reader, window, shapes[index], beside) for index, window in enumerate(windows))
     return reader.model(
         layers,
-        _read_ropes(reader, {layer.attention.head_dim for layer in layers if layer.attention.window is None}),
+        _read_ropes(reader, {shape[1] for shape, window in zip(shapes, windows, strict=True) if window is None}),
         tied=True,
         embedding_scale=reader.hidden_size**0.5,
         logit_softcap=config.take("final_logit_softcapping", float),

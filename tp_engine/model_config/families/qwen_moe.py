@@ -36,7 +36,7 @@ def _read_qwen2(config: ConfigJson) -> ModelSpec:
     windows = reader.windows(window, lambda index: index % 2 == 0 and index < last)
     layers = tuple(
         reader.pre_norm_layer(reader.attention(qkv_bias=bias, window=window), experts if is_sparse else reader.mlp())
-        for window, is_sparse in zip(windows, _take_sparse_layers(reader), strict=True)
+        for window, is_sparse in zip(windows, take_sparse_layers(reader), strict=True)
     )
     return reader.model(layers, (reader.rope(),))
 
@@ -61,12 +61,12 @@ def _read_qwen3(config: ConfigJson) -> ModelSpec:
     attention = reader.attention(qkv_bias=bias, out_bias=bias, qk_norm=QkNormSpec(eps=reader.eps), window=window)
     layers = tuple(
         reader.pre_norm_layer(attention, experts if is_sparse else reader.mlp())
-        for is_sparse in _take_sparse_layers(reader)
+        for is_sparse in take_sparse_layers(reader)
     )
     return reader.model(layers, (rope,), names=WRAPPED if is_wrapped else USUAL_NAMES)
 
 
-def _take_sparse_layers(reader: DecoderReader) -> list[bool]:
+def take_sparse_layers(reader: DecoderReader) -> list[bool]:
     """Which layers have experts: every ``decoder_sparse_step``-th one, but for ``mlp_only_layers``."""
     step = reader.config.take_positive("decoder_sparse_step", 1)
     dense = reader.config.take("mlp_only_layers", list, []) or []

@@ -1,0 +1,197 @@
+"""The gated delta rule.  Oracle: transformers' two functions, and a chunk that is computed token by token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tp_engine.kernels.delta_rule import (
+    LENGTH_EPS,
+    Chunk,
+    DeltaRule,
+    LayerStates,
+    attend_in_chunks,
+    delta_chunks,
+    delta_step,
+)
+from tp_engine.kernels.native.delta import delta_step as native_delta_step
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kv_layout import StateGroup, StateKind
+from tp_engine.worker.row_states import RowStates
+
+KINDS = [
+    StateKind(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4),
+    StateKind(num_key_heads=1, num_value_heads=3, key_dim=8, value_dim=16, taps=2),
+    StateKind(num_key_heads=3, num_value_heads=3, key_dim=16, value_dim=16, taps=4),
+]
+
+
+class Inputs(NamedTuple):
+    """What the projections make of some tokens, and a layer's constants."""
+
+    mixed: torch.Tensor
+    gates: torch.Tensor
+    rule: DeltaRule
+
+
+def inputs_of(kind: StateKind, num_tokens: int) -> Inputs:
+    width = kind.num_channels + kind.num_value_heads * kind.value_dim
+    rule = DeltaRule(
+        kind,
+        torch.randn(kind.taps, kind.num_channels),
+        -torch.rand(kind.num_value_heads) * 2,
+        torch.randn(kind.num_value_heads),
+        torch.randn(kind.value_dim),
+        1e-6,
+    )
+    return Inputs(torch.randn(num_tokens, width), torch.randn(num_tokens, 2 * kind.num_value_heads), rule)
+
+
+def random_states(kind: StateKind, num_slots: int) -> LayerStates:
+    matrices = (num_slots, kind.num_value_heads, kind.key_dim, kind.value_dim)
+    return LayerStates(torch.randn(num_slots, kind.taps - 1, kind.num_channels), torch.randn(matrices))
+
+
+def copy_of(states: LayerStates) -> LayerStates:
+    return LayerStates(*(part.clone() for part in states))
+
+
+def assert_close(found: LayerStates, expected: LayerStates) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 65, 200])
+def test_chunks_equal_transformers(kind: StateKind, num_tokens: int) -> None:
+    """Oracle: ``torch_chunk_gated_delta_rule`` and ``torch_recurrent_gated_delta_rule``, with a state before."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as oracle
+
+    heads, dims = (kind.num_key_heads, kind.num_value_heads), (kind.key_dim, kind.value_dim)
+    query, key = torch.randn(2, num_tokens, heads[0], dims[0])
+    value, state = torch.randn(num_tokens, heads[1], dims[1]), torch.randn(heads[1], *dims)
+    decay, beta = -3 * torch.rand(num_tokens, heads[1]), torch.rand(num_tokens, heads[1])
+    unit_query, unit_key = (x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt() for x in (query, key))
+    found = attend_in_chunks(unit_query * dims[0] ** -0.5, unit_key, value, decay, beta, state)
+    for function in (oracle.torch_chunk_gated_delta_rule, oracle.torch_recurrent_gated_delta_rule):
+        expected = function(
+            query[None],
+            key[None],
+            value[None],
+            g=decay[None],
+            beta=beta[None],
+            initial_state=state[None],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(1, 2), (3, 70), (130,)])
+def test_chunks_equal_steps(kind: StateKind, lengths: tuple[int, ...]) -> None:
+    """Oracle: the same tokens one by one, in slots 2, 1, ...; the first row goes on, the others begin."""
+    mixed, gates, rule = inputs_of(kind, sum(lengths))
+    states = random_states(kind, 4)
+    others = copy_of(states)
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    chunks = [
+        Chunk(start, count, 2 - index, index > 0)
+        for index, (start, count) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    found, expected = delta_chunks(mixed, gates, rule, states, chunks), []
+    for start, count, slot, is_fresh in chunks:
+        assert slot is not None
+        if is_fresh:
+            others.conv[slot], others.recurrent[slot] = 0.0, 0.0
+        for token in range(start, start + count):
+            own, where = slice(token, token + 1), torch.tensor([slot], dtype=torch.int32)
+            expected.append(delta_step(mixed[own], gates[own], rule, others, where))
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    assert_close(states, others)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 64, 99])
+def test_a_chunk_goes_on_where_the_last_one_ended(cut: int) -> None:
+    """Oracle: all tokens at once."""
+    kind = KINDS[0]
+    mixed, gates, rule = inputs_of(kind, 100)
+    states = random_states(kind, 1)
+    whole = copy_of(states)
+    expected = delta_chunks(mixed, gates, rule, whole, [Chunk(0, 100, 0, True)])
+    first = delta_chunks(mixed[:cut], gates[:cut], rule, states, [Chunk(0, cut, 0, True)])
+    second = delta_chunks(mixed[cut:], gates[cut:], rule, states, [Chunk(0, 100 - cut, 0, False)])
+    torch.testing.assert_close(torch.cat((first, second)), expected, rtol=1e-4, atol=1e-5)
+    assert_close(states, whole)
+
+
+def test_padding_changes_nothing() -> None:
+    """Oracle: the states before, bit by bit, and the outputs of the other rows alone."""
+    kind = KINDS[1]
+    mixed, gates, rule = inputs_of(kind, 3)
+    states = random_states(kind, 4)
+    before, alone = copy_of(states), copy_of(states)
+    found = delta_step(mixed, gates, rule, states, torch.tensor([-1, 2, -1], dtype=torch.int32))
+    expected = delta_step(mixed[1:2], gates[1:2], rule, alone, torch.tensor([2], dtype=torch.int32))
+    assert torch.equal(found[1:2], expected)
+    for now, then, other in zip(states, before, alone, strict=True):
+        assert torch.equal(now, other) and torch.equal(now[[0, 1, 3]], then[[0, 1, 3]])
+
+
+def test_tokens_whose_state_is_not_kept() -> None:
+    """Oracle: a row that begins with the same tokens."""
+    kind = KINDS[2]
+    mixed, gates, rule = inputs_of(kind, 7)
+    expected = delta_chunks(mixed, gates, rule, random_states(kind, 1), [Chunk(0, 7, 0, True)])
+    assert torch.equal(delta_chunks(mixed, gates, rule, None, [Chunk(0, 7, None, False)]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_steps_in_c(dtype: torch.dtype, num_rows: int) -> None:
+    """Oracle: the twin; with several threads and padding the same bits as each row alone."""
+    library = native_library()
+    if library is None:
+        pytest.skip("no compiled kernels")
+    for kind in (*KINDS, StateKind(num_key_heads=2, num_value_heads=6, key_dim=128, value_dim=128, taps=4)):
+        mixed, gates, rule = inputs_of(kind, num_rows)
+        mixed, gates = mixed.to(dtype), gates.to(dtype)
+        states = random_states(kind, num_rows + 2)
+        expected_states, alone = copy_of(states), copy_of(states)
+        slots = torch.randperm(num_rows + 2)[:num_rows].int()
+        slots[-1] = -1 if num_rows > 1 else slots[-1]
+        found = native_delta_step(library, mixed, gates, rule, states, slots)
+        expected = delta_step(mixed, gates, rule, expected_states, slots)
+        tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert_close(states, expected_states)
+        for row in range(num_rows):
+            own = slice(row, row + 1)
+            one = native_delta_step(library, mixed[own], gates[own], rule, alone, slots[own])
+            assert torch.equal(one, found[own])
+        assert all(torch.equal(one, other) for one, other in zip(states, alone, strict=True))
+
+
+def test_slots_are_copied_at_once() -> None:
+    """Oracle: the slots before; two change places, and one is read twice."""
+    group = StateGroup(tuple(enumerate(KINDS)))
+    states = RowStates(group, 4, torch.device("cpu"))
+    states.raw.copy_(torch.randn(states.raw.shape))
+    before = states.raw.clone()
+    states.copy(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 3]))
+    assert torch.equal(states.raw, before[[1, 0, 2, 1]])
+    assert states.raw.nbytes == 4 * group.slot_bytes
+
+
+def test_states_are_kept_and_put_back() -> None:
+    """Oracle: the slots before; rows that are not named, and padding, keep what was written meanwhile."""
+    states = RowStates(StateGroup(tuple(enumerate(KINDS))), 4, torch.device("cpu"))
+    states.raw.copy_(torch.randn(states.raw.shape))
+    before = states.raw.clone()
+    put_back = states.keep(torch.tensor([3, -1, 1], dtype=torch.int32))
+    states.raw.zero_()
+    put_back()
+    assert torch.equal(states.raw[[1, 3]], before[[1, 3]]) and not states.raw[[0, 2]].any()

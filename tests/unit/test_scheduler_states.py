@@ -1,0 +1,47 @@
+"""The scheduler of models with recurrent states: a state exists only as it is behind a row's last computed token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler_harness import RandomLoad, Simulation
+from tests.unit.test_scheduler_properties import SHAPES
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_load(shape: str, ahead: int) -> None:
+    """Oracle: the fake model; the harness compares the state before each chunk and decode with the row's tokens."""
+    limits = replace(SHAPES[shape], has_states=True, enable_prefix_caching=False)
+    simulation = Simulation(limits, ahead=ahead)
+    load = RandomLoad(simulation, seed=len(shape) + ahead)
+    for _ in range(300):
+        load.act()
+    simulation.run()
+
+
+def test_golden_forks_begin_with_the_state_before_the_last_token() -> None:
+    """By hand, a prompt of 7 in blocks of 4: the donor stops at 6, where its siblings copy its state and block 1."""
+    limits = replace(SHAPES["roomy"], has_states=True, enable_prefix_caching=False, block_size=4)
+    simulation = Simulation(limits)
+    simulation.add(list(range(7)), n=3, max_tokens=4, seed=5, ignore_eos=True)
+    first, second = simulation.step(), simulation.step()
+    assert first is not None and first.prefill_tokens.tolist() == [6] and not first.prefill_samples.any()
+    assert second is not None and second.prefill_rows.tolist() == [0, 1, 2]
+    assert second.prefill_tokens.tolist() == [1, 1, 1] and second.prefill_samples.all()
+    assert second.state_copies.tolist() == [[0, 1], [0, 2]]
+    assert second.copies.tolist() == [[1, 2], [1, 3]]
+    simulation.run()
+    assert simulation.worker.num_computed_tokens == 6 + 3 * (1 + 3)
+
+
+def test_a_sibling_that_comes_too_late_computes_its_prompt() -> None:
+    """By hand, two rows and n = 3: the third begins when one has ended, without a state to copy."""
+    limits = replace(SHAPES["roomy"], has_states=True, enable_prefix_caching=False, max_num_seqs=2)
+    simulation = Simulation(limits)
+    simulation.add(list(range(7)), n=3, max_tokens=2, ignore_eos=True)
+    simulation.run()
+    assert sum(len(plan.state_copies) for plan in simulation.plans) == 1
+    assert simulation.worker.num_computed_tokens == 6 + 2 * (1 + 1) + 7 + 1

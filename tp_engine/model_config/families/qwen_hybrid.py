@@ -1,0 +1,108 @@
+"""Qwen3-Next, Qwen3.5 and later (their text parts), dense and with experts: most layers have the gated delta rule, the
+others attention whose output is gated."""
+
+from __future__ import annotations
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.families.qwen_moe import take_sparse_layers
+from tp_engine.model_config.mlp import EACH, FUSED, ExpertsSpec, MlpSpec, RoutingRule
+from tp_engine.model_config.rope import RopeRules
+from tp_engine.model_config.spec import CheckpointNames, DeltaSpec, LayerSpec, ModelSpec, QkNormSpec
+
+_NEXT = "Qwen3NextForCausalLM"
+_DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+_SPARSE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+ARCHITECTURES = (_NEXT, *_DENSE, *_SPARSE)
+_NAMES = CheckpointNames(
+    spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("model.visual.", "mtp.")
+)
+_KINDS = ("linear_attention", "full_attention")
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Norms add 1 to their weights, but for the one behind the gated delta rule.  Absent keys are as in
+    transformers."""
+    architecture = config.architecture
+    is_wrapped = architecture.endswith("ForConditionalGeneration")
+    config = config.text_part() if is_wrapped else config
+    config.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers_mtp")
+    config.expect("attn_output_gate", bool, True)
+    config.expect("mamba_ssm_dtype", str, "float32")
+    inner = {} if architecture in _DENSE else {"intermediate_size": 1}  # of dense layers, which there may be none of
+    reader = DecoderReader(config, defaults=inner)
+    is_sparse = [False] * reader.num_layers
+    experts: ExpertsSpec | None = None
+    if architecture not in _DENSE:
+        experts = _read_experts(reader, architecture == _NEXT)
+        is_sparse = take_sparse_layers(reader) if architecture == _NEXT else [True] * reader.num_layers
+    bias = reader.flag("attention_bias")
+    attention = reader.attention(
+        qkv_bias=bias, out_bias=bias, has_gate=True, qk_norm=QkNormSpec(eps=reader.eps, offset=1.0)
+    )
+    delta = _read_delta(reader, is_fused=architecture == _NEXT)
+    layers = tuple(
+        LayerSpec(
+            attention=attention if attends else delta,
+            mlp=experts if experts is not None and sparse else reader.mlp(),
+            input_norm=reader.norm("input_layernorm", offset=1.0),
+            mlp_norm=reader.norm("post_attention_layernorm", offset=1.0),
+        )
+        for attends, sparse in zip(_take_kinds(reader), is_sparse, strict=True)
+    )
+    rope = reader.rope(RopeRules(partial=0.25, is_multimodal=architecture != _NEXT))
+    return reader.model(layers, (rope,), final_norm=reader.norm("norm", offset=1.0), names=_NAMES)
+
+
+def _take_kinds(reader: DecoderReader) -> list[bool]:
+    """Which layers attend: every ``full_attention_interval``-th, or as ``layer_types`` says."""
+    interval = reader.config.take_positive("full_attention_interval", 4)
+    implied = ["full_attention" if (index + 1) % interval == 0 else _KINDS[0] for index in range(reader.num_layers)]
+    kinds = reader.config.take("layer_types", list, implied) or []
+    if len(kinds) != reader.num_layers or not set(kinds) <= set(_KINDS) or "full_attention" not in kinds:
+        raise ConfigError(
+            f"config.json: layer_types is {kinds!r}; it must name {' or '.join(_KINDS)} for each of the "
+            f"{reader.num_layers} layers, and full_attention for at least one"
+        )
+    return [kind == "full_attention" for kind in kinds]
+
+
+def _read_delta(reader: DecoderReader, *, is_fused: bool) -> DeltaSpec:
+    config = reader.config
+    num_key_heads = config.take_positive("linear_num_key_heads", 16)
+    num_value_heads = config.take_positive("linear_num_value_heads", 32)
+    if num_value_heads % num_key_heads:
+        raise ConfigError(
+            f"config.json: linear_num_value_heads is {num_value_heads}; it must be a multiple of linear_num_key_heads, "
+            f"{num_key_heads}"
+        )
+    taps = config.take_positive("linear_conv_kernel_dim", 4)
+    if taps < 2:
+        raise ConfigError(f"config.json: linear_conv_kernel_dim is {taps}; it must be at least 2")
+    return DeltaSpec(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=config.take_positive("linear_key_head_dim", 128),
+        value_dim=config.take_positive("linear_value_head_dim", 128),
+        taps=taps,
+        eps=reader.eps,
+        is_fused=is_fused,
+    )
+
+
+def _read_experts(reader: DecoderReader, is_next: bool) -> ExpertsSpec:
+    """Qwen3.5 always renormalises the experts' weights."""
+    config = reader.config
+    shared = config.take_positive("shared_expert_intermediate_size", 512)
+    return reader.experts(
+        reader.take_first("num_experts", "num_local_experts"),
+        RoutingRule(
+            top_k=config.take_positive("num_experts_per_tok", 10 if is_next else 8),
+            renormalises=reader.flag("norm_topk_prob", True) or not is_next,
+        ),
+        inner_size=config.take_positive("moe_intermediate_size", 512),
+        shared=MlpSpec(inner_size=shared, activation=reader.activation, name="shared_expert"),
+        shared_gate="shared_expert_gate",
+        stored=(EACH, FUSED),
+    )

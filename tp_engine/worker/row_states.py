@@ -1,0 +1,75 @@
+"""The recurrent states of one rank: a slot for each row of the batch, with the states of all layers of the state group.
+
+::
+
+    raw    (slots, slot_elements) float32     | row 0                                       | row 1 ...
+                                              | layer 0: conv, recurrent | layer 1: ...     |
+    a layer's views (kernels/delta_rule.py):    conv (slots, taps - 1, channels), recurrent (slots, VH, DK, DV)
+
+A row's slot has its number, so nothing has to be allocated.  The first chunk of a prompt begins with zeros whatever the
+slot holds, unless the plan has copied another slot there.  The token computed too many of a sequence that has ended
+changes a slot that nothing reads any more.
+
+An update is not idempotent.  What runs a step twice, such as the comparison of a tape, keeps the rows' states before it
+and puts them back in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tp_engine.errors import MemoryBudgetError
+from tp_engine.kernels.delta_rule import LayerStates
+from tp_engine.kernels.huge_pages import map_zeros
+from tp_engine.kv_layout import STATE_BYTES, StateGroup
+from tp_engine.layers.delta import GatedDeltaNet
+from tp_engine.units import format_gib
+
+
+class RowStates:
+    """Zeroed slots of a state group on ``device``; raises ``MemoryBudgetError`` if there is no memory for them.
+
+    On CPUs pages are taken when a slot is first used.
+    """
+
+    def __init__(self, group: StateGroup, num_slots: int, device: torch.device) -> None:
+        num_bytes = num_slots * group.slot_bytes
+        try:
+            if device.type == "cpu":
+                raw = map_zeros(num_bytes)
+            else:
+                raw = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise MemoryBudgetError(
+                f"can not allocate {format_gib(num_bytes)} for the recurrent states of {num_slots} rows on {device} "
+                f"({error}); lower max_num_seqs or gpu_memory_utilization"
+            ) from error
+        self.raw = raw.view(torch.float32).view(num_slots, num_bytes // num_slots // STATE_BYTES)
+        self._group = group
+
+    def bind(self, layers: Sequence[GatedDeltaNet]) -> None:
+        """Give each layer the views of its states."""
+        first = 0
+        for (_, kind), layer in zip(self._group.kinds, layers, strict=True):
+            assert layer.kind == kind, (layer.kind, kind)
+            middle, end = first + kind.num_conv_elements, first + kind.num_elements
+            conv = self.raw[:, first:middle].view(-1, kind.taps - 1, kind.num_channels)
+            matrices = (-1, kind.num_value_heads, kind.key_dim, kind.value_dim)
+            layer.bind_states(LayerStates(conv, self.raw[:, middle:end].view(matrices)))
+            first = end
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots, from ``source`` (n,) int64 to ``target`` (n,); all are read before any is written."""
+        self.raw.index_copy_(0, target, self.raw.index_select(0, source))
+
+    def keep(self, rows: torch.Tensor) -> Callable[[], None]:
+        """Keep the states of ``rows`` (n,), -1 for none; the returned function puts them back."""
+        used = rows[rows >= 0].long()
+        kept = self.raw.index_select(0, used)
+
+        def put_back() -> None:
+            self.raw.index_copy_(0, used, kept)
+
+        return put_back
