@@ -272,3 +272,25 @@ def test_two_boards_become_alike_and_a_closed_connection_is_a_death() -> None:
     finally:
         hub.stop()
         spoke.stop()
+
+
+def test_hosts_hear_of_each_other_through_rank_0() -> None:
+    """Oracle: an end that host 1 sees appears on host 2, although only rank 0 is connected with both."""
+    hub_board, *far_boards = [JobBoard.create(6, local_world_size=2, host=host) for host in range(3)]
+    hub, spokes = HostLinks(hub_board, 0), [HostLinks(board, 2 * board.host) for board in far_boards]
+    try:
+        for spoke, board in zip(spokes, far_boards, strict=True):
+            near_end, far_end = tcp_pair()
+            hub.add(board.host, near_end)
+            spoke.add(0, far_end)
+        woken = threading.Event()
+        spokes[1].wake = woken.set
+        far_boards[0].slots[3].register()
+        wait_until(lambda: far_boards[1].slots[3].pid == far_boards[0].slots[3].pid != 0)
+        far_boards[0].slots[3].host.note_ended(Ended.PROCESS, time.monotonic_ns())
+        spokes[0].tell()
+        wait_until(lambda: far_boards[1].slots[3].host.ended == Ended.PROCESS)
+        assert woken.wait(DEADLINE_S) and sorted(hub.round_trips_s) == [1, 2]
+    finally:
+        for links in (hub, *spokes):
+            links.stop()
