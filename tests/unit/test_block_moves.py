@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine.kernels.block_codes import Pairs, pair_ids
+from tp_engine.kernels.block_codes import pair_ids
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray
@@ -223,16 +223,17 @@ class Halves:
 
     is_copy = False
     work_bytes = 0
+    num_groups = 1
 
     def __init__(self, block_bytes: int) -> None:
         self.blob_bytes = block_bytes // 2
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor | None:
         blocks, places = pair_ids(pairs, pool.device)
         blobs[places] = pool[blocks, ::2]
         return None
 
-    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         places, blocks = pair_ids(pairs, pool.device)
         pool[blocks] = blobs[places].repeat_interleave(2, 1)
 
@@ -319,7 +320,7 @@ def test_stores_are_reported_when_streams_have_made_them(
     refuses the blocks with an odd first byte; a part of a plan's stores at a time fits into the staging area."""
 
     class Choosy(Halves):
-        def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor:
             super().encode(pool, blobs, pairs)
             return pool[pair_ids(pairs, pool.device)[0], 0] % 2 == 1
 

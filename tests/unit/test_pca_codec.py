@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.block_codes import BlockForm
-from tp_engine.plan import NO_PAIRS, IntArray
+from tp_engine.plan import NO_PAIRS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
-from tp_engine.worker.block_moves import CpuMover, StoreReports
+from tp_engine.worker.block_moves import BlockGroups, CpuMover, StoreReports
 from tp_engine.worker.codecs.pca import TOKENS_PER_DIM, Pca
 from tp_engine.worker.effective_config import resolve
 
@@ -36,8 +37,8 @@ def states_of(pool: torch.Tensor, form: BlockForm) -> torch.Tensor:
     """The inverse of ``pool_of``, float64."""
     vectors = form.vectors_of(pool).double()
     if form.lanes:
-        return vectors.view(len(pool), PARTS, form.num_kv_heads, BLOCK_SIZE, DIM).transpose(2, 3)
-    return vectors.view(len(pool), PARTS, BLOCK_SIZE, form.num_kv_heads, DIM)
+        return vectors.view(len(pool), -1, form.num_kv_heads, BLOCK_SIZE, DIM).transpose(2, 3)
+    return vectors.view(len(pool), -1, BLOCK_SIZE, form.num_kv_heads, DIM)
 
 
 def random_states(num_blocks: int, seed: int = 0, *, heads: int = HEADS, decay: float = 2.0) -> torch.Tensor:
@@ -52,6 +53,14 @@ def random_states(num_blocks: int, seed: int = 0, *, heads: int = HEADS, decay: 
 def pairs_of(first: int, end: int) -> IntArray:
     """Each block and the place of its number."""
     return np.repeat(np.arange(first, end, dtype=np.int32)[:, None], 2, axis=1)
+
+
+def ids(*listed: int) -> IntArray:
+    return np.array(listed, dtype=np.int32)
+
+
+def pairs(*listed: tuple[int, int]) -> IntArray:
+    return np.array(listed, dtype=np.int32)
 
 
 def errors_of(found: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -179,6 +188,64 @@ def test_ranks_refuse_together_what_one_refuses(num_ranks: int) -> None:
             pool_of(other, own), torch.zeros(60, codec.blob_bytes, dtype=torch.uint8), pairs_of(0, 60)
         )
     assert torch.equal(found, expected) and 5 < int(found.sum()) < 40
+
+
+@LANES
+def test_groups_have_bases_of_their_own(lanes: int) -> None:
+    """Oracle: the blobs that a codec of each group alone makes; the second group is ready later, and has half of the
+    layers, so that the rest of its blocks says nothing, and comes back as zeros."""
+    form, small = form_of(lanes=lanes), replace(form_of(lanes=lanes), num_parts=PARTS // 2)
+    states = [random_states(NUM_CALIBRATION + 4, seed) for seed in (1, 2)]
+    states[1] = states[1].roll(1, -1)
+    pool = torch.cat([pool_of(one, form) for one in states])
+    moves = np.column_stack((pairs_of(0, len(pool)), np.repeat((0, 1), len(states[0])))).astype(np.int32)
+    own = np.concatenate([part[NUM_CALIBRATION:] for part in np.split(moves, 2)])
+    both = Pca(form, 16, 0.3, [PARTS, PARTS // 2])
+    blobs = torch.zeros(len(pool), both.blob_bytes, dtype=torch.uint8)
+    assert bool(both.encode(pool, blobs, moves[:NUM_CALIBRATION]).all())
+    found = both.encode(pool, blobs, own[::-1])
+    assert found.tolist() == [True] * 4 + [False] * 4
+    assert bool(both.encode(pool, blobs, moves[len(states[0]) :][: NUM_CALIBRATION - 4]).all())
+    assert not both.encode(pool, blobs, own).any()
+    back, size = torch.zeros_like(pool), small.block_bytes
+    both.decode(blobs, back, own[::-1])
+    for number, (one, given) in enumerate(zip((form, small), states, strict=True)):
+        blocks = pool[moves[:, 2] == number][:, : one.block_bytes].contiguous()
+        alone, other = Pca(one, 16, 0.3), torch.zeros(4, Pca(one, 16, 0.3).blob_bytes, dtype=torch.uint8)
+        last = pairs_of(NUM_CALIBRATION, len(given)) - np.array([0, NUM_CALIBRATION], dtype=np.int32)
+        calibrating = pairs_of(0, NUM_CALIBRATION)
+        if number:  # the last four calibrated once more, in place of others
+            calibrating = np.concatenate((pairs_of(0, NUM_CALIBRATION - 4), pairs_of(NUM_CALIBRATION, len(given))))
+        alone.encode(blocks, torch.zeros(len(blocks), alone.blob_bytes, dtype=torch.uint8), calibrating)
+        assert not alone.encode(blocks, other, last).any()
+        expected = torch.zeros(4, one.block_bytes, dtype=torch.uint8)
+        alone.decode(other, expected, pairs_of(0, 4))
+        loaded = back[own[own[:, 2] == number, 1]]
+        errors = errors_of(*(states_of(blocks, one) for blocks in (loaded[:, : one.block_bytes], expected)))
+        assert float(errors.max()) < 0.02
+        assert number == 0 or not loaded[:, size:].any()
+
+
+def test_groups_of_blocks_and_slots() -> None:
+    """Oracle: by hand, three groups: stores see the groups before their plan; slots keep them until other blocks come
+    in, and hand them to the blocks that are loaded; what a window left behind in an admitted row says nothing."""
+    groups = BlockGroups(12, 4, 3)
+    sampling = RowSampling()
+    admission = Admission(
+        row=0, token_ids=ids(1), num_prompt_tokens=1, num_computed_tokens=0,
+        block_ids=ids(0, 3, 4, 5, 6, 7), sampling=sampling,
+    )  # fmt: skip
+    first = StepPlan(step_id=1, admitted=(admission,), block_ids=ids(0, 1, 2))
+    assert [len(part) for part in groups.moves(first)] == [0, 0]
+    groups.note(first)
+    second = StepPlan(
+        step_id=2, block_ids=ids(7, 8, 3), stores=pairs((3, 0), (7, 1)), loads=pairs((1, 9), (0, 10)), wait_load=1
+    )
+    stores, loads = groups.moves(second)
+    assert stores.tolist() == [[3, 0, 1], [7, 1, 2]] and loads.tolist() == [[1, 9, 2], [0, 10, 1]]
+    groups.note(second)
+    third = StepPlan(step_id=3, stores=pairs((7, 0), (3, 2), (10, 3), (0, 1)))
+    assert groups.moves(third)[0].tolist() == [[7, 0, 0], [3, 2, 2], [10, 3, 1], [0, 1, 0]]
 
 
 def test_reports_of_stores() -> None:

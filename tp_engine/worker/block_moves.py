@@ -28,22 +28,66 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tp_engine.kv_layout import MoveCounters
-from tp_engine.layers.upload import upload
-from tp_engine.plan import IntArray
+from tp_engine.plan import IntArray, StepPlan
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.codecs.base import Codec
 
 _STAGING_BYTES = 32 << 20
 
 
+class BlockGroups:
+    """Which group of layers has each block and slot, for codecs that treat groups in different ways.
+
+    ::
+
+        plan n      stores (5, 0)            of the group that block 5 has had before this plan
+                    loads  (3, 8)            block 8 gets the group of slot 3
+                    admitted, block_ids      their blocks have the group of their place from the next plan on (plan.py)
+
+    A block keeps its group while it is cached, so every plan must be shown to ``note``.  Entries of an admitted row
+    that a window has left behind are 0, and so may a block of the row be: block 0 is not noted there.  If its group is
+    wrong, a codec with a bound refuses it, or is lucky, as blocks are decoded in the way in which they were encoded.
+    """
+
+    def __init__(self, num_blocks: int, num_slots: int, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._of_block: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self._of_slot: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+
+    def moves(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
+        """The plan's stores and loads (n, 3): the third column is the block's group.  Before ``note``."""
+        stored = self._of_block[plan.stores[:, 0]]
+        self._of_slot[plan.stores[:, 1]] = stored
+        loaded = self._of_slot[plan.loads[:, 0]]
+        self._of_block[plan.loads[:, 1]] = loaded
+        return np.column_stack((plan.stores, stored)), np.column_stack((plan.loads, loaded))
+
+    def note(self, plan: StepPlan) -> None:
+        """Rows have got these blocks."""
+        for admission in plan.admitted:
+            self._enter(admission.block_ids, first=1)
+        if len(plan.block_ids):
+            self._enter(plan.block_ids, first=0)
+
+    def _enter(self, block_ids: IntArray, first: int) -> None:
+        """Blocks of logical blocks (n * groups,), but for those before ``first``."""
+        groups = np.arange(len(block_ids), dtype=np.int32) % self._num_groups
+        counts = block_ids >= first
+        self._of_block[block_ids[counts]] = groups[counts]
+
+
 class BlockMover(Protocol):
     """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8."""
 
     def move(self, stores: IntArray, loads: IntArray) -> None:
-        """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), each (n, 2) int32."""
+        """Begin the next batch, counted from 1: pairs (block, slot), then pairs (slot, block), (n, 2) int32.
+
+        With a codec of several groups they have the block's group as a third column.
+        """
 
     def wait(self, batch: int) -> None:
         """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
@@ -202,7 +246,7 @@ class CudaMover:
             self._copy(self._pool, self._slots, stores)
             return
         for pairs, places in _portions(stores, len(self._staging)):
-            self._encode(np.stack((pairs[:, 0], places), 1))
+            self._encode(np.column_stack((pairs[:, 0], places, pairs[:, 2:])))
             self._copy(self._staging, self._slots, np.stack((places, pairs[:, 1]), 1))
 
     def _load(self, loads: IntArray) -> None:
@@ -211,19 +255,19 @@ class CudaMover:
             return
         for pairs, places in _portions(loads, len(self._staging)):
             self._copy(self._slots, self._staging, np.stack((pairs[:, 0], places), 1))
-            self._decode(np.stack((places, pairs[:, 1]), 1))
+            self._decode(np.column_stack((places, pairs[:, 1:])))
 
     def _encode(self, pairs: IntArray) -> None:
         """Blocks to places in the staging area."""
         assert self._staging is not None
-        refused = self._codec.encode(self._pool, self._staging, upload(pairs, self._pool.device))
+        refused = self._codec.encode(self._pool, self._staging, pairs)
         if self._reports is not None and refused is not None:
             self._reports.add(refused, self._stream)
 
     def _decode(self, pairs: IntArray) -> None:
         """Places in the staging area to blocks."""
         assert self._staging is not None
-        self._codec.decode(self._staging, self._pool, upload(pairs, self._pool.device))
+        self._codec.decode(self._staging, self._pool, pairs)
 
     @staticmethod
     def _copy(source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:

@@ -27,7 +27,7 @@ from tp_engine.kv_layout import MoveCounters
 from tp_engine.plan import StepPlan
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import GIB, format_gib
-from tp_engine.worker.block_moves import BlockMover, CpuMover, CudaMover, StoreReports
+from tp_engine.worker.block_moves import BlockGroups, BlockMover, CpuMover, CudaMover, StoreReports
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.disk_tier import DiskTier
 from tp_engine.worker.host_memory import HostMemory
@@ -93,24 +93,28 @@ class HostTier:
         self.disk: DiskTier | None = None  # given when all ranks have theirs
         if pool.device.type == "cuda":
             self._pin()
+        self._groups = BlockGroups(len(pool), num_slots, codec.num_groups) if codec.num_groups > 1 else None
         self._reports = None if stores is None else StoreReports(stores)
         self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots, codec, self._reports)
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
         if len(plan.stores) or len(plan.loads):
-            self._mover.move(plan.stores, plan.loads)
+            groups = self._groups
+            self._mover.move(*((plan.stores, plan.loads) if groups is None else groups.moves(plan)))
         if self.disk is not None and (len(plan.disk_reads) or len(plan.disk_writes)):
             self.disk.begin(plan.disk_reads, plan.disk_writes, self._mover.past())
         if plan.wait_load:
             self._mover.wait(plan.wait_load)
         if self._reports is not None:
             self._reports.send()
+        if self._groups is not None:
+            self._groups.note(plan)
 
     @property
-    def has_reports(self) -> bool:
-        """Whether stores have not been reported that have to be: ``apply`` does that, with any plan."""
-        return self._reports is not None and self._reports.num_open > 0
+    def sees_all_plans(self) -> bool:
+        """Whether plans without moves have to be applied too: they report stores, and say which group has a block."""
+        return self._groups is not None or (self._reports is not None and self._reports.num_open > 0)
 
     @property
     def counters(self) -> MoveCounters:

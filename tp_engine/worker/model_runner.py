@@ -178,7 +178,7 @@ class ModelRunner:
         for admission in plan.admitted:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
-        if self.tier is not None and (plan.has_moves or self.tier.has_reports):
+        if self.tier is not None and (plan.has_moves or self.tier.sees_all_plans):
             self._progress.reach(RankPhase.MOVE)
             self.tier.apply(plan)
             self._progress.back(RankPhase.STEP_BEGIN)

@@ -39,4 +39,8 @@ def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
     )
     assert form.block_bytes == shape.block_bytes, "the configuration refuses a quantised cache"
     pca = pca_settings(name)
-    return _CODECS[name](form) if pca is None else Pca(form, pca.rank, pca.bound)
+    return (
+        _CODECS[name](form)
+        if pca is None
+        else Pca(form, pca.rank, pca.bound, [2 * len(group.layers) for group in shape.layout.groups])
+    )

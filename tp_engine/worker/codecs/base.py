@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tp_engine.kernels.block_codes import Pairs
 from tp_engine.kernels.native.library import native_library
+from tp_engine.plan import IntArray
 
 
 class Codec(Protocol):
@@ -18,23 +18,30 @@ class Codec(Protocol):
     A slot of the host tier holds one blob, and a disk keeps it unchanged; plans know nothing of it.  On a CPU ``blobs``
     are the slots themselves.  On CUDA they are a staging area on the device; there ``is_copy`` says that none is needed
     because a blob is the block.  ``work_bytes`` of the pool's device are used beside all that.
+
+    Moves are ``pairs`` (n, 2) int32 on the host; if ``num_groups`` is above 1, they have a third column, the block's
+    group of layers.
     """
 
     is_copy: bool
     blob_bytes: int
 
     @property
+    def num_groups(self) -> int:
+        """Groups of layers whose blocks it treats in different ways."""
+
+    @property
     def work_bytes(self) -> int:
         """Bytes, at most, of what it keeps and makes while it works."""
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor | None:
         """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
 
         (n,) bool on the pool's device: the blocks that it refuses, whose blobs must not be used; None: it refuses none,
         ever.
         """
 
-    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         """Write the blocks of blobs; ``pairs`` are places in ``blobs`` and blocks."""
 
     def fingerprint(self) -> bytes:
@@ -46,6 +53,7 @@ class BlockCopy:
 
     is_copy = True
     work_bytes = 0
+    num_groups = 1
 
     def __init__(self, block_bytes: int, order: str) -> None:
         """``order`` names how K/V lie in a block."""
@@ -53,11 +61,11 @@ class BlockCopy:
         self._order = order
         self._library = native_library()
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> None:
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> None:
         """Copy; see ``Codec``."""
         self._copy(pool, blobs, pairs)
 
-    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         """Copy; see ``Codec``."""
         self._copy(blobs, pool, pairs)
 
@@ -65,8 +73,7 @@ class BlockCopy:
         """See ``Codec``."""
         return fingerprint_of("none", self.blob_bytes, self._order)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: Pairs) -> None:
-        assert isinstance(pairs, np.ndarray), "on a device the mover copies"
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:
         if self._library is None:
             from_ids, to_ids = torch.from_numpy(pairs).long().unbind(1)
             target[to_ids] = source[from_ids]

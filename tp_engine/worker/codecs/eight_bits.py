@@ -10,6 +10,8 @@ import torch
 
 from tp_engine.kernels.block_codes import BlockForm, Pairs
 from tp_engine.kernels.ops import op
+from tp_engine.layers.upload import upload
+from tp_engine.plan import IntArray
 from tp_engine.worker.codecs.base import fingerprint_of
 
 
@@ -18,19 +20,25 @@ class EightBits:
 
     is_copy = False
     work_bytes = 0
+    num_groups = 1
 
     def __init__(self, form: BlockForm, codes: torch.dtype) -> None:
         self._form, self._codes = form, codes
         self.blob_bytes = form.blob_bytes
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> None:
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> None:
         """See ``Codec``."""
-        op("encode_blocks", pool.device.type)(pool, blobs, pairs, self._form, self._codes)
+        op("encode_blocks", pool.device.type)(pool, blobs, _near(pairs, pool), self._form, self._codes)
 
-    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         """See ``Codec``."""
-        op("decode_blocks", pool.device.type)(blobs, pool, pairs, self._form, self._codes)
+        op("decode_blocks", pool.device.type)(blobs, pool, _near(pairs, pool), self._form, self._codes)
 
     def fingerprint(self) -> bytes:
         """See ``Codec``."""
         return fingerprint_of(str(self._codes), self._form)
+
+
+def _near(pairs: IntArray, pool: torch.Tensor) -> Pairs:
+    """``pairs`` where the pool is."""
+    return pairs if pool.device.type == "cpu" else upload(pairs, pool.device)

@@ -15,19 +15,23 @@ and a mean takes one coordinate.
 
 A block is refused if for any head the error exceeds the bound: ||states - those that come back|| > bound * ||states||
 over the block's tokens, as measured by decoding the blob.  Because a head's basis and error depend on that head alone,
-the ranks of any tensor-parallel size refuse the same blocks together, but for the last bits of K/V.  Where a model has
-several groups of layers, layers at one place in their groups share a basis, because a blob does not know its group.
+the ranks of any tensor-parallel size refuse the same blocks together, but for the last bits of K/V.  A model with
+several groups of layers has bases for each: moves name the group of their block in a third column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tp_engine.kernels.block_codes import SCALE_BYTES, BlockForm, Pairs, pair_ids, quantise
+from tp_engine.kernels.block_codes import SCALE_BYTES, BlockForm, quantise
+from tp_engine.layers.upload import upload
 from tp_engine.log import get_logger
+from tp_engine.plan import IntArray
 from tp_engine.units import ceil_div
 from tp_engine.worker.codecs.base import fingerprint_of
 
@@ -52,48 +56,71 @@ class Pca:
 
     is_copy = False
 
-    def __init__(self, form: BlockForm, rank: int, bound: float) -> None:
+    def __init__(self, form: BlockForm, rank: int, bound: float, group_parts: Sequence[int] = ()) -> None:
+        """``group_parts``: parts that the blocks of each group have, if there are several."""
         assert 1 <= rank <= form.head_dim, "the configuration refuses it"
         self.blob_bytes = form.num_vectors * (rank + SCALE_BYTES)
         self._form, self._rank, self._bound = form, rank, bound
-        self._num_heads = form.num_parts * form.num_kv_heads
+        self._num_heads = [parts * form.num_kv_heads for parts in group_parts or (form.num_parts,)]
         self._num_wanted = ceil_div(TOKENS_PER_DIM * form.head_dim, form.block_size)
         self._portion = max(1, _PORTION_BYTES // (4 * form.num_vectors * form.head_dim))
-        self._num_seen = 0
-        self._moments: torch.Tensor | None = None  # (heads, head_dim, head_dim) float32: sums of products
-        self._basis: _Basis | None = None
+        self._num_seen = [0] * len(self._num_heads)
+        self._moments: dict[int, torch.Tensor] = {}  # (heads, head_dim, head_dim) float32: sums of products
+        self._bases: dict[int, _Basis] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """See ``Codec``."""
+        return len(self._num_heads)
 
     @property
     def work_bytes(self) -> int:
         """See ``Codec``."""
         dim = self._form.head_dim
-        return 4 * self._num_heads * dim * (dim + 2 * self._rank) + _WORK_BYTES
+        return 4 * sum(self._num_heads) * dim * (dim + 2 * self._rank) + _WORK_BYTES
 
-    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor:
         """See ``Codec``: (n,) bool, the blocks that are refused."""
-        portions = self._portions(pairs, pool.device)
-        if self._basis is not None:
-            return torch.cat([self._encode(pool[some], blobs, to, self._basis) for some, to in portions])
-        for some, _ in portions:
-            self._calibrate(pool[some])
-        if self._num_seen >= self._num_wanted:
-            self._make_basis()
-        return torch.ones(len(pairs), dtype=torch.bool, device=pool.device)
+        refused = torch.ones(len(pairs), dtype=torch.bool, device=pool.device)
+        for group, places in self._by_group(pairs):
+            if group in self._bases:
+                for some, blocks, to in self._portions(pairs, places, pool.device):
+                    refused[some] = self._encode(pool[blocks], blobs, to, self._bases[group])
+                continue
+            for _, blocks, _ in self._portions(pairs, places, pool.device):
+                self._calibrate(pool[blocks], group)
+            if self._num_seen[group] >= self._num_wanted:
+                self._make_basis(group)
+        return refused
 
-    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs) -> None:
+    def decode(self, blobs: torch.Tensor, pool: torch.Tensor, pairs: IntArray) -> None:
         """See ``Codec``."""
-        assert self._basis is not None, "no block has been taken yet"
-        for some, to in self._portions(pairs, pool.device):
-            given, size = blobs[some], self._form.num_vectors * self._rank
-            codes = given[:, :size].contiguous().view(torch.int8).view(len(to), self._num_heads, -1, self._rank)
-            scales = given[:, size:].contiguous().view(torch.bfloat16).view(len(to), self._num_heads, -1)
-            pool[to] = self._blocks_of(self._synthesise(codes.transpose(0, 1), scales.transpose(0, 1), self._basis))
+        for group, places in self._by_group(pairs):
+            basis, heads = self._bases[group], self._num_heads[group]
+            size = heads * self._form.block_size
+            for _, some, to in self._portions(pairs, places, pool.device):
+                given = blobs[some]
+                codes = given[:, : size * self._rank].contiguous().view(torch.int8).view(len(to), heads, -1, self._rank)
+                scales = given[:, size * self._rank : size * (self._rank + SCALE_BYTES)].contiguous()
+                scales = scales.view(torch.bfloat16).view(len(to), heads, -1)
+                pool[to] = self._blocks_of(self._synthesise(codes.transpose(0, 1), scales.transpose(0, 1), basis))
 
-    def _portions(self, pairs: Pairs, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The two columns of ``pairs``, a portion at a time."""
-        from_ids, to_ids = pair_ids(pairs, device)
-        for first in range(0, len(from_ids), self._portion):
-            yield from_ids[first : first + self._portion], to_ids[first : first + self._portion]
+    def _by_group(self, pairs: IntArray) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+        """Each group among ``pairs``, and the places of its moves."""
+        if pairs.shape[1] == 2:
+            yield 0, np.arange(len(pairs))
+            return
+        for group in np.unique(pairs[:, 2]).tolist():
+            yield group, np.flatnonzero(pairs[:, 2] == group)
+
+    def _portions(
+        self, pairs: IntArray, places: npt.NDArray[np.intp], device: torch.device
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """A portion of ``places`` at a time: these, and both columns of ``pairs`` there, on ``device``."""
+        for first in range(0, len(places), self._portion):
+            some = places[first : first + self._portion]
+            columns = upload(np.stack((some, pairs[some, 0], pairs[some, 1])).astype(np.int64), device)
+            yield columns.unbind(0)
 
     def fingerprint(self) -> bytes:
         """See ``Codec``; blobs of another process are in another basis."""
@@ -101,11 +128,12 @@ class Pca:
 
     def _encode(self, blocks: torch.Tensor, blobs: torch.Tensor, to_ids: torch.Tensor, basis: _Basis) -> torch.Tensor:
         """Write the blobs of ``blocks`` (n, block_bytes); which of them miss the bound (n,)."""
-        states = self._states_of(blocks)
+        states = self._states_of(blocks, len(basis.analysis))
         coordinates = torch.matmul(states.flatten(1, 2), basis.analysis)
         codes, scales = quantise(coordinates.view(*states.shape[:3], self._rank), torch.int8)
         parts = [one.transpose(0, 1).reshape(len(blocks), -1).view(torch.uint8) for one in (codes, scales)]
-        blobs[to_ids] = torch.cat(parts, 1)
+        rest = self.blob_bytes - sum(part.shape[1] for part in parts)
+        blobs[to_ids] = torch.cat((*parts, parts[0].new_zeros(len(blocks), rest)), 1)
         missed = self._synthesise(codes, scales, basis).float().sub_(states)
         errors, norms = (one.flatten(2).square().sum(-1) for one in (missed, states))
         return ~(errors <= self._bound**2 * norms).all(0)  # refused too if it is no number
@@ -116,55 +144,64 @@ class Pca:
         found = torch.matmul(coordinates.flatten(1, 2), basis.synthesis).to(self._form.dtype)
         return found.view(*codes.shape[:3], self._form.head_dim)
 
-    def _calibrate(self, blocks: torch.Tensor) -> None:
-        states = self._states_of(blocks).flatten(1, 2)
+    def _calibrate(self, blocks: torch.Tensor, group: int) -> None:
+        states = self._states_of(blocks, self._num_heads[group]).flatten(1, 2)
         states = states.nan_to_num_(0.0, posinf=0.0, neginf=0.0).clamp_(-_LARGEST, _LARGEST)
         moments = torch.matmul(states.transpose(1, 2), states)
-        self._moments = moments if self._moments is None else self._moments.add_(moments)
-        self._num_seen += len(blocks)
+        self._moments[group] = moments.add_(self._moments[group]) if group in self._moments else moments
+        self._num_seen[group] += len(blocks)
 
-    def _make_basis(self) -> None:
+    def _make_basis(self, group: int) -> None:
         """The eigenvectors of the largest eigenvalues of each head's moments, scaled by the coordinates' deviation."""
-        assert self._moments is not None
+        summed = self._moments.pop(group)
         values, vectors, kept = [], [], []
-        for moments in self._moments.view(self._form.num_parts, -1, *self._moments.shape[1:]):
+        for moments in summed.view(-1, self._form.num_kv_heads, *summed.shape[1:]):
             squares, axes = torch.linalg.eigh(moments.double())
             squares = squares.clamp_(min=0).flip(-1)
             kept.append(squares[:, : self._rank].sum(-1) / squares.sum(-1).clamp_(min=1e-300))
             values.append(squares[:, : self._rank])
             vectors.append(axes.flip(-1)[..., : self._rank])
-        num_tokens = self._num_seen * self._form.block_size
+        num_tokens = self._num_seen[group] * self._form.block_size
         deviations = (torch.cat(values) / num_tokens).sqrt().unsqueeze(1)  # (heads, 1, rank)
         deviations = torch.where(deviations > 1e-6 * deviations.amax(-1, keepdim=True), deviations, 1.0)
         axes = torch.cat(vectors)
-        self._basis = _Basis(
+        self._bases[group] = _Basis(
             (axes / deviations).float().contiguous(), (axes * deviations).float().transpose(1, 2).contiguous()
         )
-        self._moments = None
-        self._log(torch.cat(kept))
+        self._log(torch.cat(kept), group)
 
-    def _log(self, kept: torch.Tensor) -> None:
+    def _log(self, kept: torch.Tensor, group: int) -> None:
         """``kept`` (heads,): the share of the squares of the calibration's states that the basis keeps."""
         logger.info(
-            "the host tier's PCA basis of rank %d is ready, from %d blocks: it keeps %.2f %% of the squares of K/V, "
-            "%.2f %% in the worst head; a block may lose %.2f %% in each",
-            *(self._rank, self._num_seen, 100 * float(kept.mean()), 100 * float(kept.min()), 100 * self._bound**2),
+            "PCA basis of rank %d for group %d of the layers, from %d blocks: it keeps %.2f %% of the squares of K/V, "
+            "and %.2f %% in the worst head; a block may lose %.2f %% in each",
+            *(
+                self._rank,
+                group,
+                self._num_seen[group],
+                100 * float(kept.mean()),
+                100 * float(kept.min()),
+                100 * self._bound**2,
+            ),
         )
 
-    def _states_of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """``blocks`` (n, block_bytes) by head: (heads, n, block_size, head_dim) float32."""
+    def _states_of(self, blocks: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """``blocks`` (n, block_bytes) by head: (num_heads, n, block_size, head_dim) float32, of the first heads."""
         form = self._form
         vectors = form.vectors_of(blocks)
         if form.lanes:
-            states = vectors.view(len(blocks), self._num_heads, form.block_size, form.head_dim).transpose(0, 1)
+            states = vectors.view(len(blocks), -1, form.block_size, form.head_dim).transpose(0, 1)
         else:
             sizes = (len(blocks), form.num_parts, form.block_size, form.num_kv_heads, form.head_dim)
             states = vectors.view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
-        return states.float().contiguous()
+        return states[:num_heads].float().contiguous()
 
     def _blocks_of(self, states: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``_states_of``, from states of the block's type."""
+        """The inverse of ``_states_of``, from states of the block's type; heads that a group lacks are zeros."""
         form, count = self._form, states.shape[1]
+        rest = form.num_parts * form.num_kv_heads - len(states)
+        if rest:
+            states = torch.cat((states, states.new_zeros(rest, *states.shape[1:])))
         if form.lanes:
             vectors = states.transpose(0, 1)
         else:
