@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.kernel_cases_layer_ops import assert_close_enough
 from tests.unit.test_quantization_config import BLOCK_FP8
 from tp_engine.advice.weight_sizes import local_parameters
 from tp_engine.attention import latent
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.latent import LatentBackend
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.registry import check_backend, select_backend
+from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.heads import Rotation
 from tp_engine.kernels.latents import absorb_queries, prepare_latents, release_values
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
+from tp_engine.kernels.native.library import native_library
+from tp_engine.kernels.ops import implementation
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
 from tp_engine.model_config.latent import LatentSpec
@@ -188,9 +194,13 @@ NEEDS = AttentionNeeds(
 
 def test_backends_without_latents_are_refused() -> None:
     """Oracle: the table of backends; ``auto`` takes one that has them."""
-    with pytest.raises(ConfigError, match=r"native: the model has latent attention.*attention_backend=torch"):
-        check_backend("native", NEEDS)
-    assert check_backend("auto", NEEDS) == "torch"
+    on_gpu = replace(NEEDS, device_type="cuda", dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"flash_attn: the model has latent attention.*=native or torch"):
+        check_backend("flash_attn", on_gpu)
+    assert check_backend("auto", on_gpu) == "torch"
+    assert check_backend("auto", NEEDS) == ("torch" if native_library() is None else "native")
+    assert check_backend("auto", replace(NEEDS, kv_cache_dtype=torch.int8)) == "torch"
+    assert check_backend("auto", replace(NEEDS, head_dims=(578,))) == "torch"
     assert isinstance(select_backend("auto", NEEDS), LatentBackend)
 
 
@@ -259,9 +269,13 @@ def expected(query: torch.Tensor, rows: torch.Tensor, maps: Maps, scale: float) 
 
 
 @pytest.mark.parametrize("sizes", [(24, 16, 8, 12), (512, 128, 64, 128)], ids=["small", "deepseek"])
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [("torch", torch.float32), ("torch", torch.int8), ("torch", torch.float8_e4m3fn), ("native", torch.float32)],
+    ids=str,
+)
 def test_absorbed_equals_expanded(
-    sizes: tuple[int, int, int, int], cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int, int, int], name: str, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the formulas in float64, to 1e-5; for an int8 cache, of what the cache gives back.
 
@@ -305,7 +319,7 @@ def test_absorbed_equals_expanded(
     for form, least in (("absorbed", 1000), ("expanded", 1)):
         monkeypatch.setattr(latent, "MIN_EXPANDED_QUERIES", least)
         monkeypatch.setitem(latent._MAX_EXPANDED_ELEMENTS, "cpu", 21 * 2 * (nope + rope + value_dim))
-        backend = select_backend("torch", NEEDS)
+        backend = select_backend(name, NEEDS)
         backend.prepare(metadata)
         found[form] = backend.forward(query, KeyValue(fresh, fresh[..., :rank]), kv, metadata, shape)
         assert found[form].shape == (len(fresh), heads, value_dim) and not found[form][-1].any()
@@ -317,3 +331,79 @@ def test_absorbed_equals_expanded(
         for result in found.values():
             torch.testing.assert_close(result[start : start + length].double(), wanted, rtol=0, atol=1e-5)
         start += length
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_operations_in_c(dtype: torch.dtype, is_interleaved: bool, count: int) -> None:
+    """Oracle: the twins in float64, and their error in the same type; sizes that no vector divides, slices of wider
+    rows, and numbers of tokens around those that share what is read."""
+    heads, nope, rope, rank, value_dim = 3, 22, 6, 70, 10
+    width, scale, positions = heads * (nope + rope), torch.rand(30) + 1, torch.randint(30, (count,))
+    sizes = {"joined": (count, width + rank + rope + 5), "table": (30, rope), "weight": (rank,)}
+    sizes |= {"up": (heads, nope + value_dim, rank), "means": (count, heads, rank)}
+    given = [torch.randn(*shape).to(dtype) for shape in sizes.values()]
+
+    def run(name: str, kind: Any, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        joined, table, weight, up, means = given
+        query, rows = joined[:, :width].view(count, heads, -1), joined[:, width:-5]
+        operation = implementation(name, kind)
+        if name == "prepare_latents":
+            rule, rotation = NormRule(weight, 1e-6), Rotation(table, positions, scale)
+            return tuple(operation(query, rows, rule, rotation, is_interleaved, None, positions))
+        return (operation(query if name == "absorb_queries" else means, up, nope),)
+
+    for name in ("absorb_queries", "release_values", "prepare_latents"):
+        exact = run(name, "twin", [one.double() for one in given])
+        plain, found = (run(name, kind, [one.clone() for one in given]) for kind in ("twin", "native"))
+        for one, other, wanted in zip(found, plain, exact, strict=True):
+            assert_close_enough(one, other, wanted, granted=wanted.abs().max().item())
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [1, 5, 20, 80])
+@pytest.mark.parametrize("sizes", [(24, 6), (512, 64)], ids=["small", "deepseek"])
+def test_attention_to_rows_in_c(sizes: tuple[int, int], heads: int, dtype: torch.dtype) -> None:
+    """Oracle: softmax in float64, and the error of PyTorch in the same type.
+
+    Decodes that share 288 tokens, a single one, and a chunk; more rows than a task has; a request's result is the same
+    bit by bit alone.
+    """
+    (rank, rope), block_size = sizes, 16
+    query_lens, seq_lens = np.array([1, 1, 1, 3], np.int32), np.array([310, 305, 40, 270], np.int32)
+    tables = torch.randperm(80).view(4, 20).int()
+    tables[1, :18] = tables[0, :18]
+    kv = LayerKv(torch.randn(1, 80, block_size, 1, rank + rope).to(dtype))
+    query, scale = torch.randn(6, heads, rank + rope).to(dtype), (rank + rope) ** -0.5
+    shape = AttentionShape(num_heads=heads, num_kv_heads=1, head_dim=rank + rope, scale=scale, value_dim=rank)
+
+    def run(backend: Any, own: slice, tokens: slice) -> torch.Tensor:
+        lengths = query_lens[own]
+        metadata = AttentionMetadata(
+            num_decodes=int((lengths == 1).sum()),
+            slot_mapping=torch.full((len(query[tokens]),), -1),
+            block_table=tables[own],
+            seq_lens=torch.from_numpy(seq_lens[own]),
+            query_start=torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32)),
+            host_query_lens=lengths,
+            host_seq_lens=seq_lens[own],
+            is_padded=False,
+        )
+        backend.prepare(metadata)
+        found: torch.Tensor = backend.forward(query[tokens], None, kv, metadata, shape)
+        return found
+
+    found, plain = run(NativeBackend(), slice(4), slice(6)), run(TorchBackend(), slice(4), slice(6))
+    assert found.shape == (6, heads, rank)
+    for index, tokens in enumerate((slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 6))):
+        rows = kv.cache[0, tables[index].long()].flatten(0, 1)[: seq_lens[index]].double()
+        scores = torch.einsum("thd,nd->htn", query[tokens].double(), rows[:, 0]) * scale
+        position = torch.arange(len(rows))
+        hidden = position > position[len(rows) - scores.shape[1] :, None]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        wanted = torch.einsum("htn,nr->thr", weights, rows[:, 0, :rank])
+        assert_close_enough(found[tokens], plain[tokens], wanted, granted=wanted.abs().max().item())
+        assert torch.equal(run(NativeBackend(), slice(index, index + 1), tokens), found[tokens])

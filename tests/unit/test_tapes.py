@@ -17,7 +17,8 @@ import torch
 from tests.families import FAMILIES
 from tests.paged_batches import make_batch
 from tp_engine import LLM, SamplingParams
-from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tp_engine.attention.latent import LatentBackend
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.kernels.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv
@@ -58,8 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "architecture": "qwen2", "num_layers": 3, "use_sliding_window": True, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    # Latent attention has no operations in C.
-    **{f"table-{name}": {"architecture": name} for name, one in FAMILIES.items() if "kv_lora_rank" not in one.changes},
+    **{f"table-{name}": {"architecture": name} for name in FAMILIES},
 }  # fmt: skip
 
 
@@ -71,7 +71,10 @@ class Rows:
         config, folder = load_model_config(str(folder))
         layout, alone = config.kv_layout, SingleRank()
         num_groups = len(layout.groups)
-        backends = [NativeBackend() for _ in layout.groups]
+        has_latents = any(one.latent is not None for one in config.attentions)
+        backends: list[AttentionBackend] = [
+            LatentBackend(NativeBackend()) if has_latents else NativeBackend() for _ in layout.groups
+        ]
         self.model = build_model(
             config, communicator=alone, dtype=dtype, device=CPU, backends=backends, max_model_len=MAX_LEN
         )

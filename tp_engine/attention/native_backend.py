@@ -10,7 +10,7 @@ from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.paged_attention import PagedAttention
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM, MAX_ROW_DIM = 512, 576
 
 
 class NativeBackend:
@@ -46,10 +46,11 @@ class NativeBackend:
     ) -> torch.Tensor:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         assert kv.scales is None, "why_not refuses a quantised cache"
-        query = _with_dense_tokens(query)
+        query, size = _with_dense_tokens(query), shape.value_dim or shape.head_dim
         if new is not None:
-            new = KeyValue(*map(_with_dense_tokens, new))
-        out = (torch.zeros if self._has_padding else torch.empty)(query.shape, dtype=query.dtype)
+            key = _with_dense_tokens(new.key)
+            new = KeyValue(key, key if shape.value_dim else _with_dense_tokens(new.value))
+        out = (torch.zeros if self._has_padding else torch.empty)((*query.shape[:2], size), dtype=query.dtype)
         self._kernel(
             query,
             new,
@@ -76,8 +77,9 @@ def why_not(needs: AttentionNeeds) -> str | None:
     for name, dtype in (("dtype", needs.dtype), ("kv_cache_dtype", needs.kv_cache_dtype)):
         if dtype not in DTYPE_CODES:
             return f"{name} is {dtype}; it knows float32, bfloat16 and float16: use attention_backend=torch"
-    if odd := [size for size in needs.head_dims if size > MAX_HEAD_DIM or size % 2]:
-        return f"head_dim is {odd[0]}; it takes even ones up to {MAX_HEAD_DIM}: use attention_backend=torch"
+    most = MAX_ROW_DIM if needs.has_latents else MAX_HEAD_DIM
+    if odd := [size for size in needs.head_dims if size > most or size % 2]:
+        return f"head_dim is {odd[0]}; it takes even ones up to {most}: use attention_backend=torch"
     if native_library() is None:
         return "its kernels are not available here (the log says why); use attention_backend=torch"
     return None

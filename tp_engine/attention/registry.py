@@ -41,7 +41,7 @@ class _Kind:
     def why_not(self, needs: AttentionNeeds) -> str | None:
         """Why it can not be used, with the remedy, or None."""
         if needs.has_latents and not self.takes_latents:
-            remedy = ", ".join(name for name, kind in _KINDS.items() if kind.takes_latents)
+            remedy = " or ".join(name for name, kind in _KINDS.items() if kind.takes_latents)
             return f"the model has latent attention, which it does not; use attention_backend={remedy}"
         return self.rules(needs)
 
@@ -53,7 +53,7 @@ _KINDS: dict[str, _Kind] = {
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
     "flashinfer": _Kind(flashinfer.why_not, lambda needs: FlashInferBackend()),
     "torch_varlen": _Kind(torch_varlen.why_not, lambda needs: TorchVarlenBackend()),
-    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend(), has_own_order=True),
+    "native": _Kind(native_backend.why_not, lambda needs: NativeBackend(), has_own_order=True, takes_latents=True),
     "torch": _Kind(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
 }
 

@@ -56,6 +56,10 @@ static void store_token(const Call *call, int64_t token)
         const char *value = call->value + token * call->value_stride * bytes + from;
         char *group = layer->key_cache + place + (offset - lane) * call->head_bytes;
         char *row = layer->value_cache + place + offset * call->head_bytes;
+        if (layer->values_in_keys) {
+            convert_row(row, (int)layer->cache_dtype, key, (int)layer->dtype, layer->head_dim);
+            continue;
+        }
         if (!together)
             store_key(call, key, group, lane);
         else if (lane == 0)
@@ -110,7 +114,7 @@ int paged_attention(const Step *step, const Layer *layer, const void *query, con
         .step = step, .layer = layer, .query = query, .key = key, .value = value, .out = out,
         .query_stride = query_stride, .key_stride = key_stride, .value_stride = value_stride,
         .group = layer->num_heads / layer->num_kv_heads,
-        .padded_dim = (layer->head_dim + VW - 1) / VW * VW,
+        .padded_dim = (layer->value_dim + VW - 1) / VW * VW,
         .block_shift = log2_of(layer->block_size),
         .lanes = smaller(layer->block_size, VW),
         .head_bytes = layer->head_dim * item_bytes((int)layer->cache_dtype),

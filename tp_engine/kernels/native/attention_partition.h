@@ -51,13 +51,24 @@ static int64_t heads_per_task(const Call *call)
     return 1;
 }
 
+/* The most rows of a task.  A single decode of latent attention, whose heads are all rows, is split among the threads that
+   its ranges leave idle. */
+static int64_t rows_per_task(const Call *call, int64_t num_rows)
+{
+    const Step *step = call->step;
+    if (!call->layer->values_in_keys || step->num_requests != 1 || step->num_tokens != 1)
+        return smaller(num_rows, MAX_ROWS);
+    const int64_t num_parts = larger(1, step->num_threads / count_ranges(0, step->seq_lens[0]));
+    return smaller(larger(SCORE_ROWS, (num_rows + num_parts - 1) / num_parts), MAX_ROWS);
+}
+
 /* Plans the tasks of a request. */
 static int plan_request(const Call *call, Partition *partition, int64_t request, int64_t heads_wanted)
 {
     const int64_t num_kv_heads = call->layer->num_kv_heads, num_rows = call->step->query_lens[request] * call->group;
     if (!num_rows || !call->step->seq_lens[request])
         return 1;
-    const int64_t tile_rows = smaller(num_rows, MAX_ROWS), num_heads = smaller(heads_wanted, MAX_ROWS / tile_rows);
+    const int64_t tile_rows = rows_per_task(call, num_rows), num_heads = smaller(heads_wanted, MAX_ROWS / tile_rows);
     for (int64_t row = 0; row < num_rows; row += tile_rows)
         for (int64_t head = 0; head < num_kv_heads; head += num_heads) {
             const Task rows = {

@@ -27,7 +27,8 @@ INLINE void fetch_piece(Ahead *ahead)
     const int64_t place = ahead->places[ahead->key], first = place + ahead->head * ahead->head_stride;
     for (int64_t byte = first; byte < first + ahead->piece_bytes; byte += CACHE_LINE) {
         __builtin_prefetch(ahead->keys + byte, 0, 2);
-        __builtin_prefetch(ahead->values + byte, 0, 2);
+        if (ahead->values != ahead->keys)
+            __builtin_prefetch(ahead->values + byte, 0, 2);
     }
     ahead->key++;
     if (ahead->key < ahead->num_keys && ahead->places[ahead->key] == place + ahead->piece_bytes)

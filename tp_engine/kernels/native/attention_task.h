@@ -45,15 +45,32 @@ static Ahead next_rows(const Call *call, const Task *task, const Tile *tile)
     };
 }
 
-/* One KV head's keys of a tile: in the cache, or put together from groups that are smaller than a vector. */
+/* The columns of a tile whose keys are rows: `joined` (items, TILE). */
+INLINE void turn_rows(const char *first, const Tile *tile, int64_t items, float *joined)
+{
+    for (int64_t u = 0; u < items; u += VW)
+        for (int64_t k = 0; k < TILE; k += VW) {
+            vf columns[VW];
+            for (int i = 0; i < VW; i++)
+                columns[i] = load_some(first + tile->places[k + i], u, items, FLOAT32);
+            transpose(columns);
+            for (int i = 0; i < smaller(VW, items - u); i++)
+                store_vector(joined + (u + i) * TILE + k, columns[i]);
+        }
+}
+
+/* One KV head's keys of a tile: in the cache, or put together from rows, or from groups that are smaller than a vector. */
 INLINE Keys find_keys(const Call *call, const Tile *tile, int64_t head, float *joined)
 {
     const char *first = call->layer->key_cache + (head * call->head_bytes << call->block_shift);
     const int64_t lanes = call->lanes, items = call->head_bytes / 4;
-    Keys keys = {.stride = lanes == VW ? VW : TILE};
+    const int in_place = lanes == VW && !call->layer->values_in_keys;
+    Keys keys = {.stride = in_place ? VW : TILE};
     for (int64_t i = 0; i < TILE / VW; i++)
-        keys.columns[i] = lanes == VW ? (const float *)(first + tile->places[i * VW]) : joined + i * VW;
-    if (lanes < VW)
+        keys.columns[i] = in_place ? (const float *)(first + tile->places[i * VW]) : joined + i * VW;
+    if (call->layer->values_in_keys)
+        turn_rows(first, tile, items, joined);
+    else if (!in_place)
         for (int64_t k = 0; k < TILE; k += lanes)
             for (int64_t u = 0; u < items; u++)
                 memcpy(joined + u * TILE + k, first + tile->places[k] + u * lanes * 4, lanes * 4);
@@ -69,7 +86,7 @@ INLINE Values find_values(const Call *call, const Tile *tile, int64_t head, cons
         return (Values){first, tile->places, tile->num_hidden, tile->num_keys};
     for (int64_t k = tile->num_hidden; k < tile->num_keys; k++) {
         rows->places[k] = k * call->padded_dim * (int64_t)sizeof(float);
-        widen_row(rows->values + k * call->padded_dim, first + tile->places[k], layer->head_dim, (int)layer->cache_dtype);
+        widen_row(rows->values + k * call->padded_dim, first + tile->places[k], layer->value_dim, (int)layer->cache_dtype);
     }
     return (Values){(const char *)rows->values, rows->places, tile->num_hidden, tile->num_keys};
 }
@@ -136,7 +153,7 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
     if (call->layer->softcap > 0)
         cap_scores(last - first, scores, call->layer->scale / call->layer->softcap);
     weigh_rows(last - first, scores, factor, &running);
-    const int in_place = width == call->layer->head_dim && (dtype == FLOAT32 || last - first <= ROW_BLOCK);
+    const int in_place = width == call->layer->value_dim && (dtype == FLOAT32 || last - first <= ROW_BLOCK);
     const Values values = find_values(call, tile, head, in_place, rows);
     if (in_place)
         add_values(dtype, last - first, vectors, scores, kept, &values, out, ahead);
@@ -159,11 +176,11 @@ INLINE void write_row(const Call *call, const Task *task, int64_t head, int64_t 
 {
     const Layer *layer = call->layer;
     const int64_t query_head = head * call->group + within_group(call, row);
-    const int64_t place = (token_of(call, task, row) * layer->num_heads + query_head) * layer->head_dim;
+    const int64_t place = (token_of(call, task, row) * layer->num_heads + query_head) * layer->value_dim;
     const float factor = last_factor(layer, query_head, max, sum);
     for (int64_t i = 0; i < call->padded_dim; i += VW)
         store_vector(out + i, load_vector(out + i) * factor);
-    narrow_row(call->out + place * item_bytes(layer->dtype), out, layer->head_dim, (int)layer->dtype);
+    narrow_row(call->out + place * item_bytes(layer->dtype), out, layer->value_dim, (int)layer->dtype);
 }
 
 /* `dtype` is the cache's.  While the last tile is computed, `following`'s first one is fetched, if it is not NULL. */

@@ -11,6 +11,9 @@
 
    So a task reads whole pages, and multiplies an item of a query with those of `lanes` keys at once.
 
+   Latent attention has one cache, of one KV head: rows of head_dim, whose first value_dim elements are the values.  A
+   task makes columns of each tile of rows, for all query heads.
+
    A request of n queries and `group` heads per KV head has n * group rows per KV head, all of which read the same keys:
 
        row r = query r / group, head r % group        its last key is its own position, its first one the window's
@@ -29,7 +32,7 @@
 
 #include "simd.h"
 
-enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 512 };
+enum { TILE = 32, SPLIT = 256, MAX_ROWS = 64, MAX_HEAD_DIM = 576 };
 
 /* Floats from one row's query to the next: a constant, so that no row needs a register for its address, and not a power of
    two, because the first-level cache has few places for lines that lie a power of two apart. */
@@ -64,6 +67,7 @@ typedef struct {
     char *key_cache, *value_cache;
     int64_t block_bytes; /* from one block to the next */
     int64_t block_size, num_heads, num_kv_heads, head_dim;
+    int64_t value_dim, values_in_keys; /* values_in_keys: both caches are one, of rows */
     int64_t window; /* visible keys, the own one included; 0: all */
     int64_t cache_dtype, dtype;
     const float *sinks; /* (num_heads,): a score without a value; NULL: none */
@@ -76,7 +80,7 @@ typedef struct {
     const char *query, *key, *value; /* key and value NULL: they are stored already */
     char *out;
     int64_t query_stride, key_stride, value_stride; /* elements from one token to the next */
-    int64_t group, padded_dim, block_shift;
+    int64_t group, padded_dim, block_shift; /* padded_dim: of values */
     int64_t lanes;      /* VW, or block_size if that is less */
     int64_t head_bytes; /* of a token in the cache */
     int by_pairs; /* queries and keys are multiplied as pairs of bfloat16 */

@@ -41,6 +41,8 @@ class Layer(ctypes.Structure):
         ("num_heads", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
+        ("values_in_keys", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("cache_dtype", ctypes.c_int64),
         ("dtype", ctypes.c_int64),

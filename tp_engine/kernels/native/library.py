@@ -20,11 +20,14 @@ _logger = get_logger(__name__)
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
-    "norm_rows": (*[_POINTER] * 4, _INT, _INT, *[_FLOAT] * 4, *[_INT] * 3),
+    "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
     "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _INT, _INT),
     "gate_rows": (_POINTER, _POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
     "cap_logits": (_POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
     "prepare_heads": (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, *[_INT] * 7),
+    "prepare_latents": (_POINTER, _INT, _POINTER, _INT, *[_POINTER] * 4, _FLOAT, *[_INT] * 8),
+    "absorb_queries": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 8),
+    "release_values": (*[_POINTER] * 3, *[_INT] * 7),
     "head_squares": (_POINTER, _INT, _POINTER, *[_INT] * 6),
     "norm_width": (_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 6, _FLOAT, _INT, _INT),
     "prepare_decodes": (

@@ -47,7 +47,7 @@ def embed(
 
 def norm(library: ctypes.CDLL, x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     """See ``layer_ops.norm``."""
-    if not (x.is_contiguous() and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
+    if not (x.stride(-1) == 1 and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
         return twins.norm(x, rule)
     return _normalise(library, x, None, rule, 1.0, 1.0)
 
@@ -69,7 +69,7 @@ def add_norm(
 def _normalise(
     library: ctypes.CDLL, x: torch.Tensor, residual: int | None, rule: NormRule, scale: float, stream_scale: float
 ) -> torch.Tensor:
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
     rows, width = x.shape
     library.norm_rows(
         x.data_ptr(),
@@ -78,6 +78,7 @@ def _normalise(
         out.data_ptr(),
         rows,
         width,
+        x.stride(0),
         float(rule.eps),
         float(rule.offset),
         float(scale),

@@ -19,8 +19,10 @@ def in_kernel_order(library: ctypes.CDLL, kv_cache: torch.Tensor) -> torch.Tenso
     """A copy of ``kv_cache`` (2, blocks, block_size, KV heads, head_dim) as ``attention.c`` keeps it, in that shape.
 
     Inside a block the heads come first; values are rows of head_dim, and keys columns: the first 4 bytes of some tokens
-    side by side, then the next 4 bytes of them.
+    side by side, then the next 4 bytes of them.  A cache with one part has rows only.
     """
+    if len(kv_cache) == 1:
+        return kv_cache.transpose(2, 3).contiguous().view(kv_cache.shape)
     block_size, num_bytes = kv_cache.shape[2], kv_cache.shape[4] * kv_cache.itemsize
     assert num_bytes % 4 == 0, f"a row of {num_bytes} bytes has no whole items"
     keys, values = kv_cache.transpose(2, 3).contiguous()
@@ -77,16 +79,17 @@ class PagedAttention:
     ) -> None:
         """Store ``new`` keys and values (N, KV heads, head_dim) unless it is None, then attend.
 
-        ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (2, blocks, block_size, KV heads,
-        head_dim) as in layer_kv.py, each block in the order of ``in_kernel_order``; ``out``, contiguous and shaped as
-        ``query``, is written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as for ``attend``.
+        ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (parts, blocks, block_size, KV
+        heads, head_dim) as in layer_kv.py, each block in the order of ``in_kernel_order``; ``out`` (N, heads, size of a
+        value), contiguous, is written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as for
+        ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.
         """
         states: tuple[int | None, ...] = (None, None)
         strides = (0, 0)
         if new is not None:
             states = (new.key.data_ptr(), new.value.data_ptr())
             strides = (new.key.stride(0), new.value.stride(0))
-        layer = self._layer(query, kv_cache, (scale, window, softcap), sinks)
+        layer = self._layer(query, kv_cache, out.shape[2], (scale, window, softcap), sinks)
         failed = self._attend(
             self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides
         )
@@ -97,13 +100,15 @@ class PagedAttention:
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
+        value_dim: int,
         rule: tuple[float, int | None, float | None],
         sinks: torch.Tensor | None,
     ) -> _LayerPointer:
         """The kernel's description of a layer, made when it is first seen; ``rule``: scale, window, softcap."""
         address, num_heads = kv_cache.data_ptr(), query.shape[1]
         sinks_address = None if sinks is None else sinks.data_ptr()
-        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, kv_cache.stride(1), rule, sinks_address)
+        strides = (value_dim, kv_cache.stride(1))
+        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, strides, rule, sinks_address)
         known = self._layers.get(address)
         if known is not None and known[0] == facts:
             return known[1]
@@ -111,12 +116,14 @@ class PagedAttention:
         scale, window, softcap = rule
         description = Layer(
             key_cache=address,
-            value_cache=kv_cache[1].data_ptr(),
+            value_cache=kv_cache[-1].data_ptr(),
             block_bytes=kv_cache.stride(1) * kv_cache.itemsize,
             block_size=kv_cache.shape[2],
             num_heads=num_heads,
             num_kv_heads=kv_cache.shape[3],
             head_dim=kv_cache.shape[4],
+            value_dim=value_dim,
+            values_in_keys=len(kv_cache) == 1,
             window=window or 0,
             cache_dtype=DTYPE_CODES[kv_cache.dtype],
             dtype=DTYPE_CODES[query.dtype],

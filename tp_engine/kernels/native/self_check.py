@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels import block_codes, layer_ops, routing
+from tp_engine.kernels import block_codes, latents, layer_ops, routing
 from tp_engine.kernels import heads as head_twins
 from tp_engine.kernels.delta_rule import DeltaRule, LayerStates, delta_step
 from tp_engine.kernels.experts import (
@@ -25,6 +25,7 @@ from tp_engine.kernels.int8_rows import TorchInt8Rows
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native import block_codes as native_block_codes
 from tp_engine.kernels.native import delta, experts, ops
+from tp_engine.kernels.native import latents as native_latents
 from tp_engine.kernels.native.experts import NativeExperts, NativeQuantisedExperts
 from tp_engine.kernels.native.layout import DTYPE_CODES
 from tp_engine.kernels.native.linear import NativeInt8Rows, PackedWeight
@@ -66,6 +67,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_quantised(library, dtype, generator),
             *_experts(library, dtype, generator),
             *_attention(library, dtype, generator),
+            *_latents(library, dtype, generator),
             *_block_codes(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
@@ -225,6 +227,36 @@ def _experts(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generato
     experts.add_gated(library, found_sum, x, logits[:, 2:3])
     add_gated(expected_sum, x, logits[:, 2:3])
     yield "add_gated", found_sum, expected_sum
+
+
+def _latents(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """Latent attention's small operations, for more tokens than share what is read; then the attention to its rows."""
+    query, rows, up = (
+        (torch.randn(*shape, generator=generator) * size).to(dtype)
+        for shape, size in (((5, 2, 14), 1), ((5, 40), 1), ((2, 17, 36), 0.1))
+    )
+    rotation = Rotation(torch.randn(9, 4, generator=generator).to(dtype), torch.arange(5))
+    given = (NormRule(torch.randn(36, generator=generator).to(dtype), 1e-6), rotation, True, None, torch.zeros(5))
+    expected = latents.prepare_latents(query, rows, *given)
+    found = native_latents.prepare_latents(library, query.clone(), rows.clone(), *given)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None and other is not None
+        yield "prepare_latents", one, other
+    absorbed, twin = native_latents.absorb_queries(library, query, up, 10), latents.absorb_queries(query, up, 10)
+    yield "absorb_queries", absorbed, twin
+    means = twin[..., :36].contiguous()
+    yield "release_values", native_latents.release_values(library, means, up, 10), latents.release_values(means, up, 10)
+    cache = torch.randn(1, 13, _BLOCK_SIZE, 1, 40, generator=generator).to(dtype)
+    table, out = torch.randperm(13, generator=generator).int().view(1, 13), torch.empty_like(means[:2])
+    attention = PagedAttention(library)
+    queries, start, keys = (np.array([length], dtype=np.int32) for length in (2, 0, 50))
+    attention.set_step(queries, start, keys, table, torch.full((2,), -1))
+    attention(absorbed[:2], None, cache, out, scale=_SCALE)
+    kept = cache[0, table[0].long()].view(1, 52, 40)[:, :50].float()
+    hidden = torch.full((2, 50), float("-inf")).triu(49)
+    by_head = absorbed[:2].float().transpose(0, 1)
+    attended = attend(by_head, kept, kept[..., :36], hidden, scale=_SCALE, softcap=None, sinks=None)
+    yield "paged_attention of latents", out, attended.transpose(0, 1)
 
 
 def _int8_rows(rows: NativeInt8Rows, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:

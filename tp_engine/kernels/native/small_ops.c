@@ -88,16 +88,16 @@ INLINE void cap_items(char *logits, int64_t count, float scale, float cap, const
     }
 }
 
-/* x, residual, out (rows, width); `residual` may be NULL. */
-int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, float eps, float offset,
-              float scale, float stream, int64_t is_centred, int64_t dtype, int64_t num_threads)
+/* x, residual, out (rows, width), those of x `stride` elements apart; `residual` may be NULL. */
+int norm_rows(const char *x, char *residual, const char *weight, char *out, int64_t rows, int64_t width, int64_t stride,
+              float eps, float offset, float scale, float stream, int64_t is_centred, int64_t dtype, int64_t num_threads)
 {
     const int64_t bytes = width * item_bytes((int)dtype);
     const NormRule rule = {weight, width, eps, offset, (int)is_centred};
     const int is_special = is_centred || offset != 0;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL_ITEMS)
     for (int64_t row = 0; row < rows; row++) {
-        const char *const from = x + row * bytes;
+        const char *const from = x + row * stride * item_bytes((int)dtype);
         char *const sum = residual ? residual + row * bytes : residual, *const to = out + row * bytes;
         if (is_special)
             FOR_DTYPE(norm_row(from, sum, to, &rule, scale, stream, 1, TYPE))
@@ -146,8 +146,8 @@ int cap_logits(char *logits, int64_t stride, int64_t rows, int64_t width, float 
 
 int play_norm_rows(const Word *a)
 {
-    return norm_rows(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].number,
-                     a[7].number, a[8].number, a[9].number, a[10].integer, a[11].integer, a[12].integer);
+    return norm_rows(a[0].pointer, a[1].pointer, a[2].pointer, a[3].pointer, a[4].integer, a[5].integer, a[6].integer,
+                     a[7].number, a[8].number, a[9].number, a[10].number, a[11].integer, a[12].integer, a[13].integer);
 }
 
 int play_add_scaled(const Word *a)
