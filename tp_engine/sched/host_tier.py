@@ -2,7 +2,8 @@
 
 A slot of the tier has the id ``num_blocks + slot``, and stands in the runs of the prefix cache like a block of the
 pool.  Moving a block renames one id in its run, so that a hit is a list of ids, some of which are slots.  Ranks learn
-of moves by the plan alone (``StepPlan.stores`` and ``loads``), and report nothing::
+of moves by the plan alone (``StepPlan.stores`` and ``loads``), and report only stores that they may refuse
+(``store_checks``)::
 
     pool      | used | used | ..... kept, newest .... oldest | tails | free |     taken from the right
                                        |  stores keep this end clean: its blocks have doubles in slots

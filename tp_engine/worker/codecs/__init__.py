@@ -42,5 +42,5 @@ def make_codec(name: str, shape: KvCacheShape, lanes: int) -> Codec:
     return (
         _CODECS[name](form)
         if pca is None
-        else Pca(form, pca.rank, pca.bound, [2 * len(group.layers) for group in shape.layout.groups])
+        else Pca(form, pca.rank, pca.bound, [group.num_parts * len(group.layers) for group in shape.layout.groups])
     )
