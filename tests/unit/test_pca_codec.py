@@ -207,6 +207,8 @@ def test_groups_have_bases_of_their_own(lanes: int) -> None:
     assert found.tolist() == [True] * 4 + [False] * 4
     assert bool(both.encode(pool, blobs, moves[len(states[0]) :][: NUM_CALIBRATION - 4]).all())
     assert not both.encode(pool, blobs, own).any()
+    nobody = np.concatenate((own[:1], own[1:2] - np.array([0, 0, 1], dtype=np.int32)))
+    assert both.encode(pool, torch.zeros_like(blobs), nobody).tolist() == [False, True]
     back, size = torch.zeros_like(pool), small.block_bytes
     both.decode(blobs, back, own[::-1])
     for number, (one, given) in enumerate(zip((form, small), states, strict=True)):
@@ -228,14 +230,15 @@ def test_groups_have_bases_of_their_own(lanes: int) -> None:
 
 def test_groups_of_blocks_and_slots() -> None:
     """Oracle: by hand, three groups: stores see the groups before their plan; slots keep them until other blocks come
-    in, and hand them to the blocks that are loaded; what a window left behind in an admitted row says nothing."""
+    in, and hand them to the blocks that are loaded; block 0 is unknown after an admission with a 0, which may be what
+    a window left behind."""
     groups = BlockGroups(12, 4, 3)
     sampling = RowSampling()
     admission = Admission(
         row=0, token_ids=ids(1), num_prompt_tokens=1, num_computed_tokens=0,
         block_ids=ids(0, 3, 4, 5, 6, 7), sampling=sampling,
     )  # fmt: skip
-    first = StepPlan(step_id=1, admitted=(admission,), block_ids=ids(0, 1, 2))
+    first = StepPlan(step_id=1, admitted=(admission,), block_ids=ids(9, 1, 2))
     assert [len(part) for part in groups.moves(first)] == [0, 0]
     groups.note(first)
     second = StepPlan(
@@ -245,7 +248,9 @@ def test_groups_of_blocks_and_slots() -> None:
     assert stores.tolist() == [[3, 0, 1], [7, 1, 2]] and loads.tolist() == [[1, 9, 2], [0, 10, 1]]
     groups.note(second)
     third = StepPlan(step_id=3, stores=pairs((7, 0), (3, 2), (10, 3), (0, 1)))
-    assert groups.moves(third)[0].tolist() == [[7, 0, 0], [3, 2, 2], [10, 3, 1], [0, 1, 0]]
+    assert groups.moves(third)[0].tolist() == [[7, 0, 0], [3, 2, 2], [10, 3, 1], [0, 1, -1]]
+    groups.note(StepPlan(step_id=4, block_ids=ids(5, 0, 6)))
+    assert groups.moves(StepPlan(step_id=5, stores=pairs((0, 2))))[0].tolist() == [[0, 2, 1]]
 
 
 def test_reports_of_stores() -> None:

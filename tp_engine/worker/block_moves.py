@@ -36,6 +36,7 @@ from tp_engine.plan import IntArray, StepPlan
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.codecs.base import Codec
 
+UNKNOWN_GROUP = -1
 _STAGING_BYTES = 32 << 20
 
 
@@ -49,14 +50,13 @@ class BlockGroups:
                     admitted, block_ids      their blocks have the group of their place from the next plan on (plan.py)
 
     A block keeps its group while it is cached, so every plan must be shown to ``note``.  Entries of an admitted row
-    that a window has left behind are 0, and so may a block of the row be: block 0 is not noted there.  If its group is
-    wrong, a codec with a bound refuses it, or is lucky, as blocks are decoded in the way in which they were encoded.
+    that a window has left behind are 0, and so may a block of the row be: block 0 is then ``UNKNOWN_GROUP``.
     """
 
     def __init__(self, num_blocks: int, num_slots: int, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._of_block: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        self._of_slot: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._of_block: npt.NDArray[np.int32] = np.full(num_blocks, UNKNOWN_GROUP, dtype=np.int32)
+        self._of_slot: npt.NDArray[np.int32] = np.full(num_slots, UNKNOWN_GROUP, dtype=np.int32)
 
     def moves(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
         """The plan's stores and loads (n, 3): the third column is the block's group.  Before ``note``."""
@@ -69,15 +69,15 @@ class BlockGroups:
     def note(self, plan: StepPlan) -> None:
         """Rows have got these blocks."""
         for admission in plan.admitted:
-            self._enter(admission.block_ids, first=1)
+            self._enter(admission.block_ids)
+            if not admission.block_ids.all():
+                self._of_block[0] = UNKNOWN_GROUP
         if len(plan.block_ids):
-            self._enter(plan.block_ids, first=0)
+            self._enter(plan.block_ids)
 
-    def _enter(self, block_ids: IntArray, first: int) -> None:
-        """Blocks of logical blocks (n * groups,), but for those before ``first``."""
-        groups = np.arange(len(block_ids), dtype=np.int32) % self._num_groups
-        counts = block_ids >= first
-        self._of_block[block_ids[counts]] = groups[counts]
+    def _enter(self, block_ids: IntArray) -> None:
+        """The blocks of logical blocks (n * groups,)."""
+        self._of_block[block_ids] = np.arange(len(block_ids), dtype=np.int32) % self._num_groups
 
 
 class BlockMover(Protocol):

@@ -20,7 +20,7 @@ class Codec(Protocol):
     because a blob is the block.  ``work_bytes`` of the pool's device are used beside all that.
 
     Moves are ``pairs`` (n, 2) int32 on the host; if ``num_groups`` is above 1, they have a third column, the block's
-    group of layers.
+    group of layers.  A block whose group is unknown, -1, must be refused.
     """
 
     is_copy: bool

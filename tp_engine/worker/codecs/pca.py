@@ -106,11 +106,11 @@ class Pca:
                 pool[to] = self._blocks_of(self._synthesise(codes.transpose(0, 1), scales.transpose(0, 1), basis))
 
     def _by_group(self, pairs: IntArray) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        """Each group among ``pairs``, and the places of its moves."""
+        """Each group among ``pairs`` that is known, and the places of its moves."""
         if pairs.shape[1] == 2:
             yield 0, np.arange(len(pairs))
             return
-        for group in np.unique(pairs[:, 2]).tolist():
+        for group in np.unique(pairs[pairs[:, 2] >= 0, 2]).tolist():
             yield group, np.flatnonzero(pairs[:, 2] == group)
 
     def _portions(
