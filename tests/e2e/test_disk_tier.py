@@ -66,8 +66,9 @@ def test_what_does_not_fit_is_computed_again(
         plain, _ = answer(model, {})
         assert answer(model, on_disk(disk)) == (plain, 0)
         assert answer(model, on_disk(disk)) == (plain, NUM_FULL)
-        with pytest.raises(ConfigError, match="another engine uses"), LLM(str(model), **OPTIONS, **on_disk(disk)):
-            answer(model, on_disk(disk))
+        second = {**on_disk(disk), "flight_recorder_dir": str(tmp_path)}
+        with LLM(str(model), **OPTIONS, **on_disk(disk)), pytest.raises(ConfigError, match="another engine uses"):
+            answer(model, second)
         flip(disk / "rank-0.kv", 2 * 4096 + 11)
         caplog.clear()
         tokens, num_cached = answer(model, on_disk(disk))
