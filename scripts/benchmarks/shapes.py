@@ -28,6 +28,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "vocab_size": 32000,
         "tie_word_embeddings": False,
     },
+    "D": {
+        "architecture": "deepseek_v3", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "q_lora_rank": 384, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 1792, "moe_intermediate_size": 256,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "vocab_size": 32000, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 # The published config.json of Qwen3: the shared settings, and each size's (hidden, intermediate, layers, heads, tied).
@@ -88,7 +95,8 @@ def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
     import transformers
 
     options = dict(SHAPES[shape])
-    kind = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[str(options.pop("architecture"))]
+    kinds = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}
+    kind = kinds[str(options.pop("architecture"))]
     make_config, make_model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
     config = make_config(
         **options, max_position_embeddings=2048, initializer_range=0.02, eos_token_id=2, bos_token_id=1

@@ -33,7 +33,22 @@ def check(num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: tor
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+def check_rows(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Latent attention's cache has one part, whose first elements are the values."""
+    rows, slots = torch.randn(7, 700).to(dtype)[:, 5:581].unsqueeze(1), torch.tensor([3, -1, 19, 0, 7, -1, 8])
+    caches = [torch.zeros(1, 5, 4, 1, 576, dtype=cache_dtype) for _ in range(2)]
+    all_scales = [torch.zeros(1, 5, 1, 4) if cache_dtype == torch.int8 else None for _ in range(2)]
+    for store, cache, scales in zip((store_kv, store_kv_triton), caches, all_scales, strict=True):
+        store(KeyValue(rows, rows[..., :512]), LayerKv(cache, scales), slots)
+    assert caches[0].count_nonzero() > 0
+    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=0)
+    if all_scales[0] is not None:
+        torch.testing.assert_close(all_scales[1], all_scales[0], rtol=0, atol=0)
+
+
 def main() -> None:
+    for own_dtype, cache_dtype in ((torch.float32, torch.float32), (torch.bfloat16,) * 2, (torch.float32, torch.int8)):
+        check_rows(own_dtype, cache_dtype)
     dtypes = [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)]
     heads = [(1, 32), (3, 80), (4, 64), (8, 128), (12, 128), (2, 256)]
     for (num_kv_heads, head_dim), (dtype, cache_dtype), merged in itertools.product(heads, dtypes, (False, True)):

@@ -60,7 +60,7 @@ def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> N
     if kv.scales is not None:
         store_quantised_kv_triton(new, kv, slot_mapping)
         return
-    (key, value), cache = new, kv.cache
+    (key, value), cache = _in_parts(new, kv), kv.cache
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -69,9 +69,14 @@ def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> N
     width = num_kv_heads * head_dim
     block = block_for(width)
     store_kv_kernel[(num_tokens, triton.cdiv(width, block))](
-        key, value, cache[0], cache[1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width,
+        key, value, cache[0], cache[-1], slot_mapping, key.stride(0), value.stride(0), WIDTH=width,
         BLOCK_SIZE=cache.shape[2], BLOCK_STRIDE=kv.block_stride, BLOCK=block, **dependent_launch(key.device),
     )  # fmt: skip
+
+
+def _in_parts(new: KeyValue, kv: LayerKv) -> KeyValue:
+    """``new`` for the parts of the cache: of a cache with one part, the keys twice, which go to the same place."""
+    return new if len(kv.cache) > 1 else KeyValue(new.key, new.key)
 
 
 def block_for(width: int) -> int:
@@ -171,7 +176,7 @@ def store_quantised_kv_kernel(  # type: ignore[no-untyped-def]
 
 def store_quantised_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
     """``store_kv`` of a quantised cache as one kernel launch, which a CUDA graph can hold."""
-    (key, value), kv_cache, kv_scales = new, kv.cache, kv.scales
+    (key, value), kv_cache, kv_scales = _in_parts(new, kv), kv.cache, kv.scales
     assert kv_scales is not None
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
@@ -182,9 +187,9 @@ def store_quantised_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Te
         key,
         value,
         kv_cache[0],
-        kv_cache[1],
+        kv_cache[-1],
         kv_scales[0],
-        kv_scales[1],
+        kv_scales[-1],
         slot_mapping,
         key.stride(0),
         value.stride(0),
