@@ -168,6 +168,7 @@ class Job:
         blamed = None if culprit == self.rank else culprit
         is_asked_for = not isinstance(error, Exception)  # a signal, or an exit
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
+        self.watchdog.note_ends()  # torchrun stops a rank because of one that has ended: that one is the cause
         self.slot.fail("".join(text), blamed_rank=blamed)
         self._tell_hosts()
 

@@ -102,6 +102,13 @@ class Watchdog:
             if self._may_kill:
                 self.peers.kill(missing)
 
+    def note_ends(self) -> None:
+        """Note on the board which processes of this host have ended, for other hosts."""
+        with self._lock:
+            if not self._over.is_set():
+                self.peers.refresh()
+                self._note_ends()
+
     def wake(self) -> None:
         """Look around now; from any thread."""
         with contextlib.suppress(OSError):
