@@ -120,6 +120,11 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         True, "share the KV blocks of equal prefixes", negative_flags=("--disable-radix-cache",)
     )
+    num_state_snapshots: int | None = option(
+        None,
+        "recurrent states kept for the prefix cache, of models that have some (default: half of max_num_seqs, at least "
+        "8)",
+    )
     structured_outputs_config: str | None = option(
         None,
         "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
@@ -184,6 +189,10 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if utilization is not None and not 0.0 < utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
+        if self.num_state_snapshots is not None and self.num_state_snapshots < 0:
+            raise ConfigError(
+                f"num_state_snapshots is {self.num_state_snapshots}; it must be at least 0, which keeps none"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "

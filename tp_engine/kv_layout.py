@@ -38,6 +38,7 @@ MAX_GROUPS = 12
 TILE_TOKENS = 128
 SCALE_BYTES = 4
 STATE_BYTES = 4
+_LEAST_SNAPSHOTS = 8
 
 
 def local_num_kv_heads(num_kv_heads: int, world_size: int) -> int:
@@ -143,6 +144,11 @@ class StateGroup:
     def slot_bytes(self) -> int:
         """Bytes of one row's states."""
         return self.slot_elements * STATE_BYTES
+
+
+def default_snapshots(max_num_seqs: int) -> int:
+    """States that are kept for the prefix cache beside those of ``max_num_seqs`` rows."""
+    return max(_LEAST_SNAPSHOTS, max_num_seqs // 2)
 
 
 @dataclass(frozen=True, slots=True)

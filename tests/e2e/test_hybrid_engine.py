@@ -16,7 +16,7 @@ PROMPTS = [np.random.default_rng(length).integers(3, 203, length).tolist() for l
 
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("qwen3.5", dtype="float32")
+    return checkpoint("qwen3.5", dtype="float32", max_position=2048)
 
 
 @pytest.mark.parametrize("num_blocks", [400, 40])
@@ -48,3 +48,24 @@ def test_beams_score_as_transformers_does(folder: Path) -> None:
                 logits = model(input_ids=torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1)[range(5), generated].sum().item()
             assert beam.cum_logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_identical_prompts_and_a_shared_prefix_are_cached(folder: Path) -> None:
+    """Oracle: an engine without a prefix cache, and the share of an identical prompt of 1,000 tokens: at least 90 %."""
+    rng = np.random.default_rng(3)
+    long = rng.integers(3, 203, 1000).tolist()
+    prompts = [long[:300] + rng.integers(3, 203, 20).tolist() for _ in range(12)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    found = {}
+    for caching in (True, False):
+        options = {"enable_prefix_caching": caching, "num_gpu_blocks_override": 300, "max_model_len": 1100}
+        with LLM(str(folder), device="cpu", max_num_seqs=16, **options) as llm:
+            alone = [llm.generate([long], params, use_tqdm=False)[0] for _ in range(2)]
+            together = llm.generate(prompts, params, use_tqdm=False)
+            found[caching] = [output.outputs[0].token_ids for output in (*alone, *together)]
+            llm.engine.check_integrity()
+        assert alone[1].num_cached_tokens == (992 if caching else 0)
+        if caching:
+            # The first one finds where it parts from the long prompt; the others wait for its snapshot.
+            assert [output.num_cached_tokens for output in together] == [0] + [288] * 11
+    assert found[True] == found[False]

@@ -195,15 +195,17 @@ def test_gates_of_heads() -> None:
 
 
 def test_advice_counts_states(tmp_path: Path) -> None:
-    """Oracle: a state for each of ``max_num_seqs`` rows, and no byte more than there are."""
+    """Oracle: a state for each of ``max_num_seqs`` rows, half as many snapshots, and no byte more than there are."""
     found = tp_engine.recommend(
         str(folder_of(tmp_path, QWEN35_35B)), workload="chat", gpu="h200", tensor_parallel_size=2
     )
     states = read_model(QWEN35_35B).kv_layout_on(2).states
-    assert states is not None and found.fits and found.state_bytes == found.max_num_seqs * states.slot_bytes > 0
+    assert (
+        states is not None and found.fits and found.state_bytes == found.max_num_seqs * 3 // 2 * states.slot_bytes > 0
+    )
     parts = found.weight_bytes + found.activation_bytes + found.overhead_bytes + found.state_bytes
     assert parts + found.kv_cache_bytes == found.requested_bytes
-    assert f"recurrent states of {found.max_num_seqs} rows" in found.explain()
+    assert "recurrent states" in found.explain()
 
 
 def test_a_host_tier_is_refused(tmp_path: Path) -> None:
@@ -213,4 +215,22 @@ def test_a_host_tier_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"kv_offloading_size is 1 GiB.*recurrent states.*set kv_offloading_size to 0"
     ):
         resolve(config)
-    assert not resolve(EngineConfig(model=str(tmp_path), device="cpu")).config.enable_prefix_caching
+
+
+def test_snapshots(tmp_path: Path) -> None:
+    """By hand: half of the rows, at least 8; as asked; none without a prefix cache, or for a model without states."""
+    hybrid = str(folder_of(tmp_path, NEXT))
+    for options, expected in (
+        ({}, 128),
+        ({"max_num_seqs": 4}, 8),
+        ({"num_state_snapshots": 3}, 3),
+        ({"enable_prefix_caching": False}, 0),
+    ):
+        assert resolve(EngineConfig(model=hybrid, device="cpu", **options)).num_snapshots == expected
+    (tmp_path / "other").mkdir()
+    other = str(folder_of(tmp_path / "other", llama()))
+    assert resolve(EngineConfig(model=other, device="cpu")).num_snapshots == 0
+    with pytest.raises(ConfigError, match="num_state_snapshots is 2, but no layer of this LlamaForCausalLM"):
+        resolve(EngineConfig(model=other, device="cpu", num_state_snapshots=2))
+    with pytest.raises(ConfigError, match="num_state_snapshots is -1; it must be at least 0"):
+        EngineConfig(model=other, num_state_snapshots=-1)

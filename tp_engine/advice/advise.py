@@ -91,9 +91,9 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         max_model_len=question.max_model_len or min(model.max_position, workload.longest),
         chunk_tokens=num_batched_tokens,
     )
-    slot_bytes = sizes.state_bytes(model, world_size)
-    concurrency = _concurrency(workload, capacity, max(0, spare // block_bytes), slot_bytes / block_bytes)
-    available = spare - _num_sequences(concurrency) * slot_bytes
+    per_row = sizes.state_bytes(model, world_size, MAX_NUM_SEQS) / MAX_NUM_SEQS
+    concurrency = _concurrency(workload, capacity, max(0, spare // block_bytes), per_row / block_bytes)
+    available = spare - sizes.state_bytes(model, world_size, _num_sequences(concurrency))
     num_blocks = max(0, available // block_bytes)
     problems = _problems(question, available, capacity, num_blocks)
     return Recommendation(

@@ -25,7 +25,7 @@ class Recommendation:
     """Options for one model, device and workload, with the arithmetic behind them.
 
     ``weight_format`` is how linear weights are kept: ``quantization`` (online), the checkpoint's method, or ``dtype``.
-    Bytes are those of one rank; ``state_bytes`` are those of the recurrent states of ``max_num_seqs`` rows, and
+    Bytes are those of one rank; ``state_bytes`` are those of recurrent states and their snapshots, and
     ``active_weight_bytes`` are those of the weights that one token needs, which are fewer if the model has experts.  If
     ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and ``command`` is None.
     ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at once;
@@ -108,7 +108,7 @@ class Recommendation:
             "left for the KV cache": self.kv_cache_bytes,
         }
         if self.state_bytes:
-            rows = {**rows, f"recurrent states of {self.max_num_seqs} rows": self.state_bytes}
+            rows = {**rows, "recurrent states": self.state_bytes}
             rows["left for the KV cache"] = rows.pop("left for the KV cache")
         lines = [f"  {name:<28}{format_gib(value):>12}" for name, value in rows.items()]
         if self.active_weight_bytes < self.weight_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tp_engine.kv_layout import local_num_kv_heads
+from tp_engine.kv_layout import default_snapshots, local_num_kv_heads
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, ModelSpec
@@ -31,10 +31,10 @@ def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: st
     return layout.block_bytes(block_size, ITEMSIZES[kv_dtype], has_scales=kv_dtype in QUANTISED)
 
 
-def state_bytes(model: ModelSpec, world_size: int) -> int:
-    """Bytes of one row's recurrent states on one rank; 0 if no layer has one."""
+def state_bytes(model: ModelSpec, world_size: int, max_num_seqs: int) -> int:
+    """Bytes of the recurrent states of all rows, and of snapshots, on one rank; 0 if no layer has one."""
     states = model.kv_layout_on(world_size).states
-    return 0 if states is None else states.slot_bytes
+    return 0 if states is None else (max_num_seqs + default_snapshots(max_num_seqs)) * states.slot_bytes
 
 
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:

@@ -118,6 +118,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         seed=config.seed,
         windows=layout.windows,
         has_states=layout.states is not None,
+        num_snapshots=effective.num_snapshots,
     )
 
 

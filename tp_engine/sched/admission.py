@@ -8,9 +8,10 @@ import time
 from tp_engine.plan import Admission, IntArray
 from tp_engine.sched.block_manager import Donation, Hits
 from tp_engine.sched.disk_waits import DiskWaits
-from tp_engine.sched.prefix_cache import BlockName
+from tp_engine.sched.prefix_cache import BlockName, identity
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
+from tp_engine.sched.snapshots import Snapshots
 from tp_engine.sched.step_builder import Batch, StepDraft
 
 #: Candidates that may be passed over in one step.  It bounds the work of a step, however many wait for one prompt.
@@ -85,12 +86,17 @@ class Admitter:
                 hits = self._blocks.find_hits(sequence)
         if self._loading and self._is_loading(hits.next_name):
             return Verdict.DEFERRED  # a row that waits for its loads will compute that block
+        snapshots = self._blocks.snapshots
+        if hits.parted is not None and snapshots is not None and snapshots.is_expected(hits.parted[0]):
+            return Verdict.DEFERRED  # it can begin behind more tokens soon
         return self._begin(draft, sequence, hits)
 
     def _begin(self, draft: StepDraft, sequence: Sequence, hits: Hits) -> Verdict:
         blocks, held, num_shared = self._blocks, hits.shared.held, len(hits.shared.table)
         chunk = min(draft.budget, blocks.chunk_limit(len(held), num_shared, hits.num_tokens))
         end = min(len(sequence.token_ids), hits.num_tokens + chunk)
+        if blocks.snapshots is not None:
+            self._plan_snapshots(blocks.snapshots, sequence, hits)
         end = self._batch.chunk_end(sequence, hits.num_tokens, end)
         reach = len(sequence.token_ids) + 1 if sequence.num_preemptions else end
         num_needed = blocks.most_blocks(reach)
@@ -100,7 +106,13 @@ class Admitter:
             return Verdict.NO_ROOM
         self._count_hits(sequence, hits)
         entry = Entry(sequence, hits.shared, hits.num_tokens, end, hits.tail, num_shared, hits.place)
+        if blocks.snapshots is not None and num_shared:
+            name = identity(hits.place)
+            assert isinstance(name, int), "shared blocks end with one"
+            entry.state_source = blocks.snapshots.use(name)
         self._enter(draft, entry)
+        if hits.parted is not None and blocks.snapshots is not None:
+            blocks.snapshots.expect(hits.parted[0], sequence, hits.parted[1])
         if hits.next_name is not None and end // blocks.block_size > num_shared:
             if entry.must_load:
                 self._loading[hits.next_name] = sequence
@@ -110,6 +122,13 @@ class Admitter:
             self._seat(draft)
         return Verdict.ENTERED
 
+    def _plan_snapshots(self, snapshots: Snapshots, sequence: Sequence, hits: Hits) -> None:
+        """Where the sequence will take snapshots: behind the last block that an equal one could share, and where it
+        parts from a known one."""
+        last = (len(sequence.token_ids) - 1) // self._blocks.block_size * self._blocks.block_size
+        parted = () if hits.parted is None else (hits.parted[1],)
+        sequence.snapshots_at = tuple(position for position in {last, *parted} if position > hits.num_tokens)
+
     def _fork(self, draft: StepDraft, sequence: Sequence, donation: Donation) -> Verdict:
         """Share the donor's full blocks before the last prompt token; copy those that token falls into."""
         if not self._has_room(self._blocks.num_groups):
@@ -117,6 +136,7 @@ class Admitter:
         end = sequence.num_prompt_tokens
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
         shared, source = donation.shared, donation.source
+        sequence.snapshots_at = ()
         entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.salt)
         if self._batch.limits.has_states:
             entry.state_source = donation.row

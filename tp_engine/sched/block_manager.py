@@ -36,6 +36,7 @@ from tp_engine.sched.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.prefix_cache import NO_BLOCK, BlockName, Place, PrefixCache, is_lost
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Entry, Sequence, Shared
+from tp_engine.sched.snapshots import Snapshots
 from tp_engine.units import ceil_div
 
 
@@ -43,7 +44,8 @@ class Hits(msgspec.Struct, frozen=True):
     """Where the K/V of a waiting sequence's first ``num_tokens`` tokens are: full blocks to share, a tail to copy.
 
     ``tail`` (G,) is a block of each group.  ``place`` is behind the shared blocks in the prefix cache; ``next_name`` is
-    that of the block that would be next there.
+    that of the block that would be next there.  ``parted`` is a known block behind which the sequence could begin if
+    there were a snapshot of the recurrent state (``snapshots``), and the number of tokens up to it.
     """
 
     shared: Shared
@@ -51,6 +53,7 @@ class Hits(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     tail: BlockIds | None = None
     next_name: BlockName | None = None
+    parted: tuple[int, int] | None = None
 
 
 class Donation(msgspec.Struct, frozen=True):
@@ -77,6 +80,9 @@ class BlockManager:
         self._caching = limits.enable_prefix_caching
         has_tier = limits.num_host_slots > 0 and self._caching
         self.tier = HostTier(limits, self.pool, self.cache, links) if has_tier else None
+        self.snapshots = None
+        if limits.has_states and self._caching:
+            self.snapshots = Snapshots(limits.max_num_seqs, limits.num_snapshots, rows)
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows
         self._from_start = self.windows.first_needed(0)
@@ -129,7 +135,10 @@ class BlockManager:
     def find_prefix(self, salt: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
         """As ``find_hits``, for any tokens behind a salt; unless it ``reads_disk``, of what is above the disk."""
         windows, token_bytes = self.windows, token_ids.tobytes()
-        usable = (len(token_ids) - 1) // self.block_size
+        usable: int = (len(token_ids) - 1) // self.block_size
+        parted: tuple[int, int] | None = None
+        if self.snapshots is not None:
+            usable, parted = self.snapshots.longest(self.cache.stretches(salt, token_bytes, usable), self.block_size)
         blocks, place = self.cache.match(salt, token_bytes, usable)
         may_use = None if self.tier is None else self.tier.may_use(blocks, reads_disk=reads_disk)
         if self._has_windows or may_use is not None:
@@ -144,7 +153,7 @@ class BlockManager:
             tail, num_in_tail = found
             num_tokens += num_in_tail
         shared = self._share(blocks, num_tokens) if len(blocks) else self._nothing
-        return Hits(shared, place, num_tokens, tail, name)
+        return Hits(shared, place, num_tokens, tail, name, parted)
 
     def num_in_use(self, blocks: BlockIds) -> int:
         """How many of ``blocks``, which may be on the host, some row holds."""
@@ -277,7 +286,13 @@ class BlockManager:
         computed = int(self._rows.num_computed[row])
         last, num_in_last = divmod(computed, self.block_size)
         is_next = sequence.num_published == last  # not if a step in flight computes more
-        if not self._caching or not num_in_last or not is_next or (self._rows.first_block[row] > last).any():
+        if (
+            not self._caching
+            or self.snapshots is not None
+            or not num_in_last
+            or not is_next
+            or (self._rows.first_block[row] > last).any()
+        ):
             return
         blocks = self._rows.block_table[row, last].astype(np.intp)
         tokens = self._rows.tokens[row, computed - num_in_last : computed]
@@ -294,6 +309,8 @@ class BlockManager:
         assert self.pool.num_used == 0
         if self.tier is not None:
             self.tier.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self.cache.clear()
         self.pool.forget_content()
 
@@ -301,6 +318,8 @@ class BlockManager:
         """Assert that pool, cache and tables agree: as many rows hold each block as it counts, all in one group."""
         self.pool.check_integrity()
         self.cache.check_integrity()
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         holders: Counter[int] = Counter()
         group_of: dict[int, int] = {}
         for sequence in self._rows.running():

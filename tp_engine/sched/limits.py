@@ -33,7 +33,8 @@ class SchedulerLimits:
     each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
     that the first visible key is in.
 
-    ``has_states``: each row has a recurrent state too, that behind the row's last computed token.
+    ``has_states``: each row has a recurrent state too, that behind the row's last computed token.  ``num_snapshots``
+    more can be kept for the prefix cache.
 
     ``num_host_slots`` blocks fit into the host tier and ``num_disk_slots`` on disk, 0 without such a tier; a plan moves
     at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
@@ -50,6 +51,7 @@ class SchedulerLimits:
     windows: tuple[int | None, ...] = (None,)
     tile_tokens: int = TILE_TOKENS
     has_states: bool = False
+    num_snapshots: int = 0
     num_host_slots: int = 0
     num_disk_slots: int = 0
     max_host_moves: int = 64

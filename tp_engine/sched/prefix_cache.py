@@ -90,6 +90,12 @@ class PrefixCache:
             return found[0], place
         return np.concatenate(found), place
 
+    def stretches(self, salt: str, token_bytes: bytes, max_blocks: int) -> list[tuple[int, int]]:
+        """The known blocks, at most ``max_blocks``, with a sequence's first tokens: identities that follow one another,
+        by the first one and their number."""
+        parts, _, _ = self._walk(salt, token_bytes, max_blocks)
+        return [(run.serial + first, count) for run, first, count in parts]
+
     def next_name(self, place: Place, token_bytes: bytes, num_tokens: int) -> BlockName:
         """Name of the block at ``place`` that would hold a sequence's tokens from ``num_tokens`` on."""
         start = num_tokens * TOKEN_BYTES

@@ -50,7 +50,7 @@ class RowArrays:
         self._capacity = np.zeros(rows, dtype=np.int64)
         self.first_block = np.zeros((rows, limits.num_groups), dtype=np.int64)
         self._windows = limits.kv_windows
-        self._block_size = limits.block_size
+        self.block_size = self._block_size = limits.block_size
         self._noted: DecodeRun | None = None  # the run that has notes
 
     # The arrays that notes are for.

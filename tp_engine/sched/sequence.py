@@ -76,6 +76,7 @@ class Sequence:
     behind them there.
     ``constraint`` is its place in the request's grammar; ``blocked`` says why it is not in the queue yet.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
+    Where it has computed so many tokens as ``snapshots_at`` says, a snapshot of its recurrent state is taken.
     While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
     It has waited ``num_disk_waits`` times in vain for the disk tier, which had ``num_unread_blocks`` of its prefix when
     it last looked; ``num_read_blocks`` were read for it, and it takes hits there if it ``reads_disk``.
@@ -102,6 +103,7 @@ class Sequence:
     num_unread_blocks: int = 0
     reads_disk: bool = True
     num_cached_tokens: int = 0
+    snapshots_at: tuple[int, ...] = ()
     first_scheduled_s: float = 0.0
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -115,6 +117,11 @@ class Sequence:
     def can_fork(self) -> bool:
         """Whether it may begin as a copy of a sibling that has computed the prompt: until it has been preempted."""
         return len(self.token_ids) == self.num_prompt_tokens and not self.wants_prompt_logprobs
+
+    @property
+    def has_waiting_siblings(self) -> bool:
+        """Whether another sequence of its request waits."""
+        return any(one.phase is SequencePhase.WAITING for one in self.group.sequences if one is not self)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -28,6 +28,7 @@ from tp_engine.sched.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lru_queue import BlockIds
+from tp_engine.sched.prefix_cache import identity, is_lost
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.row_state import NO_ROWS, RowState
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase, WaitingQueue
@@ -91,13 +92,15 @@ class Batch:
         """Where a chunk from token ``start`` on ends that could go to ``end``.
 
         A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose siblings wait:
-        with the state there they compute that token themselves.
+        with the state there they compute that token themselves.  It also ends where a snapshot is taken.
         """
         if not self.limits.has_states:
             return end
+        stops = [position for position in sequence.snapshots_at if start < position < end]
         last = sequence.num_prompt_tokens - 1
-        awaited = sequence.can_fork and any(one.phase is SequencePhase.WAITING for one in sequence.group.sequences)
-        return last if awaited and start < last < end else end
+        if sequence.can_fork and start < last < end and sequence.has_waiting_siblings:
+            stops.append(last)
+        return min(stops, default=end)
 
     def victim(self) -> Sequence:
         """The running sequence that is preempted next: of the lowest priority, the latest."""
@@ -141,6 +144,7 @@ class StepDraft(msgspec.Struct):
     admitted: list[Admission] = []
     copies: list[tuple[int, int]] = []
     state_copies: list[tuple[int, int]] = []
+    snapshots: list[tuple[int, int]] = []
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """New logical blocks of rows (n,) that have been in the batch before; ``block_ids`` (n * G,)."""
@@ -180,6 +184,8 @@ class StepDraft(msgspec.Struct):
             return None
         rows, decodes, released = batch.rows, self.decodes, batch.released
         batch.released = []
+        if self.snapshots:
+            self._take_snapshots(batch)
         if len(decodes.rows):
             rows.advance_decodes(decodes)
         prefill_rows, prefill_tokens, samples = self._advance_prefills(rows)
@@ -204,6 +210,16 @@ class StepDraft(msgspec.Struct):
             masks=masks,
         )
         return plan if batch.blocks.tier is None else batch.blocks.tier.finish(plan)
+
+    def _take_snapshots(self, batch: Batch) -> None:
+        """The states of these rows, as they are before this step, are kept."""
+        assert batch.blocks.snapshots is not None
+        source_of: dict[int, int] = {}  # a slot may be taken twice, if there are few
+        for name, row in self.snapshots:
+            slot = batch.blocks.snapshots.take(name)
+            if slot is not None:
+                source_of[slot] = row
+        self.state_copies += [(row, slot) for slot, row in source_of.items()]
 
     def _advance_prefills(self, rows: RowState) -> tuple[IntArray, IntArray, BoolArray]:
         """The plan's ``prefill_rows``, ``prefill_tokens`` and ``prefill_samples``."""
@@ -285,6 +301,10 @@ class StepBuilder:
         end = min(int(self._rows.num_tokens[sequence.row]), start + longest)
         chunk = self._batch.chunk_end(sequence, start, end) - start
         if self._grow(draft, sequence, start + chunk):
+            if start in sequence.snapshots_at and not is_lost(sequence.place):
+                name = identity(sequence.place)
+                assert isinstance(name, int), "a snapshot is behind a block"
+                draft.snapshots.append((name, sequence.row))
             draft.add_prefill(sequence, chunk)
             self._blocks.publish([(sequence, start + chunk)])
 

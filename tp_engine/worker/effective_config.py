@@ -14,8 +14,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
+from tp_engine.kv_layout import default_snapshots
 from tp_engine.layers.formats import check_quantization
-from tp_engine.log import get_logger
 from tp_engine.model_config import (
     check_quantization_options,
     check_tensor_parallel,
@@ -26,8 +26,6 @@ from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes
 from tp_engine.worker.profiling import parse_steps
-
-logger = get_logger(__name__)
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +53,12 @@ class EffectiveConfig:
     def device_map(self) -> DeviceMap:
         """Which GPU each rank of this host uses, if ``device`` is cuda."""
         return parse_devices(self.config.devices, self.config.tensor_parallel_size // self.num_hosts)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Recurrent states that are kept for the prefix cache."""
+        assert self.config.num_state_snapshots is not None
+        return self.config.num_state_snapshots
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -96,7 +100,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),
-        enable_prefix_caching=_resolve_caching(config, model),
+        num_state_snapshots=_resolve_snapshots(config, model),
     )
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     parse_steps(config.profile_steps)  # raises for wrong steps
@@ -118,18 +122,27 @@ def _check_disk(config: EngineConfig, num_hosts: int) -> None:
         )
 
 
-def _resolve_caching(config: EngineConfig, model: ModelSpec) -> bool:
-    """Whether prefixes are cached; raises ``ConfigError`` for a host tier of a model with recurrent states."""
+def _resolve_snapshots(config: EngineConfig, model: ModelSpec) -> int:
+    """How many recurrent states are kept for the prefix cache, 0 for a model without.
+
+    Raises ``ConfigError`` for a host tier of a model that has some, and for snapshots of one that has none.
+    """
+    wanted = config.num_state_snapshots
     if model.kv_layout.states is None:
-        return config.enable_prefix_caching
+        if wanted:
+            raise ConfigError(
+                f"num_state_snapshots is {wanted}, but no layer of this {model.architecture} has a recurrent state: "
+                "leave it out"
+            )
+        return 0
     if config.kv_offloading_size:
         raise ConfigError(
             f"kv_offloading_size is {config.kv_offloading_size:g} GiB, but layers of this {model.architecture} have "
             "recurrent states, which the host tier does not keep: set kv_offloading_size to 0"
         )
-    if config.enable_prefix_caching:
-        logger.info("prefix caching is off: layers of this %s have recurrent states", model.architecture)
-    return False
+    if not config.enable_prefix_caching:
+        return 0
+    return default_snapshots(config.max_num_seqs) if wanted is None else wanted
 
 
 def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap) -> AttentionNeeds:

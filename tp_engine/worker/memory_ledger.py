@@ -9,7 +9,7 @@
     activations = torch peak in A - torch allocated before the steps
     non-torch   = non-torch in A - in B0
     tables      = what the rows keep on the device: token ids, block table, sampling; a codec's staging; computed
-    states      = recurrent states of all rows, of models that have some; computed
+    states      = recurrent states of all rows, and snapshots, of models that have some; computed
     KV cache    = requested - weights - activations - non-torch - tables - CUDA graphs - states
 
 Every term counts this process only; the memory of other processes is in none of them.

@@ -1,4 +1,5 @@
-"""The recurrent states of one rank: a slot for each row of the batch, with the states of all layers of the state group.
+"""The recurrent states of one rank: a slot for each row of the batch, with the states of all layers of the state group,
+then slots for snapshots (``sched/snapshots.py``).
 
 ::
 
@@ -43,8 +44,8 @@ class RowStates:
                 raw = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, OSError, OverflowError) as error:
             raise MemoryBudgetError(
-                f"can not allocate {format_gib(num_bytes)} for the recurrent states of {num_slots} rows on {device} "
-                f"({error}); lower max_num_seqs or gpu_memory_utilization"
+                f"can not allocate {format_gib(num_bytes)} for the states of {num_slots} rows and snapshots on "
+                f"{device} ({error}); lower max_num_seqs, num_state_snapshots or gpu_memory_utilization"
             ) from error
         self.raw = raw.view(torch.float32).view(num_slots, num_bytes // num_slots // STATE_BYTES)
         self._group = group

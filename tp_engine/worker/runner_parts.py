@@ -71,7 +71,7 @@ class RunnerParts:
         blocks.bind(self.model.attention_layers)
         states = None
         if self.layout.states is not None:
-            states = RowStates(self.layout.states, self.effective.config.max_num_seqs, torch_device)
+            states = RowStates(self.layout.states, self._num_slots, torch_device)
             states.bind(self.model.state_layers)
         tier = None
         if self.codec is not None and num_slots:
@@ -101,9 +101,14 @@ class RunnerParts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states of all rows."""
+        """Bytes of the recurrent states of all rows, and of snapshots."""
         states = self.layout.states
-        return 0 if states is None else self.effective.config.max_num_seqs * states.slot_bytes
+        return 0 if states is None else self._num_slots * states.slot_bytes
+
+    @property
+    def _num_slots(self) -> int:
+        """Recurrent states: one for each row, then the snapshots."""
+        return self.effective.config.max_num_seqs + self.effective.num_snapshots
 
     def _make_batch(self, device: torch.device) -> InputBatch:
         config = self.effective.config
