@@ -34,7 +34,7 @@ def block_bytes(model: ModelSpec, world_size: int, block_size: int, kv_dtype: st
 def state_bytes(model: ModelSpec, world_size: int, max_num_seqs: int) -> int:
     """Bytes of the recurrent states of all rows, and of snapshots, on one rank; 0 if no layer has one."""
     states = model.kv_layout_on(world_size).states
-    return 0 if states is None else (max_num_seqs + default_snapshots(max_num_seqs)) * states.slot_bytes
+    return 0 if states is None else (max_num_seqs + default_snapshots(max_num_seqs) + 1) * states.slot_bytes
 
 
 def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_tokens: int, num_sequences: int) -> int:

@@ -84,30 +84,26 @@ def delta_step(
 ) -> torch.Tensor:
     """One token of each of B rows: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of ``mixed``.
 
-    Row i changes the states in ``slots[i]`` (B,) int32, which are distinct.  A slot of -1 is padding: its output is
-    arbitrary and nothing changes.
+    Row i changes the states in ``slots[i]`` (B,) int32, which are distinct, and not the last slot of all.  A slot of -1
+    is padding: its output is arbitrary, and it may change the last slot, which no row has.  Nothing waits for the
+    device, so a CUDA graph can hold this twin too.
     """
     kind = rule.kind
-    out = mixed.new_zeros(len(mixed), kind.num_value_heads * kind.value_dim)
-    used = (slots >= 0).nonzero().squeeze(1)
-    if not len(used):
-        return out
-    slots = slots.index_select(0, used)
-    inputs, z = _split(widened(mixed.index_select(0, used)), kind)
-    window = torch.cat((states.conv.index_select(0, slots), inputs.unsqueeze(1)), 1)
-    states.conv.index_copy_(0, slots.long(), window[:, 1:])
+    places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
+    inputs, z = _split(widened(mixed), kind)
+    window = torch.cat((states.conv.index_select(0, places), inputs.unsqueeze(1)), 1)
+    states.conv.index_copy_(0, places, window[:, 1:])
     query, key, value = _heads(F.silu((window * rule.conv).sum(1)), kind)
-    decay, beta = _decay_and_beta(gates.index_select(0, used), rule)
+    decay, beta = _decay_and_beta(gates, rule)
     by_key = len(slots), kind.num_key_heads, -1
-    old = states.recurrent.index_select(0, slots).view(*by_key, kind.key_dim, kind.value_dim)
+    old = states.recurrent.index_select(0, places).view(*by_key, kind.key_dim, kind.value_dim)
     old = old * decay.exp().view(*by_key, 1, 1)
     column = key[:, :, None, :, None]
-    change = (value.reshape(*by_key, kind.value_dim) - (old * column).sum(-2)) * beta.view(*by_key, 1)
+    change = (value.reshape(*by_key, kind.value_dim) - (old * column).sum(-2)) * beta.reshape(*by_key, 1)
     new = old + column * change.unsqueeze(-2)
-    states.recurrent.index_copy_(0, slots.long(), new.flatten(1, 2))
+    states.recurrent.index_copy_(0, places, new.flatten(1, 2))
     attended = (new * query[:, :, None, :, None]).sum(-2).flatten(1, 2)
-    out.index_copy_(0, used, _gated_norm(attended, z, rule).to(out.dtype))
-    return out
+    return _gated_norm(attended, z, rule).to(mixed.dtype)
 
 
 def delta_chunks(

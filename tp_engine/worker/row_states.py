@@ -1,5 +1,5 @@
 """The recurrent states of one rank: a slot for each row of the batch, with the states of all layers of the state group,
-then slots for snapshots (``sched/snapshots.py``).
+then slots for snapshots (``sched/snapshots.py``), and one that padding rows may write to.
 
 ::
 
@@ -30,12 +30,14 @@ from tp_engine.units import format_gib
 
 
 class RowStates:
-    """Zeroed slots of a state group on ``device``; raises ``MemoryBudgetError`` if there is no memory for them.
+    """``num_slots`` zeroed slots of a state group on ``device``, and one more.
 
+    Raises ``MemoryBudgetError`` if there is no memory for them.
     On CPUs pages are taken when a slot is first used.
     """
 
     def __init__(self, group: StateGroup, num_slots: int, device: torch.device) -> None:
+        num_slots += 1
         num_bytes = num_slots * group.slot_bytes
         try:
             if device.type == "cpu":

@@ -103,7 +103,7 @@ class RunnerParts:
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of all rows, and of snapshots."""
         states = self.layout.states
-        return 0 if states is None else self._num_slots * states.slot_bytes
+        return 0 if states is None else (self._num_slots + 1) * states.slot_bytes
 
     @property
     def _num_slots(self) -> int:

@@ -110,12 +110,13 @@ def _delta(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator)
     rule = DeltaRule(kind, draw(3, kind.num_channels), -draw(4).abs(), draw(4), draw(40), 1e-6)
     mixed, gates = draw(3, kind.num_channels + 160).to(dtype), draw(3, 8).to(dtype)
     slots = torch.tensor([2, -1, 0], dtype=torch.int32)
-    states = [LayerStates(draw(3, 2, kind.num_channels), draw(3, 4, 12, 40))]
+    states = [LayerStates(draw(4, 2, kind.num_channels), draw(4, 4, 12, 40))]
     states.append(LayerStates(*(part.clone() for part in states[0])))
     found = delta.delta_step(library, mixed, gates, rule, states[0], slots)
-    yield "delta_step", found, delta_step(mixed, gates, rule, states[1], slots)
+    expected = delta_step(mixed, gates, rule, states[1], slots)
+    yield "delta_step", found[::2], expected[::2]
     for one, other in zip(*states, strict=True):
-        yield "delta_step", one, other
+        yield "delta_step", one[:3], other[:3]
     gated, expected = mixed[:, :20].contiguous(), mixed[:, :20].contiguous()
     delta.sigmoid_gate(library, gated, mixed[:, 20:40])
     layer_ops.sigmoid_gate(expected, mixed[:, 20:40])
