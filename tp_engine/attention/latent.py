@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.attention.calls import TILE, StaircaseMasks, attend_last
@@ -151,5 +152,9 @@ def attend_expanded(
         heads = slice(first, min(first + step, shape.num_heads))
         count = heads.stop - first
         own = AttentionShape(num_heads=count, num_kv_heads=count, head_dim=maps.query_dim, scale=shape.scale)
-        out[:, heads] = attend_last(query[:, heads], maps.expand(rows, heads), own, masks)
+        keys, values = maps.expand(rows, heads)
+        if values.shape[-1] < keys.shape[-1]:  # PyTorch's fast functions want both of one size
+            values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))
+        attended = attend_last(query[:, heads], KeyValue(keys, values), own, masks)
+        out[:, heads] = attended[..., : maps.value_dim]
     return out
