@@ -106,6 +106,21 @@ def check_gate(device: str, size: int, dtype: torch.dtype, activation: Activatio
     assert gate(gate_up, activation).isnan().nonzero().tolist() == [[1, 3], [2, 4]]
 
 
+def check_sigmoid_gate(device: str, size: int, dtype: torch.dtype) -> None:
+    """Gates that are slices of wider rows, some where an exponential overflows; what lies beside stays, and NaN too."""
+    x, wide = random((4, size + 8), dtype, device), random((4, size + 16), dtype, device, 1)
+    wide[0] *= 100
+    gate, (sigmoid_gate, twin) = wide[:, 16:], both("sigmoid_gate")
+    found, expected = x.clone(), x.clone()
+    sigmoid_gate(found[:, :size], gate)
+    twin(expected[:, :size], gate)
+    assert_close_enough(found[:, :size], expected[:, :size], x[:, :size].double() * gate.double().sigmoid())
+    assert torch.equal(found[:, size:], x[:, size:])
+    gate[1, 3] = float("nan")
+    sigmoid_gate(found[:, :size], gate)
+    assert found.isnan().nonzero().tolist() == [[1, 3]]
+
+
 def check_embed(device: str, size: int, dtype: torch.dtype, first_id: int | None, scale: float) -> None:
     """Ids of other ranks below and above this rank's; the result is the twin's bit for bit."""
     embed, twin = both("embed")
@@ -149,6 +164,8 @@ def make_cases() -> dict[str, Case]:
         for size, activation in product((24, 1500), ACTIVATIONS):
             name = f"gate-{size}-{dtype}-{activation.kind}-{activation.limit}"
             cases[name] = partial(check_gate, size=size, dtype=dtype, activation=activation)
+        for size in (24, 1500):
+            cases[f"sigmoid-gate-{size}-{dtype}"] = partial(check_sigmoid_gate, size=size, dtype=dtype)
         for size, first_id, scale in ((40, None, 1.0), (1500, 20, 1.0), (1500, None, 38.75), (64, 20, 0.3)):
             name = f"embed-{size}-{dtype}-from-{first_id}-scale-{scale}"
             cases[name] = partial(check_embed, size=size, dtype=dtype, first_id=first_id, scale=scale)
@@ -201,6 +218,7 @@ def launch_model(
     run("add", x, residual, scale)
     run("add_norm", x, residual, rule, scale, 0.7)
     run("gate", empty(7, 2 * inner), activation)
+    run("sigmoid_gate", empty(7, inner), empty(7, 2 * inner)[:, inner:])
     run("embed", empty(7, dtype=torch.int64), empty(4000, hidden), 4000, embedding_scale)
     run("cap_logits", empty(7, 4000), logits_scale, cap)
 

@@ -6,7 +6,9 @@ import pytest
 
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 
-pytestmark = pytest.mark.parametrize("cases", ["kernel_cases_layer_ops", "kernel_cases_heads", "kernel_cases_experts"])
+pytestmark = pytest.mark.parametrize(
+    "cases", ["kernel_cases_layer_ops", "kernel_cases_heads", "kernel_cases_experts", "kernel_cases_delta"]
+)
 
 
 @needs_triton

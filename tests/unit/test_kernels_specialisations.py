@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.kernel_cases_delta import launch_step
 from tests.unit.kernel_cases_quantised import make_stack
 from tests.unit.kernel_harness import compiled_for, needs_triton, quiet
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables, padded_room
@@ -62,6 +63,7 @@ def launch_unusual_layer(num_tokens: int, cache: torch.Tensor, slots: torch.Tens
     addresses = empty(8, dtype=torch.int64)
     all_reduce_add_norm_triton(x, residual, rule, 0.22, buffers=addresses, signals=addresses, rank=1)
     ops["gate"](empty(num_tokens, 6144), Activation("gelu_tanh"))
+    ops["sigmoid_gate"](empty(num_tokens, 4096), empty(num_tokens, 3 * 4096)[:, 8192:])
     ops["cap_logits"](empty(num_tokens, VOCAB // 8), 0.5, 30.0)
     merged, gains = empty(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM), empty(HEADS + KV_HEADS, HEAD_DIM)
     squares = ops["head_squares"](merged, HEADS, KV_HEADS)
@@ -134,6 +136,7 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew(num_groups: int) -> None:
             queries = launch_unusual_layer(num_tokens, cache, own)
             launch_attention(queries, cache, num_decodes, num_chunks, width, **rule)
         launch_decode_inputs_and_sampling(num_decodes or 1, slots)
+        launch_step(num_decodes)
 
     with compiled_for(90) as kernels:
         for num_decodes in (2, 40, 1024):

@@ -1,4 +1,5 @@
-"""Operations that go through their tensors once, element by element, and round once: gate, embed, cap_logits.
+"""Operations that go through their tensors once, element by element, and round once: gate, sigmoid_gate, embed,
+cap_logits.
 
 The Triton twins of ``layer_ops``.  Program (i, j) makes elements [j * BLOCK, (j + 1) * BLOCK) of row i.
 """
@@ -98,6 +99,39 @@ def activation_constants(activation: Activation | None) -> dict[str, float]:
     if activation is None:
         return {"KIND": 0, "ALPHA": 0.0, "LIMIT": 0.0}
     return {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sigmoid_gate_kernel(  # type: ignore[no-untyped-def]
+    x,
+    gate,
+    x_stride,
+    gate_stride,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """One program: up to BLOCK elements of one token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = x + token * x_stride + column
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (values / (1.0 + tl.exp(-weights))).to(x.dtype.element_ty), mask=inside)
+
+
+def sigmoid_gate_triton(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """``layer_ops.sigmoid_gate``; the rows of both may be slices of wider ones."""
+    num_tokens, size = x.shape
+    assert gate.shape == x.shape and x.stride(1) == gate.stride(1) == 1, (x.shape, x.stride(), gate.stride())
+    if num_tokens:
+        block = min(int(triton.next_power_of_2(size)), _BLOCK)
+        sigmoid_gate_kernel[(num_tokens, triton.cdiv(size, block))](
+            x, gate, x.stride(0), gate.stride(0), SIZE=size, BLOCK=block, **dependent_launch(x.device)
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
