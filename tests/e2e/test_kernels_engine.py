@@ -48,3 +48,10 @@ def test_interpreted_groups() -> None:
 def test_interpreted_warm_up() -> None:
     """Oracle: the kernel specialisations of the warm-up; serving adds none, so it compiles nothing."""
     interpreted("kernel_cases_warm_up", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_interpreted_hybrid() -> None:
+    """Oracle: the tokens of the same engine on C; one of its two layers has a recurrent state."""
+    interpreted("kernel_cases_hybrid", timeout_s=270)
