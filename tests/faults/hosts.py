@@ -181,7 +181,7 @@ def _strike(case: HostCase, running: HostsJob) -> None:
 
 
 def _see_it_go_on(case: HostCase, running: HostsJob) -> tuple[int | None, ...]:
-    """Requests are answered after the fault, nobody reports a failure, and the job ends when it is told to."""
+    """Requests are answered after the fault, no rank reports a failure, and the job ends when it is told to."""
     time.sleep(_GOES_ON_S)
     if case.kind == "serve":
         for _ in range(3):

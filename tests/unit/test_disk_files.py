@@ -203,7 +203,7 @@ def test_threads_read_and_write_in_the_order_of_plans(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_a_disk_that_hangs_holds_nobody_up() -> None:
+def test_a_disk_that_hangs_holds_up_nothing() -> None:
     """Oracle: files whose reads never end: ``begin`` returns at once, writes go on, and ``close`` ends in time."""
     never = threading.Event()
 

@@ -81,6 +81,14 @@ def conversation(simulation: DiskSimulation, length: int, cache_salt: str | None
     return max(delta.num_cached_tokens for delta in simulation.outputs[request.request_id, 0].deltas)
 
 
+def first_life(given: SchedulerLimits) -> DiskSimulation:
+    """A process that has written the prefix of one conversation."""
+    first = DiskSimulation(given)
+    conversation(first, 33)
+    first.flush()
+    return first
+
+
 def test_a_prefix_outlives_the_process() -> None:
     """By hand, blocks of 4: of 33 prompt tokens eight blocks are written, and read after a restart; nothing is read in
     the first life.  Other salts find nothing; an equal one does."""
@@ -99,9 +107,7 @@ def test_a_prefix_outlives_the_process() -> None:
 def test_sharers_share_one_read() -> None:
     """By hand: ten requests with one prefix of eight blocks on disk: eight reads, all of them hit."""
     given = limits(num_blocks=80, num_host_slots=32, num_disk_slots=64, max_model_len=64, max_num_seqs=16)
-    first = DiskSimulation(given)
-    conversation(first, 33)
-    first.flush()
+    first = first_life(given)
     second = DiskSimulation(given, disk=first.disk, pace=0.2)
     added = [second.add([*range(1, 33), 40 + index, 50], max_tokens=3) for index in range(10)]
     second.run()
@@ -114,9 +120,7 @@ def test_reads_begin_while_a_request_waits_for_a_row() -> None:
     """By hand: one row, which another request holds for 12 steps: the reads of the waiting one have ended by then, and
     it enters without waiting."""
     given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64, max_num_seqs=1)
-    first = DiskSimulation(given)
-    conversation(first, 33)
-    first.flush()
+    first = first_life(given)
     second = first.restart()
     second.add([7] * 5, max_tokens=12, ignore_eos=True, request_id="runs")
     second.step()
@@ -153,9 +157,7 @@ def test_a_long_prefix_is_read_in_rounds_and_others_wait_for_room() -> None:
 def test_a_stalled_disk_stops_nothing() -> None:
     """By hand: reads that never end; a request with its prefix there is computed after seconds, others at once."""
     given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
-    first = DiskSimulation(given)
-    conversation(first, 33)
-    first.flush()
+    first = first_life(given)
     second = first.restart()
     second.disk_worker.is_stalled = True
     second.add(list(range(1, 34)), max_tokens=2, request_id="waits")
@@ -174,9 +176,7 @@ def test_a_stalled_disk_stops_nothing() -> None:
 def test_a_reset_forgets_what_is_on_disk() -> None:
     """By hand: after a reset in the first or the second life nothing is found, and a new life has nothing either."""
     given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
-    first = DiskSimulation(given)
-    conversation(first, 33)
-    first.flush()
+    first = first_life(given)
     second = first.restart()
     assert second.scheduler.stats().num_used_disk_slots == 8
     assert second.scheduler.reset_prefix_cache()
@@ -187,9 +187,7 @@ def test_a_reset_forgets_what_is_on_disk() -> None:
 def test_a_parked_request_can_be_aborted() -> None:
     """By hand: its reads end without it, and the slots are those of the cached prefix."""
     given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
-    first = DiskSimulation(given)
-    conversation(first, 33)
-    first.flush()
+    first = first_life(given)
     second = first.restart()
     second.disk_worker.is_stalled = True
     second.add(list(range(1, 34)), max_tokens=2, request_id="waits")

@@ -207,8 +207,8 @@ def test_groups_have_bases_of_their_own(lanes: int) -> None:
     assert found.tolist() == [True] * 4 + [False] * 4
     assert bool(both.encode(pool, blobs, moves[len(states[0]) :][: NUM_CALIBRATION - 4]).all())
     assert not both.encode(pool, blobs, own).any()
-    nobody = np.concatenate((own[:1], own[1:2] - np.array([0, 0, 1], dtype=np.int32)))
-    assert both.encode(pool, torch.zeros_like(blobs), nobody).tolist() == [False, True]
+    unknown = np.concatenate((own[:1], own[1:2] - np.array([0, 0, 1], dtype=np.int32)))
+    assert both.encode(pool, torch.zeros_like(blobs), unknown).tolist() == [False, True]
     back, size = torch.zeros_like(pool), small.block_bytes
     both.decode(blobs, back, own[::-1])
     for number, (one, given) in enumerate(zip((form, small), states, strict=True)):

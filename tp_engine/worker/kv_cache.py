@@ -89,22 +89,13 @@ class KvBlocks:
 
     @classmethod
     def allocate(cls, shape: KvCacheShape, num_blocks: int, device: torch.device) -> KvBlocks:
-        """Blocks on ``device``; raises ``MemoryBudgetError`` if there is no memory for them.
-
-        On CPU they are mapped, not written: the kernel provides a zeroed page when a block is first used.
-        """
-        num_bytes = num_blocks * shape.block_bytes
-        try:
-            if device.type == "cpu":
-                raw = map_zeros(num_bytes)
-            else:
-                raw = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        except (RuntimeError, OSError, OverflowError) as error:
-            raise MemoryBudgetError(
-                f"can not allocate {format_gib(num_bytes)} for {num_blocks} KV blocks on {device} ({error}); lower "
-                f"gpu_memory_utilization, num_gpu_blocks_override or kv_cache_memory_bytes"
-            ) from error
-        raw = raw.view(num_blocks, shape.block_bytes)
+        """Blocks on ``device``; raises ``MemoryBudgetError`` if there is no memory for them."""
+        raw = allocate_zeros(
+            num_blocks * shape.block_bytes,
+            device,
+            content=f"{num_blocks} KV blocks",
+            options="gpu_memory_utilization, num_gpu_blocks_override or kv_cache_memory_bytes",
+        ).view(num_blocks, shape.block_bytes)
         return cls(shape, raw, tuple(shape.views_of(raw, group) for group in range(len(shape.layout.groups))))
 
     def bind(self, layers: Sequence[KvCacheLayer]) -> None:
@@ -120,6 +111,21 @@ class KvBlocks:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks, from ids ``source`` (n,) int64 to ``target`` (n,); all are read before any is written."""
         self.raw[target] = self.raw[source]
+
+
+def allocate_zeros(num_bytes: int, device: torch.device, *, content: str, options: str) -> torch.Tensor:
+    """Zeros (num_bytes,) uint8 on ``device``; on CPUs the system provides a page when it is first used.
+
+    If there is no memory for ``content``, raises ``MemoryBudgetError``, which names the ``options`` to lower.
+    """
+    try:
+        if device.type == "cpu":
+            return map_zeros(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, OSError, OverflowError) as error:
+        raise MemoryBudgetError(
+            f"can not allocate {format_gib(num_bytes)} for {content} on {device} ({error}); lower {options}"
+        ) from error
 
 
 def resident_bytes(raw: torch.Tensor) -> int:

@@ -21,35 +21,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.delta_rule import LayerStates
-from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.layers.delta import GatedDeltaNet
-from tp_engine.units import format_gib
+from tp_engine.worker.kv_cache import allocate_zeros
 
 
 class RowStates:
     """``num_slots`` zeroed slots of a state group on ``device``, and one more.
 
     Raises ``MemoryBudgetError`` if there is no memory for them.
-    On CPUs pages are taken when a slot is first used.
     """
 
     def __init__(self, group: StateGroup, num_slots: int, device: torch.device) -> None:
         num_slots += 1
-        num_bytes = num_slots * group.slot_bytes
-        try:
-            if device.type == "cpu":
-                raw = map_zeros(num_bytes)
-            else:
-                raw = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        except (RuntimeError, OSError, OverflowError) as error:
-            raise MemoryBudgetError(
-                f"can not allocate {format_gib(num_bytes)} for the states of {num_slots} rows and snapshots on "
-                f"{device} ({error}); lower max_num_seqs, num_state_snapshots or gpu_memory_utilization"
-            ) from error
-        self.raw = raw.view(torch.float32).view(num_slots, num_bytes // num_slots // STATE_BYTES)
+        raw = allocate_zeros(
+            num_slots * group.slot_bytes,
+            device,
+            content=f"the states of {num_slots} rows and snapshots",
+            options="max_num_seqs, num_state_snapshots or gpu_memory_utilization",
+        )
+        self.raw = raw.view(torch.float32).view(num_slots, group.slot_bytes // STATE_BYTES)
         self._group = group
 
     def bind(self, layers: Sequence[GatedDeltaNet]) -> None:

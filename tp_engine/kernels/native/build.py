@@ -75,7 +75,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _is_locked(lock: int) -> bool:
-    """Whether there is nobody to wait for: this process now has the lock, or the file system has none."""
+    """Whether this process need not wait: it has the lock now, or the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
