@@ -60,7 +60,7 @@ async function findModels() {
         try {
             const { data } = await (await request("v1/models")).json();
             settings.offer(data.map(({ id }) => id));
-            if (!engine.page) engine.say("live", "ready");
+            if (!engine.page) engine.say("ready", "ready");
             return data[0].root;
         } catch (error) {
             engine.say("away", error.status ? error.message : "the server does not answer");
