@@ -18,7 +18,6 @@ from tp_engine.model_config.spec import USUAL_NAMES, AttentionSpec, CheckpointNa
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_WITH_INDEXER = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _INDEXED = "index_topk: longer contexts need sparse attention, which this engine does not have"
 _EXPERTS = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
 
@@ -35,7 +34,9 @@ def read(config: ConfigJson) -> ModelSpec:
     config.expect("scoring_func", str, "sigmoid")
     config.expect("topk_method", str, "noaux_tc")
     experts = read_experts(reader, factor=2.5, defaults=_EXPERTS)
-    return latent_model(reader, latent, experts, take_dense_layers(reader, _EXPERTS["first_k_dense_replace"]))
+    is_dense = take_dense_layers(reader, _EXPERTS["first_k_dense_replace"])
+    has_indexer = config.architecture == "DeepseekV32ForCausalLM"
+    return latent_model(reader, latent, experts, is_dense, has_indexer=has_indexer)
 
 
 def latent_reader(
@@ -61,12 +62,13 @@ def latent_model(
     is_dense: list[bool],
     *,
     turns_share: bool = False,
+    has_indexer: bool = False,
     names: CheckpointNames = USUAL_NAMES,
 ) -> ModelSpec:
     """Layers with latent attention, each ``is_dense`` or with ``experts``.
 
-    With ``turns_share``, config.json counts what turns as a share of a whole head.  A model with an indexer attends to
-    the ``index_topk`` keys that it finds best: up to there to all of them.
+    With ``turns_share``, config.json counts what turns as a share of a whole head.  A model that ``has_indexer``
+    attends to the ``index_topk`` keys that the indexer finds best: with no more positions than that, to all of them.
     """
     config, share = reader.config, latent.rope_dim / latent.query_dim
     rope = read_rope(
@@ -93,7 +95,7 @@ def latent_model(
     )
     bounds: dict[str, Any] = {}
     skipped = [f"model.layers.{index}." for index in further_layers(reader)]
-    if config.architecture in _WITH_INDEXER:
+    if has_indexer:
         skipped += [f"model.layers.{index}.self_attn.indexer." for index in range(reader.num_layers)]
         longest = config.take_positive("index_topk", 2048)
         if longest < reader.max_position:

@@ -22,4 +22,5 @@ def read(config: ConfigJson) -> ModelSpec:
         config.skip("indexer_types", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
         config.skip("indexer_rope_interleave", "num_experts")
     experts = read_experts(reader, factor=1.8 if is_lite else 2.5, top_k=4 if is_lite else 8)
-    return latent_model(reader, latent, experts, take_dense_layers(reader, 1 if is_lite else 3))
+    is_dense = take_dense_layers(reader, 1 if is_lite else 3)
+    return latent_model(reader, latent, experts, is_dense, has_indexer=not is_lite)
