@@ -19,7 +19,7 @@ from tp_engine.model_config.source import (
     resolve_model_folder,
     stored_names,
 )
-from tp_engine.model_config.spec import DeltaSpec, ModelSpec
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.units import round_up
 
 MAX_WORLD_SIZE = 64
@@ -114,21 +114,13 @@ def _split_problem(model: ModelSpec, world_size: int) -> str | None:
     if world_size < 1:
         return "it must be at least 1"
     for layer in model.distinct_layers:
-        mixer = layer.attention
-        num_heads, num_shared = (
-            (mixer.num_value_heads, mixer.num_key_heads)
-            if isinstance(mixer, DeltaSpec)
-            else (mixer.num_heads, mixer.num_kv_heads)
-        )
-        names = (
-            ("linear-attention value", "linear-attention key") if isinstance(mixer, DeltaSpec) else ("attention", "KV")
-        )
+        (name, num_heads), (shared_name, num_shared) = layer.attention.heads
         if num_heads % world_size:
-            return f"the {num_heads} {names[0]} heads can not be divided equally"
+            return f"the {num_heads} {name} heads can not be divided equally"
         if problem := next(filter(None, (_mlp_problem(mlp, world_size) for mlp in layer.mlps)), None):
             return problem
         if num_shared % world_size and world_size % num_shared:
-            return f"the {num_shared} {names[1]} heads can be neither divided equally nor repeated equally often"
+            return f"the {num_shared} {shared_name} heads can be neither divided equally nor repeated equally often"
     return None
 
 

@@ -82,6 +82,11 @@ class AttentionSpec:
     has_gate: bool = False
 
     @property
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Name and number of those that are divided among the ranks, and of those that are divided or repeated."""
+        return ("attention", self.num_heads), ("KV", self.num_kv_heads)
+
+    @property
     def kv_kind(self) -> KvKind:
         """What it keeps in the cache."""
         if self.latent is not None:
@@ -118,6 +123,11 @@ class DeltaSpec:
     eps: float
     is_fused: bool = False
     name: str = "linear_attn"
+
+    @property
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """See ``AttentionSpec.heads``."""
+        return ("linear-attention value", self.num_value_heads), ("linear-attention key", self.num_key_heads)
 
     @property
     def kv_kind(self) -> StateKind:
