@@ -41,11 +41,11 @@ class LatentBackend:
         self._inner = inner
         self._masks, self._reader = StaircaseMasks(TILE), RowReader()
         self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
-        self._rows: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._places: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Choose the form of this step's chunks; see ``AttentionBackend``."""
-        self._parts, self._rows = None, {}
+        self._parts, self._places = None, {}
         chunks = metadata.host_query_lens[metadata.num_decodes :]
         if not len(chunks) or chunks.max() < MIN_EXPANDED_QUERIES:
             self._inner.prepare(metadata)
@@ -99,44 +99,33 @@ class LatentBackend:
         maps = shape.latent
         assert maps is not None
         out, start = query.new_zeros(len(query), shape.num_heads, maps.value_dim), 0
-        is_fresh = new_rows is not None and kv.cache.dtype == query.dtype
-        places = self._places(chunks, kv)
-        for length, seq_len, place in zip(
-            chunks.host_query_lens.tolist(), chunks.host_seq_lens.tolist(), places, strict=True
-        ):
+        lengths = zip(chunks.host_query_lens.tolist(), chunks.host_seq_lens.tolist(), strict=True)
+        for index, (length, seq_len) in enumerate(lengths):
             own = slice(start, start + length)
-            if is_fresh and seq_len == length:
-                assert new_rows is not None
-                rows = new_rows[own]
-            elif place is not None:
-                rows = self._reader.read(kv, 0, place).to(query.dtype)
-            else:
-                continue
-            out[own] = attend_expanded(query[own], rows, shape, self._masks)
             start += length
+            if not seq_len:
+                continue  # padding
+            if new_rows is not None and seq_len == length and kv.cache.dtype == query.dtype:
+                rows = new_rows[own]
+            else:
+                rows = self._reader.read(kv, 0, self._place(index, chunks, kv)).to(query.dtype)
+            out[own] = attend_expanded(query[own], rows, shape, self._masks)
         return out
 
-    def _places(self, chunks: AttentionMetadata, kv: LayerKv) -> list[torch.Tensor | None]:
-        """Where each request's rows lie in the cache; None for a padding request.  The same in all layers."""
+    def _place(self, index: int, chunks: AttentionMetadata, kv: LayerKv) -> torch.Tensor:
+        """Where the rows of request ``index`` lie in the cache; the same in all layers of a kind."""
         block_size = kv.cache.shape[2]
         kind = block_size, kv.rows_per_block if kv.scales is None else block_size
-        found = self._rows.get(kind)
+        found = self._places.get((index, *kind))
         if found is None:
-            found = self._rows[kind] = [_place(index, chunks, kind) for index in range(chunks.num_requests)]
+            group = RequestGroup(
+                rows=np.array([index], dtype=np.int32),
+                starts=np.zeros(1, dtype=np.int32),
+                seq_lens=chunks.host_seq_lens[index : index + 1],
+                query_len=int(chunks.host_query_lens[index]),
+            )
+            found = self._places[index, *kind] = visible_keys(group, None, chunks, *kind).rows
         return found
-
-
-def _place(index: int, chunks: AttentionMetadata, kind: tuple[int, int]) -> torch.Tensor | None:
-    """Places of all rows of request ``index``; ``kind``: block_size, and rows per block."""
-    if not chunks.host_seq_lens[index]:
-        return None
-    group = RequestGroup(
-        rows=np.array([index], dtype=np.int32),
-        starts=np.zeros(1, dtype=np.int32),
-        seq_lens=chunks.host_seq_lens[index : index + 1],
-        query_len=int(chunks.host_query_lens[index]),
-    )
-    return visible_keys(group, None, chunks, *kind).rows
 
 
 def attend_expanded(
@@ -146,7 +135,7 @@ def attend_expanded(
     maps = shape.latent
     assert maps is not None
     out = query.new_empty(len(query), shape.num_heads, maps.value_dim)
-    room = _MAX_EXPANDED_ELEMENTS.get(query.device.type, 1 << 23)
+    room = _MAX_EXPANDED_ELEMENTS[query.device.type]
     step = max(1, room // (len(rows) * (maps.query_dim + maps.value_dim)))
     for first in range(0, shape.num_heads, step):
         heads = slice(first, min(first + step, shape.num_heads))
