@@ -13,7 +13,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates
 from tp_engine.kernels.row_codes import Rows
-from tp_engine.layers.attention import current_metadata
+from tp_engine.layers.attention import current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
@@ -91,7 +91,7 @@ class GatedDeltaNet(Layer):
             chunks = chunks_of(batch)
             parts.append(self._chunks(mixed[num_decodes:], gates[num_decodes:], rule, self.states, chunks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.out_proj.part(out if wanted is None else out.index_select(0, wanted))
+        return self.out_proj.part(only(wanted, out))
 
 
 def chunks_of(batch: AttentionMetadata) -> list[Chunk]:

@@ -12,7 +12,7 @@ import torch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.heads import Rotation
 from tp_engine.kernels.row_codes import Rows
-from tp_engine.layers.attention import Attention, current_metadata
+from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.delta import GatedDeltaNet
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
@@ -156,11 +156,6 @@ class DecoderLayer(Layer):
         both = self.mlp(x)
         self._add(part, both)
         return both, residual
-
-
-def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """The ``wanted`` (n,) int64 of ``tokens`` (N, ...); all of them if it is None."""
-    return tokens if wanted is None else tokens.index_select(0, wanted)
 
 
 def _sinks(spec: AttentionSpec, context: LayerContext) -> torch.nn.Parameter:

@@ -16,7 +16,7 @@ from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.heads import Rotation
 from tp_engine.kernels.layer_kv import KeyValue
 from tp_engine.kernels.row_codes import Rows
-from tp_engine.layers.attention import Attention, current_metadata
+from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.formats.stored import LinearShape, Part
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
@@ -141,7 +141,7 @@ class LatentAttention(Layer):
             current_metadata(attention.group).slot_mapping,
         )
         attended = attention(query, rows, None if rows is None else rows[..., :rank]).reshape(len(x), -1)
-        return self.o_proj.part(attended if wanted is None else attended.index_select(0, wanted))
+        return self.o_proj.part(only(wanted, attended))
 
 
 def _shape(columns: int, *parts: tuple[str, int, Span]) -> LinearShape:
