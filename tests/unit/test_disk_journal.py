@@ -183,6 +183,19 @@ def test_a_journal_that_can_not_be_written_leaves_no_old_one(tmp_path: Path, cap
     assert "a later start finds less" in caplog.text
 
 
+def test_a_journal_that_failed_at_the_start_is_written_later(tmp_path: Path) -> None:
+    """Oracle: what follows the failure is left out, and the next whole journal and what follows it are there."""
+    (tmp_path / "journal.new").mkdir()
+    journal = JournalFile(tmp_path)
+    journal.rewrite(b"new.")
+    journal.append(b"one.")
+    (tmp_path / "journal.new").rmdir()
+    journal.rewrite(b"whole.")
+    journal.append(b"two.")
+    journal.close()
+    assert (tmp_path / "journal").read_bytes() == b"whole.two."
+
+
 def wait_for(path: Path, data: bytes) -> None:
     """Wait until the file has these bytes, 20 s at most."""
     deadline_s = time.monotonic() + 20

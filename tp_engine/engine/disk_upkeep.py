@@ -35,6 +35,7 @@ class JournalFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
         self._descriptor = -1
+        self._has_failed = False
         self._queue: SimpleQueue[tuple[bytes, bool] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="disk_journal", daemon=True)
 
@@ -55,8 +56,7 @@ class JournalFile:
             self._replace(data)
         except OSError as error:
             self._path.unlink(missing_ok=True)
-            self._warn(error)
-            return
+            self._fail(error)
         self._thread.start()
 
     def close(self) -> None:
@@ -66,19 +66,18 @@ class JournalFile:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        has_failed = False
         while (item := self._queue.get()) is not None:
             data, is_new = item
             try:
                 if is_new:
                     self._replace(data)
-                    has_failed = False
-                elif not has_failed:  # what stands behind a torn record is not read
+                    self._has_failed = False
+                elif not self._has_failed:  # what stands behind a torn record is not read
                     _write(self._descriptor, data)
             except OSError as error:
-                has_failed = True
-                self._warn(error)
-        os.close(self._descriptor)
+                self._fail(error)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def _replace(self, data: bytes) -> None:
         """Begin a new journal, which takes the old one's place when it is on disk."""
@@ -97,7 +96,8 @@ class JournalFile:
             os.close(self._descriptor)
         self._descriptor = descriptor
 
-    def _warn(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
+        self._has_failed = True
         logger.warning("the journal of the disk tier can not be written (%s): a later start finds less", error)
 
 
