@@ -29,7 +29,10 @@ DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A configuration field.  ``choices`` in ``metadata`` are checked, shown in ``--help`` and named in errors."""
+    """A configuration field.  ``choices`` in ``metadata`` are checked, shown in ``--help`` and named in errors.
+
+    ``is_of_host``: a path or a habit of one host, which the other hosts of a job need not share.
+    """
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
@@ -42,15 +45,18 @@ class EngineConfig:
         "model folder or hub name (default: the demo model of this project)",
         flags=("--model-path",),
         positional=True,
+        is_of_host=True,
     )
     tokenizer: str | None = option(
-        None, "tokenizer folder or hub name (default: the model's)", flags=("--tokenizer-path",)
+        None, "tokenizer folder or hub name (default: the model's)", flags=("--tokenizer-path",), is_of_host=True
     )
     revision: str | None = option(None, "hub revision of the model")
     tensor_parallel_size: int = option(1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"))
     device: str = option("auto", "where to run; auto takes CUDA if there is a GPU", choices=DEVICES)
     devices: str | None = option(
-        None, "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)"
+        None,
+        "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)",
+        is_of_host=True,
     )
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
     kv_cache_dtype: str = option(
@@ -105,7 +111,9 @@ class EngineConfig:
         "form of KV blocks on the host: none (exact); lossy: int8, fp8 (half of bfloat16), pca:RANK (still less)",
     )
     kv_disk_path: str | None = option(
-        None, "directory, of this engine alone, for KV blocks that outlive host memory and restarts (default: none)"
+        None,
+        "directory, of this engine alone, for KV blocks that outlive host memory and restarts (default: none)",
+        is_of_host=True,
     )
     kv_disk_size: float = option(0.0, "GiB of kv_disk_path, over all ranks, reserved at the start")
     max_model_len: int | None = option(
@@ -139,12 +147,18 @@ class EngineConfig:
     host_timeout_s: float = option(
         4.0, "with several hosts: a host that acknowledges nothing for so long is lost, and the job ends"
     )
-    profile: str | None = option(None, "folder for a torch.profiler trace of some steps of every rank (default: none)")
+    profile: str | None = option(
+        None, "folder for a torch.profiler trace of some steps of every rank (default: none)", is_of_host=True
+    )
     profile_steps: str = option("10:20", "steps that profile records, FIRST:END, END not included; or none")
     check_inputs: bool = option(False, "compare a digest of every step's inputs among the ranks, to find a divergence")
-    log_format: str = option("text", "lines for people, or one JSON object per line", choices=LOG_FORMATS)
+    log_format: str = option(
+        "text", "lines for people, or one JSON object per line", choices=LOG_FORMATS, is_of_host=True
+    )
     flight_recorder_dir: str | None = option(
-        None, "folder of the flight record of a job that ends abnormally; '' for none (default: the temporary folder)"
+        None,
+        "folder of the flight record of a job that ends abnormally; '' for none (default: the temporary folder)",
+        is_of_host=True,
     )
 
     def __post_init__(self) -> None:

@@ -47,8 +47,6 @@ _MEETING = "where hosts meet"
 _FAILED = "a host that failed before it was connected"
 _LOOK_S = 0.25
 _POLL_S = 0.005
-# Paths and habits of one host, which others need not share.
-_OWN_FIELDS = ("model", "tokenizer", "log_format", "flight_recorder_dir", "profile", "devices", "kv_disk_path")
 
 
 def topology_of(launched: env.LaunchedRank) -> Topology:
@@ -179,8 +177,9 @@ def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: St
             hosts.await_hosts(start_s)
         elif topology.is_leader(launched.rank):
             hosts.connect(watched.get(_MEETING).decode(), identity_of(effective), start_s=start_s)
-    except Exception as error:
-        if launched.rank != 0 and topology.is_leader(launched.rank):
+    except BaseException as error:
+        hosts.close()
+        if isinstance(error, Exception) and launched.rank != 0 and topology.is_leader(launched.rank):
             hosts.tell_failure(error)
         raise
     return hosts
@@ -188,10 +187,8 @@ def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: St
 
 def identity_of(effective: EffectiveConfig) -> dict[str, str]:
     """What must be equal on all hosts, as text by name."""
-    config = {
-        name: str(value) for name, value in dataclasses.asdict(effective.config).items() if name not in _OWN_FIELDS
-    }
-    return config | {
+    shared = [field.name for field in dataclasses.fields(EngineConfig) if not field.metadata.get("is_of_host")]
+    return {name: str(getattr(effective.config, name)) for name in shared} | {
         "tp_engine": tp_engine.__version__,
         "torch": str(torch.__version__),
         "weights": _weights(effective),
