@@ -115,9 +115,9 @@ def use_interface(name: str | None) -> None:
             os.environ[variable] = name
 
 
-def collective_interfaces() -> tuple[str, str]:
-    """The network interfaces that gloo and NCCL use, as far as the environment says."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "their own choice"), os.environ.get("NCCL_SOCKET_IFNAME", "own choice")
+def collective_interface(backend: str) -> str:
+    """The network interface that ``backend``, gloo or nccl, uses, as far as the environment says."""
+    return os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "an interface of its choice")
 
 
 def let_ranks_share_devices() -> None:

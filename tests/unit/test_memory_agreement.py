@@ -35,8 +35,8 @@ def test_agreement_is_the_minimum(seed: int) -> None:
 
 def test_ranks_of_several_hosts_are_named_with_their_host() -> None:
     """Oracle: two ranks per host, numbered host by host; on one host the rank alone."""
-    assert RankInfo(world_size=4, local_world_size=2).named(3) == "rank 3 (host 1)"
-    assert RankInfo(world_size=4, local_world_size=4).named(3) == "rank 3"
+    assert RankInfo(world_size=4, local_world_size=2).topology.named(3) == "rank 3 (host 1)"
+    assert RankInfo(world_size=4, local_world_size=4).topology.named(3) == "rank 3"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class RankGroups:
 
         A collective.  ``RankError`` if ``is_required`` and a rank can not.
         """
-        swap = self._join_first_ranks() if self.info.local_world_size < self.info.world_size else None
+        swap = self._join_first_ranks() if self.info.topology.num_hosts > 1 else None
         self.communicator = with_shared_memory(
             self.communicator,
             self.host,
@@ -116,7 +116,8 @@ class RankGroups:
 
     def _join_first_ranks(self) -> Swap | None:
         """A group of the first ranks of all hosts, and its exchange; None on the other ranks.  A collective."""
-        firsts = list(range(0, self.info.world_size, self.info.local_world_size))
+        topology = self.info.topology
+        firsts = [topology.leader_of(host) for host in range(topology.num_hosts)]
         patience = timedelta(seconds=self._collective_s + _AFTER_WATCHDOG_S)
         group = dist.new_group(firsts, backend="gloo", timeout=patience)
         return swap_between(group, len(firsts)) if self.info.local_rank == 0 else None
@@ -201,9 +202,9 @@ def join(
         )
     if info.is_first:  # if rank 0 dies before another rank is here, only this line says where it was
         logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
-        if info.local_world_size < info.world_size:
-            num_hosts, interfaces = info.world_size // info.local_world_size, env.collective_interfaces()
-            logger.info("%d hosts; tensors go by %s over %s", num_hosts, backend, interfaces[backend == "nccl"])
+        if info.topology.num_hosts > 1:
+            interface = env.collective_interface(backend)
+            logger.info("%d hosts; tensors go by %s over %s", info.topology.num_hosts, backend, interface)
     progress.reach(RankPhase.GROUP_INIT)
     start, collective = (timedelta(seconds=seconds + _AFTER_WATCHDOG_S) for seconds in (start_s, collective_s))
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())

@@ -30,13 +30,9 @@ class RankInfo:
         return self.rank == 0
 
     @property
-    def host(self) -> int:
-        """This rank's host, counted from 0."""
-        return self.rank // self.local_world_size
-
-    def named(self, rank: int) -> str:
-        """``'rank 5'``, and with several hosts ``'rank 5 (host 1)'``."""
-        return Topology(world_size=self.world_size, local_world_size=self.local_world_size).named(rank)
+    def topology(self) -> Topology:
+        """Which ranks share a host."""
+        return Topology(world_size=self.world_size, local_world_size=self.local_world_size)
 
 
 class Agreeing(Protocol):

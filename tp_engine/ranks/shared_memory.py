@@ -55,7 +55,7 @@ def with_shared_memory(
     """
     together = partial(all_do, host, "shared memory", "shm", is_required=is_required)
     info = host.info
-    is_one_host = info.local_world_size == info.world_size
+    is_one_host = info.topology.num_hosts == 1
     local = host if is_one_host else LocalRanks(host)
     slots = _shared_slots(local, slot_bytes, together)
     if slots is None:

@@ -221,7 +221,7 @@ def agree_on_blocks(local: int | Exception, group: AgreementGroup, *, of: str = 
         _log(agreement, group.info, of)
         return agreement
     causes = group.all_gather_bytes((failure or "").encode())
-    failed = [f"{group.info.named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
+    failed = [f"{group.info.topology.named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
     raise MemoryBudgetError(
         f"{len(failed)} of {group.info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
         rank=next(rank for rank, cause in enumerate(causes) if cause),
@@ -243,6 +243,6 @@ def _log(agreement: Agreement, info: RankInfo, of: str) -> None:
             "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)",
             of,
             agreement.num_blocks,
-            info.named(agreement.limiting_rank),
+            info.topology.named(agreement.limiting_rank),
             agreement.largest,
         )

@@ -143,10 +143,10 @@ def _terms(ledger: MemoryLedger) -> dict[str, int]:
 def ledger_table(ledger: MemoryLedger, info: RankInfo) -> str:
     """One rank's ledger as a table of GiB."""
     rows = (f"  {name.replace('_', ' '):<20}{format_gib(value):>14}" for name, value in _terms(ledger).items())
-    return "\n".join((f"Memory of {info.named(info.rank)}:", *rows))
+    return "\n".join((f"Memory of {info.topology.named(info.rank)}:", *rows))
 
 
 def ledger_json(ledger: MemoryLedger, info: RankInfo, *, num_blocks: int, kv_cache_bytes: int) -> str:
     """One rank's ledger as one line of JSON, in bytes, with the cache that the ranks agreed on."""
-    place = {"rank": info.rank, "host": info.host}
+    place = {"rank": info.rank, "host": info.topology.host_of(info.rank)}
     return json.dumps({**place, **_terms(ledger), "num_kv_blocks": num_blocks, "kv_cache_bytes": kv_cache_bytes})
