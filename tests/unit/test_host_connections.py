@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from tp_engine.engine import host_link
 from tp_engine.engine.host_link import ClockOffset, HostLinks
 from tp_engine.errors import PlanError, RankError
+from tp_engine.ipc import handshake
 from tp_engine.ipc.board_mirror import SlotPacker, unpack_slots
 from tp_engine.ipc.handshake import KEY_BYTES, Hello, Listener, connect, new_hello
 from tp_engine.ipc.host_view import Ended
@@ -94,6 +96,25 @@ def test_garbage_and_a_wrong_key_are_refused(meeting: Meeting, caplog: pytest.Lo
     assert not meeting.refused and not meeting.accepted
     meeting.connect("watch").close()
     wait_until(lambda: "watch" in meeting.accepted)
+
+
+def test_a_stranger_that_dribbles_does_not_keep_its_place(
+    meeting: Meeting, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: its connection ends although bytes keep coming, with a line in the log."""
+    monkeypatch.setattr(handshake, "_PATIENCE_S", 0.2)
+    with (
+        caplog.at_level(logging.WARNING, logger="tp_engine"),
+        socket.create_connection(("127.0.0.1", meeting.listener.port), timeout=DEADLINE_S) as stranger,
+    ):
+        stranger.sendall((60_000).to_bytes(4, "little"))
+
+        def is_refused_while_it_dribbles() -> bool:
+            with contextlib.suppress(OSError):
+                stranger.sendall(b" ")
+            return "was refused" in caplog.text
+
+        wait_until(is_refused_while_it_dribbles)
 
 
 def test_another_configuration_is_named_on_both_ends(meeting: Meeting) -> None:
@@ -272,6 +293,40 @@ def test_two_boards_become_alike_and_a_closed_connection_is_a_death() -> None:
     finally:
         hub.stop()
         spoke.stop()
+
+
+def fill(connection: socket.socket) -> int:
+    """Send until the connection takes no more; returns the number of bytes."""
+    connection.setblocking(False)
+    num_bytes = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            num_bytes += connection.send(bytes(1 << 16))
+    return num_bytes
+
+
+def test_a_failure_is_told_behind_a_beat_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the text arrives as soon as there is room, with no further beat of the clock."""
+    monkeypatch.setattr(host_link, "BEAT_S", 3600.0)
+    board = JobBoard.create(4, local_world_size=2, host=1)
+    near_end, far_end = tcp_pair()
+    num_filled = fill(far_end)
+    spoke = HostLinks(board, 2)
+    try:
+        spoke.add(0, far_end)
+        wait_until(lambda: bool(spoke._links[0].unsent))
+        board.slots[2].fail("Traceback: no memory")
+        spoke.tell()
+        near_end.settimeout(DEADLINE_S)
+        while num_filled:
+            num_filled -= len(near_end.recv(num_filled))
+        heard = b""
+        while b"no memory" not in heard:
+            heard += near_end.recv(1 << 16)
+    finally:
+        near_end.close()
+        spoke.stop()
+    spoke.tell()  # does nothing any more
 
 
 def test_hosts_hear_of_each_other_through_rank_0() -> None:

@@ -89,6 +89,7 @@ class _Link:
         self.packer = SlotPacker()
         self.arrived = bytearray()
         self.unsent = memoryview(b"")
+        self.is_due = False  # a beat has to wait for the rest of the one before
         self.peer_sent_ns = self.peer_received_ns = 0
         self.num_rounds = 0
         self.is_over = False
@@ -120,8 +121,11 @@ class HostLinks:
         others = [rank for rank in range(topology.world_size) if topology.host_of(rank) != host]
         mine = others if self._rank == 0 else list(topology.ranks_of(self._board.host))
         with self._lock:
+            if self._over.is_set():
+                connection.close()
+                return
             self._links[host] = _Link(host, connection, mine)
-        self.poke()
+            self.poke()
 
     @property
     def round_trips_s(self) -> dict[int, float]:
@@ -135,8 +139,10 @@ class HostLinks:
             os.eventfd_write(self._poked, 1)
 
     def tell(self) -> None:
-        """Send a beat now, from this thread: the process may end at once."""
+        """Send a beat now, from this thread: the process may end at once.  Does nothing after ``stop``."""
         with self._lock:
+            if self._over.is_set():
+                return
             for link in self._links.values():
                 self._send_beat(link)
 
@@ -150,9 +156,10 @@ class HostLinks:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         deadline_s = time.monotonic() + _FAREWELL_S
-        for link in self._links.values():
-            _close_gently(link, deadline_s)
-        os.close(self._poked)
+        with self._lock:
+            for link in self._links.values():
+                self._close_gently(link, deadline_s)
+            os.close(self._poked)
 
     def _run(self) -> None:
         next_s = 0.0
@@ -163,28 +170,35 @@ class HostLinks:
                     self._look_at_own_host()
                     self.tell()
                     next_s = time.monotonic() + BEAT_S
-            except Exception:
+            except Exception as error:
                 logger.exception("the connections between hosts failed")
-                for link in self._links.values():
-                    self._end(link, Ended.CLOSED, "of an error")
+                with self._lock:
+                    for link in self._links.values():
+                        self._end(link, Ended.CLOSED, f"{type(error).__name__}: {error}")
                 raise
 
     def _wait(self, timeout_s: float) -> bool:
-        """Receive until the time has passed; returns whether a beat was asked for."""
+        """Receive what has come, and send the rest of beats, once; returns whether a beat was asked for."""
+        poll = select.poll()
+        poll.register(self._poked, select.POLLIN)
         with self._lock:
             living = {link.socket.fileno(): link for link in self._links.values() if not link.is_over}
-        poll = select.poll()
-        for descriptor in (self._poked, *living):
-            poll.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll(max(0.0, 1000 * timeout_s))]
-        for descriptor in ready:
-            if descriptor in living:
-                self._receive(living[descriptor])
-        if self._poked in ready:
+            for descriptor, link in living.items():
+                poll.register(descriptor, select.POLLIN | (select.POLLOUT if link.unsent else 0))
+        ready = dict(poll.poll(max(0.0, 1000 * timeout_s)))
+        is_poked = ready.pop(self._poked, 0) != 0
+        with self._lock:
+            for descriptor, events in ready.items():
+                if events & select.POLLOUT:
+                    self._send_rest(living[descriptor])
+                    if living[descriptor].is_due:
+                        self._send_beat(living[descriptor])
+                if events & ~select.POLLOUT:
+                    self._receive(living[descriptor])
+        if is_poked:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._poked)
-            return True
-        return False
+        return is_poked
 
     def _look_at_own_host(self) -> None:
         """Note on the board what other hosts can not see: how the processes of this one are."""
@@ -197,24 +211,34 @@ class HostLinks:
                 slot.host.note_vitals(*process_vitals(slot.pid), resident_bytes(slot.pid))
 
     def _send_beat(self, link: _Link) -> None:
-        if link.is_over:
-            return
+        """Send what is left of the last beat, then a new one, as far as the socket takes them."""
+        self._send_rest(link)
+        link.is_due = bool(link.unsent)
+        if not link.is_due and not link.is_over:
+            link.unsent = self._new_beat(link)
+            self._send_rest(link)
+
+    def _new_beat(self, link: _Link) -> memoryview:
         now_ns = time.monotonic_ns()
-        if not link.unsent:
-            is_heard = now_ns - link.peer_received_ns < _SILENT_S * 1e9
-            slots = [self._board.slots[rank] for rank in link.ranks]
-            packed = link.packer.pack(slots, with_records=self._rank != 0) if is_heard or not link.num_rounds else b""
-            held_ns = now_ns - link.peer_received_ns if link.peer_received_ns else 0
-            header = _HEADER.pack(_HEADER.size - 4 + len(packed), now_ns, link.peer_sent_ns, held_ns)
-            link.unsent = memoryview(header + packed)
+        is_heard = now_ns - link.peer_received_ns < _SILENT_S * 1e9
+        slots = [self._board.slots[rank] for rank in link.ranks]
+        packed = link.packer.pack(slots, with_records=self._rank != 0) if is_heard or not link.num_rounds else b""
+        held_ns = now_ns - link.peer_received_ns if link.peer_received_ns else 0
+        header = _HEADER.pack(_HEADER.size - 4 + len(packed), now_ns, link.peer_sent_ns, held_ns)
+        return memoryview(header + packed)
+
+    def _send_rest(self, link: _Link) -> None:
         try:
-            link.unsent = link.unsent[link.socket.send(link.unsent) :]
+            while link.unsent and not link.is_over:
+                link.unsent = link.unsent[link.socket.send(link.unsent) :]
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(link, error)
 
     def _receive(self, link: _Link) -> None:
+        if link.is_over:
+            return
         try:
             data = link.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -251,8 +275,7 @@ class HostLinks:
                 self.poke()
         link.num_rounds += 1
         if link.num_rounds <= _FIRST_ROUNDS:
-            with self._lock:
-                self._send_beat(link)
+            self._send_beat(link)
 
     def _lose(self, link: _Link, error: OSError) -> None:
         how = Ended.LOST if error.errno in _LOST else Ended.CLOSED
@@ -260,6 +283,8 @@ class HostLinks:
 
     def _end(self, link: _Link, how: Ended, why: str) -> None:
         """The connection has ended: unless its host has left, its first rank counts as ended."""
+        if link.is_over:
+            return
         link.is_over = True
         slot = self._board.slots[self._board.topology.leader_of(link.host)]
         if slot.state != State.LEFT:
@@ -269,6 +294,22 @@ class HostLinks:
         self.wake()
         if how == Ended.LOST:
             _cut_connections(link.address)
+
+    def _close_gently(self, link: _Link, deadline_s: float) -> None:
+        """Close after the other end has closed, or at the deadline: what it still sends must not reset the connection.
+
+        A beat that had to wait is sent before.
+        """
+        with contextlib.suppress(OSError):
+            link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
+            if not link.is_over:
+                link.socket.sendall(link.unsent)
+                if link.is_due:
+                    link.socket.sendall(self._new_beat(link))
+            link.socket.shutdown(socket.SHUT_WR)
+            while not link.is_over and link.socket.recv(_CHUNK_BYTES):
+                link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
+        link.socket.close()
 
 
 def _cut_connections(address: str) -> None:
@@ -288,16 +329,3 @@ def _shut_down(descriptor: int, address: str) -> None:
         is_tcp = one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
         if is_tcp and one.getpeername()[0].removeprefix("::ffff:") == address:
             one.shutdown(socket.SHUT_RDWR)
-
-
-def _close_gently(link: _Link, deadline_s: float) -> None:
-    """Close after the other end has closed, or at the deadline: what it still sends must not reset the connection."""
-    with contextlib.suppress(OSError):
-        link.socket.setblocking(True)
-        link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
-        if link.unsent and not link.is_over:
-            link.socket.sendall(link.unsent)
-        link.socket.shutdown(socket.SHUT_WR)
-        while not link.is_over and link.socket.recv(_CHUNK_BYTES):
-            link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
-    link.socket.close()

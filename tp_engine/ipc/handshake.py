@@ -90,11 +90,12 @@ class Listener:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.bind((address, 0))
         self._socket.listen(64)
-        self.address, self.port = address, int(self._socket.getsockname()[1])
+        self.port = int(self._socket.getsockname()[1])
         self._key, self._identity = key, dict(identity)
         self._accepted, self._refused = accepted, refused
         self._missing = {(host, purpose) for host in hosts for purpose in ("plan", "watch")}
         self._lock = threading.Lock()
+        self._over = threading.Event()
         self._places = threading.Semaphore(_MAX_HANDSHAKES)
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
         self._thread.start()
@@ -107,6 +108,7 @@ class Listener:
 
     def close(self) -> None:
         """Take no more connections; safe to call twice."""
+        self._over.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -116,8 +118,12 @@ class Listener:
             self._places.acquire()
             try:
                 connection, peer = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                self._places.release()
+                if self._over.wait(_RETRY_S):
+                    return
+                logger.warning("a connection from another host was not accepted: %s", error)
+                continue
             threading.Thread(target=self._greet, args=(connection, str(peer[0])), name="hello", daemon=True).start()
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
@@ -125,9 +131,9 @@ class Listener:
             connection.settimeout(_PATIENCE_S)
             hello = self._handshake(connection)
             with self._lock:
+                self._accepted(hello, connection)
                 self._missing.discard((hello.host, hello.purpose))
                 is_last = not self._missing
-                self._accepted(hello, connection)
             if is_last:
                 self.close()
         except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -238,8 +244,11 @@ def _proof(key: bytes, side: bytes, nonce: bytes, payload: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
+    """The next bytes; ``TimeoutError`` if they have not all come within ``_PATIENCE_S``."""
+    data, deadline_s = bytearray(), time.monotonic() + _PATIENCE_S
     while len(data) < num_bytes:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("it said too little for too long")
         more = connection.recv(num_bytes - len(data))
         if not more:
             raise ValueError("it closed the connection before it had said what it is")
