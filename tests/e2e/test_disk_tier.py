@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.serving import Server, serving
 from tp_engine import LLM, SamplingParams
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, MemoryBudgetError
 
 PROMPT = [(7 * position) % 90 + 3 for position in range(100)]
 OPTIONS: dict[str, Any] = {
@@ -56,14 +56,17 @@ def flip(path: Path, offset: int) -> None:
 def test_what_does_not_fit_is_computed_again(
     checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: each engine's tokens without a disk.  The same engine again; a flipped bit in the third slot; other
-    weights under the same name; another rope; two ranks, and a flipped bit on one of them; another codec or type of
-    cache.  The log says what differs, and engines with a codec or a quantised cache find what they have written."""
+    """Oracle: each engine's tokens without a disk.  The same engine again, after a start that was refused; a flipped
+    bit in the third slot; other weights under the same name; another rope; two ranks, and a flipped bit on one of them;
+    another codec or type of cache.  The log says what differs, and engines with a codec or a quantised cache find what
+    they have written."""
     model, disk = tmp_path / "model", tmp_path / "kv"
     shutil.copytree(checkpoint("qwen3", num_kv_heads=4, vocab_size=203), model)
     logging.getLogger("tp_engine").addHandler(caplog.handler)
     try:
         plain, _ = answer(model, {})
+        with pytest.raises(MemoryBudgetError, match=r"what is free .* lower it to at most"):
+            answer(model, {**on_disk(disk), "kv_disk_size": 1e9})
         assert answer(model, on_disk(disk)) == (plain, 0)
         assert answer(model, on_disk(disk)) == (plain, NUM_FULL)
         second = {**on_disk(disk), "flight_recorder_dir": str(tmp_path)}

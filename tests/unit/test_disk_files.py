@@ -21,6 +21,7 @@ from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.tier_progress import TierProgressReader
 from tp_engine.units import GIB
+from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
 from tp_engine.worker.disk_tier import DiskTier
 from tp_engine.worker.effective_config import resolve
@@ -146,6 +147,22 @@ def test_the_size_must_hold_a_block_and_be_free(tmp_path: Path) -> None:
         choose_disk_slots(tmp_path, 1e9, SLOT_BYTES, rank=1, world_size=2, local_world_size=2)
 
 
+def test_files_that_could_not_be_opened_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the second attempt, in the same process, does not meet the first one's lock or descriptors."""
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing)
+        with pytest.raises(MemoryBudgetError, match=r"can not reserve .* lower kv_disk_size"):
+            files(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    files(tmp_path).close()
+
+
+def failing(*_: object) -> None:
+    """A file system without room."""
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -204,8 +221,11 @@ def test_threads_read_and_write_in_the_order_of_plans(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_hangs_holds_up_nothing() -> None:
-    """Oracle: files whose reads never end: ``begin`` returns at once, writes go on, and ``close`` ends in time."""
-    never = threading.Event()
+    """Oracle: files whose reads never end: ``begin`` returns at once, writes go on, and ``close`` ends in time.
+
+    When the read ends after all, the files are closed.
+    """
+    never, closed = threading.Event(), threading.Event()
 
     class Hanging:
         def read(self, slot: int, target: memoryview) -> bool:
@@ -216,7 +236,8 @@ def test_a_disk_that_hangs_holds_up_nothing() -> None:
                 raise OSError(28, "No space left on device")
 
         def close(self) -> None:
-            raise AssertionError("a file is closed while a thread uses it")
+            assert never.is_set(), "a file is closed while a thread uses it"
+            closed.set()
 
     board = JobBoard.create(1).slots[0]
     tier = DiskTier(np.zeros((4, 8), dtype=np.uint8), Hanging(), board.tier_progress(), first_serial=1)
@@ -227,8 +248,9 @@ def test_a_disk_that_hangs_holds_up_nothing() -> None:
     assert reader.poll() == (2, (2,))
     started_s = time.monotonic()
     tier.close()
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 5 and not closed.is_set()
     never.set()
+    assert closed.wait(20)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -249,12 +271,12 @@ def test_each_part_of_the_fingerprint_counts(checkpoint: Callable[..., Path], tm
         effective = resolve(config)
         layout = effective.model.kv_layout_on(1)
         shape = KvCacheShape(layout=layout, block_size=config.block_size, dtype=effective.kv_cache_dtype)
-        found = make_identity(effective, info or RankInfo(), shape, ["torch"], lanes=0, blob_bytes=64)
+        found = make_identity(effective, info or RankInfo(), shape, ["torch"], codec=codec)
         assert len(found.fingerprint) == 16
         whole.add(found.fingerprint)
         return found.parts
 
-    whole: set[bytes] = set()
+    whole, codec = set[bytes](), BlockCopy(64, "rows")
     first = parts()
     assert parts() == first and len(whole) == 1
     changes: list[tuple[str, dict[str, str]]] = [

@@ -16,6 +16,7 @@ ranks of an engine that was killed may live a moment longer than rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
@@ -119,29 +120,20 @@ class SlotFiles:
         """Raises ``MemoryBudgetError`` if there is no room, ``ConfigError`` if another process holds the files."""
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self._stride, self._identity = _stride(slot_bytes), identity
-        self._slots = _open(path / f"rank-{rank}.kv")
-        self._index = _open(path / f"rank-{rank}.index")
-        if not _locked(self._index, _LOCK_PATIENCE_S):
-            raise ConfigError(
-                f"kv_disk_path is {str(path)!r}, and another process still uses its rank-{rank}.index; stop it, or "
-                "give each engine a directory of its own"
-            )
-        try:
-            os.posix_fallocate(self._slots, 0, num_slots * self._stride)
-            os.posix_fallocate(self._index, 0, _HEADER_BYTES + num_slots * ENTRY.itemsize)
-        except OSError as error:
-            raise MemoryBudgetError(
-                f"can not reserve {format_gib(num_slots * self._stride)} below {str(path)!r} ({error.strerror}); lower "
-                "kv_disk_size"
-            ) from error
-        os.ftruncate(self._slots, num_slots * self._stride)  # not less: what was more is given back
-        self.store, self.difference = self._read_header()
-        self._entries = np.zeros(num_slots, dtype=ENTRY)
-        if self.store:
-            data = _pread(self._index, num_slots * ENTRY.itemsize, _HEADER_BYTES)
-            self._entries = np.frombuffer(bytearray(data), dtype=ENTRY).copy()
-            is_ours = (self._entries["fingerprint"] == np.frombuffer(identity.fingerprint, "<u8")).all(axis=1)
-            self._entries[~is_ours] = np.zeros((), dtype=ENTRY)
+        with contextlib.ExitStack() as undo:
+            self._slots = _open(path / f"rank-{rank}.kv")
+            undo.callback(os.close, self._slots)
+            self._index = _open(path / f"rank-{rank}.index")
+            undo.callback(os.close, self._index)
+            self._reserve(path, rank)
+            self.store, self.difference = self._read_header()
+            self._entries = np.zeros(num_slots, dtype=ENTRY)
+            if self.store:
+                data = _pread(self._index, num_slots * ENTRY.itemsize, _HEADER_BYTES)
+                self._entries = np.frombuffer(data, dtype=ENTRY).copy()
+                is_ours = (self._entries["fingerprint"] == np.frombuffer(identity.fingerprint, "<u8")).all(axis=1)
+                self._entries[~is_ours] = np.zeros((), dtype=ENTRY)
+            undo.pop_all()
 
     @property
     def serials(self) -> npt.NDArray[np.int64]:
@@ -197,6 +189,23 @@ class SlotFiles:
         """Give up the files and their lock."""
         os.close(self._slots)
         os.close(self._index)
+
+    def _reserve(self, path: Path, rank: int) -> None:
+        """Lock the files, and give them their sizes."""
+        if not _locked(self._index, _LOCK_PATIENCE_S):
+            raise ConfigError(
+                f"kv_disk_path is {str(path)!r}, and another process still uses its rank-{rank}.index; stop it, or "
+                "give each engine a directory of its own"
+            )
+        try:
+            os.posix_fallocate(self._slots, 0, self.num_slots * self._stride)
+            os.posix_fallocate(self._index, 0, _HEADER_BYTES + self.num_slots * ENTRY.itemsize)
+        except OSError as error:
+            raise MemoryBudgetError(
+                f"can not reserve {format_gib(self.num_slots * self._stride)} below {str(path)!r} ({error.strerror}); "
+                "lower kv_disk_size"
+            ) from error
+        os.ftruncate(self._slots, self.num_slots * self._stride)  # not less: what was more is given back
 
     def _clear(self, slot: int) -> None:
         self._entries[slot] = np.zeros((), dtype=ENTRY)

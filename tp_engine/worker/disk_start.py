@@ -13,6 +13,7 @@ Serials of writes go on behind the largest that any rank has, which all ranks kn
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -24,7 +25,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.attention.registry import key_lanes
 from tp_engine.log import get_logger
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.ranks.rank import RankInfo
@@ -92,51 +92,58 @@ def open_disk_tier(
     config, info, slot_bytes = effective.config, groups.info, tier.slots.shape[1]
     assert config.kv_disk_path is not None
     path = Path(config.kv_disk_path)
-    lock = together("locking the disk tier", lambda: _lock(path) if info.is_first else None)
-    num_slots = settle_slots(
-        lambda: choose_disk_slots(
-            path,
-            config.kv_disk_size,
-            slot_bytes,
-            rank=info.rank,
-            world_size=info.world_size,
-            local_world_size=info.local_world_size,
-        ),
-        groups.host,
-        of="disk tier",
-    )
-    files = together("opening the disk tier", lambda: _open(path, num_slots, slot_bytes, effective, info, parts))
-    own = _Report(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
-    gathered = groups.host.all_gather_bytes(msgspec.msgpack.encode(own))
-    reports = [msgspec.msgpack.decode(one, type=_Report) for one in gathered]
-    stores = {report.store for report in reports}
-    keeps = len(stores) == 1 and "" not in stores
-    store = reports[0].store if keeps else reports[0].proposal
-    files.begin(store, keeps=keeps)
-    if info.is_first:
-        size = format_gib(num_slots * slot_bytes)
-        logger.info("Disk KV cache: %s a rank, %d slots, in %s", size, num_slots, path)
-        _log_loss(reports, keeps=keeps)
-    serials = tuple(np.frombuffer(report.serials, np.int64) for report in reports)
-    first_serial = 1 + max(int(one.max()) for one in serials)
-    disk = tier.disk = DiskTier(tier.slots.numpy(), files, channels, first_serial=first_serial)
-    return DiskStart(
-        tier=disk,
-        path=path,
-        num_slots=num_slots,
-        store=bytes.fromhex(store),
-        serials=serials if keeps else (),
-        first_serial=first_serial,
-        lock=lock,
-    )
+    with contextlib.ExitStack() as undo:
+        lock = together("locking the disk tier", lambda: _lock(path) if info.is_first else None)
+        if lock is not None:
+            undo.callback(os.close, lock)
+        num_slots = settle_slots(
+            lambda: choose_disk_slots(
+                path,
+                config.kv_disk_size,
+                slot_bytes,
+                rank=info.rank,
+                world_size=info.world_size,
+                local_world_size=info.local_world_size,
+            ),
+            groups.host,
+            of="disk tier",
+        )
+        files = together(
+            "opening the disk tier",
+            lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, effective, info, parts))),
+        )
+        own = _Report(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
+        gathered = groups.host.all_gather_bytes(msgspec.msgpack.encode(own))
+        reports = [msgspec.msgpack.decode(one, type=_Report) for one in gathered]
+        stores = {report.store for report in reports}
+        keeps = len(stores) == 1 and "" not in stores
+        store = reports[0].store if keeps else reports[0].proposal
+        files.begin(store, keeps=keeps)
+        if info.is_first:
+            size = format_gib(num_slots * slot_bytes)
+            logger.info("Disk KV cache: %s a rank, %d slots, in %s", size, num_slots, path)
+            _log_loss(reports, keeps=keeps)
+        serials = tuple(np.frombuffer(report.serials, np.int64) for report in reports)
+        first_serial = 1 + max(int(one.max()) for one in serials)
+        undo.pop_all()
+        disk = tier.disk = DiskTier(tier.slots.numpy(), files, channels, first_serial=first_serial)
+        return DiskStart(
+            tier=disk,
+            path=path,
+            num_slots=num_slots,
+            store=bytes.fromhex(store),
+            serials=serials if keeps else (),
+            first_serial=first_serial,
+            lock=lock,
+        )
 
 
 def _open(
     path: Path, num_slots: int, slot_bytes: int, effective: EffectiveConfig, info: RankInfo, parts: RunnerParts
 ) -> SlotFiles:
-    lanes = key_lanes(parts.backends[0], effective.config.block_size)
+    assert parts.codec is not None, "there is a host tier above"
     names = [backend.name for backend in parts.backends]
-    identity = make_identity(effective, info, parts.kv_shape, names, lanes=lanes, blob_bytes=slot_bytes)
+    identity = make_identity(effective, info, parts.kv_shape, names, codec=parts.codec)
     return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
 
 

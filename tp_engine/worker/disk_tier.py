@@ -89,16 +89,20 @@ class DiskTier:
             self._next_serial += len(writes)
 
     def close(self) -> None:
-        """Let the threads end after what they have been given; those that hang are left behind."""
+        """Let the threads end after what they have been given; those that hang are left behind, with the files open."""
         self._reads.put(None)
         self._writes.put(None)
-        deadline_s = time.monotonic() + _END_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        last = threading.Thread(target=self._close_files, name="disk_end", daemon=True)
+        last.start()
+        last.join(_END_S)
+        if last.is_alive():
             logger.warning("the disk tier has not ended within %g s; its last blocks may be missing", _END_S)
-        else:
-            self._files.close()
+
+    def _close_files(self) -> None:
+        """Close the files when both threads have ended, so that their lock does not outlive a slow disk."""
+        for thread in self._threads:
+            thread.join()
+        self._files.close()
 
     def _run(
         self, queue: SimpleQueue[_Work | None], body: Callable[[int, int, int], bool], progress: TierProgress
