@@ -27,8 +27,9 @@ from tests.soak.lives import TIER_GIB, Soak, check_process, disturbed_life, faul
 from tp_engine import env
 from tp_engine.engine.start import serve_rank
 from tp_engine.log import configure_logging
+from tp_engine.units import MIB
 
-RSS_ALLOWANCE = 12 << 20
+RSS_ALLOWANCE = 12 * MIB
 _START_S = 240.0
 
 

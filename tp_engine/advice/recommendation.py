@@ -105,11 +105,9 @@ class Recommendation:
             f"weights ({self.weight_format})": self.weight_bytes,
             "largest step (estimate)": self.activation_bytes,
             "runtime (estimate)": self.overhead_bytes,
+            **({"recurrent states": self.state_bytes} if self.state_bytes else {}),
             "left for the KV cache": self.kv_cache_bytes,
         }
-        if self.state_bytes:
-            rows = {**rows, "recurrent states": self.state_bytes}
-            rows["left for the KV cache"] = rows.pop("left for the KV cache")
         lines = [f"  {name:<28}{format_gib(value):>12}" for name, value in rows.items()]
         if self.active_weight_bytes < self.weight_bytes:
             lines[2] += f"  ({format_gib(self.active_weight_bytes)} for one token: the experts that it goes to)"

@@ -78,7 +78,7 @@ class Admitter:
         if hits.next_name in self._names:
             self._seat(draft)
             hits = self._blocks.find_hits(sequence)
-        if self._waits is not None:
+        if self._waits is not None and sequence.reads_disk:
             if self._waits.must_wait(sequence, hits.shared.held):
                 self._batch.num_parked += 1
                 return Verdict.PARKED

@@ -83,7 +83,6 @@ class DiskTier:
         self._num_void = 0  # writes whose content has been forgotten since
         restored = restore(contents.nodes, cache, self.first, limits.kv_windows.is_full.tolist())
         self._slots.put(restored.slots, restored.serials)
-        self.num_restored = len(restored.slots)
         self._rewrite_journal()
 
     def stats(self) -> dict[str, int]:

@@ -183,12 +183,16 @@ class ModelRunner:
             self.tier.apply(plan)
             self._progress.back(RankPhase.STEP_BEGIN)
         if len(plan.copies):
-            device = self.blocks.raw.device
-            self.blocks.copy(*(upload(plan.copies[:, i].astype(np.int64), device) for i in (0, 1)))
+            self.blocks.copy(*self._upload(plan.copies))
         if len(plan.state_copies):
             assert self.states is not None, "the model has no recurrent states"
-            device = self.states.raw.device
-            self.states.copy(*(upload(plan.state_copies[:, i].astype(np.int64), device) for i in (0, 1)))
+            self.states.copy(*self._upload(plan.state_copies))
+
+    def _upload(self, pairs: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sources and the targets of ``pairs`` (n, 2), each (n,) int64 on the device."""
+        sources, targets = pairs.T.astype(np.int64)
+        device = self.blocks.raw.device
+        return upload(sources, device), upload(targets, device)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
         """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 the log-probabilities too."""
