@@ -93,7 +93,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "intermediate_size": 2112, "max_position_embeddings": 262144, "model_type": "gemma4_text",
         "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128, "num_hidden_layers": 30,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "sliding_window": 1024, "top_k_experts": 8,
-        "per_layer_config": {str(layer): {"head_dim": 512, "num_key_value_heads": 2} for layer in range(5, 30, 6)},
+        "per_layer_config": {f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 2} for layer in range(5, 30, 6)},
         "dtype": "bfloat16", "vocab_size": 262144,
     },
     "OLMo-2": {
@@ -267,6 +267,8 @@ def test_gemma_4() -> None:
         ("gemma-4-26B-A4B-text", {"num_kv_shared_layers": 18}, "num_kv_shared_layers is 18"),
         ("gemma-4-26B-A4B-text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("gemma-4-26B-A4B-text", {"per_layer_config": {"5": {"sliding_window": 4}}}, "sliding_window=4"),
+        ("gemma-4-26B-A4B-text", {"per_layer_config": {"30": {"head_dim": 512}}}, "0 to 29: correct or remove '30'"),
+        ("gemma-4-26B-A4B-text", {"per_layer_config": {"full": {"head_dim": 512}}}, "correct or remove 'full'"),
         (
             "Phi-3.5-mini",
             {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},

@@ -93,12 +93,15 @@ def _head_shapes(reader: DecoderReader, windows: tuple[int | None, ...]) -> list
     found = config.take("per_layer_config", dict)
     if found is None:
         return [full if window is None else usual for window in windows]
-    return [_shape_of_layer(found, index, usual) for index in range(len(windows))]
+    if wrong := [name for name in found if not (name.isdecimal() and int(name) < len(windows))]:
+        rule = f"its keys must be numbers of layers, 0 to {len(windows) - 1}"
+        raise config.refusal("per_layer_config", found, rule, f"correct or remove {', '.join(map(repr, wrong))}")
+    by_index = {int(name): overrides for name, overrides in found.items()}  # written with leading zeros: "05"
+    return [_shape_of_layer(by_index.get(index), index, usual) for index in range(len(windows))]
 
 
-def _shape_of_layer(overrides: Mapping[str, Any], index: int, usual: tuple[int, int]) -> tuple[int, int]:
-    name = str(index)
-    own = ConfigJson(overrides.get(name) or {}, f"config.json: per_layer_config of layer {name}")
+def _shape_of_layer(overrides: Mapping[str, Any] | None, index: int, usual: tuple[int, int]) -> tuple[int, int]:
+    own = ConfigJson(overrides or {}, f"config.json: per_layer_config of layer {index}")
     found = own.take_positive("num_key_value_heads", usual[0]), own.take_positive("head_dim", usual[1])
     own.finish(frozenset())
     return found
