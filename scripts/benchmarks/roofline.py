@@ -1,8 +1,10 @@
 """The least time that a machine needs for a workload: bytes over its bandwidth, or operations over its matmul rate.
 
-A decode step reads all weights once, and the K and V of every running request.  Matrix products limit prompts::
+A decode step reads all weights once, and the K and V of every running request; it reads and writes the recurrent state
+of each.  Matrix products limit prompts::
 
-    decode step   max( (weights + context tokens * kv bytes) / bandwidth,  2 * parameters * rows / matmul rate )
+    decode step   max( (weights + context tokens * kv bytes + 2 * rows * state bytes) / bandwidth,
+                       2 * parameters * rows / matmul rate )
     prompts       (2 * parameters * tokens  +  attention) / matmul rate
 """
 
@@ -17,7 +19,9 @@ import numpy as np
 
 from benchmarks.workloads import Workload
 from tp_engine.advice.weight_sizes import local_parameters
+from tp_engine.kv_layout import STATE_BYTES
 from tp_engine.model_config import read_model
+from tp_engine.model_config.spec import DeltaSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,8 @@ class ModelCost:
     """``num_parameters`` take part in one token's products; of the experts, only those of the token count.
 
     ``kv_values`` is the number of K and V values of one token in all layers.  ``experts`` has, for each layer with
-    experts: the parameters of one expert, the number of experts, and the number of experts per token.
+    experts: the parameters of one expert, the number of experts, and the number of experts per token.  ``state_bytes``
+    are those of one request's recurrent states.
     """
 
     num_parameters: int
@@ -34,6 +39,7 @@ class ModelCost:
     num_layers: int
     attention_width: int
     experts: tuple[tuple[int, int, int], ...] = ()
+    state_bytes: int = 0
 
     def weight_bytes(self, num_rows: int = 1) -> float:
         """Bytes of weights that a decode step of ``num_rows`` must read.
@@ -75,12 +81,18 @@ def model_cost(config: Mapping[str, Any], dtype: str) -> ModelCost:
             for layer in model.layers
             if layer.experts is not None
         ),
+        state_bytes=sum(
+            STATE_BYTES * layer.attention.kv_kind.num_elements
+            for layer in model.layers
+            if isinstance(layer.attention, DeltaSpec)
+        ),
     )
 
 
 def decode_step_s(cost: ModelCost, ceilings: Ceilings, *, num_rows: int, num_context_tokens: int) -> float:
     """Seconds of one decode step of ``num_rows`` requests with ``num_context_tokens`` in the cache together."""
     num_bytes = cost.weight_bytes(num_rows) + num_context_tokens * cost.kv_values * cost.itemsize
+    num_bytes += 2 * num_rows * cost.state_bytes
     return max(num_bytes / ceilings.bytes_per_s, 2 * cost.num_parameters * num_rows / ceilings.flops_per_s)
 
 

@@ -7,33 +7,46 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-# Small shapes: a random checkpoint is written, for every engine to load.
+# Small shapes: a random checkpoint is written, for every engine to load.  "architecture" is transformers' class, the
+# others are settings of its configuration.
 SHAPES: dict[str, dict[str, Any]] = {
     "A": {
-        "architecture": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "architecture": "Qwen3ForCausalLM", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
     "B": {
-        "architecture": "llama", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "architecture": "LlamaForCausalLM", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": False,
     },
     "C": {
-        "architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "architecture": "LlamaForCausalLM", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 4, "intermediate_size": 688, "vocab_size": 4096, "tie_word_embeddings": False,
     },
     "M": {
-        "architecture": "qwen3_moe", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "architecture": "Qwen3MoeForCausalLM", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 2048, "moe_intermediate_size": 384,
         "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "vocab_size": 32000,
         "tie_word_embeddings": False,
     },
     "D": {
-        "architecture": "deepseek_v3", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "architecture": "DeepseekV3ForCausalLM", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 8,
         "num_key_value_heads": 8, "q_lora_rank": 384, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 1792, "moe_intermediate_size": 256,
         "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
         "vocab_size": 32000, "tie_word_embeddings": False,
+    },
+    "G": {
+        "architecture": "Gemma4ForCausalLM", "hidden_size": 640, "num_hidden_layers": 12, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "sliding_window": 512, "intermediate_size": 2560, "final_logit_softcapping": 30.0,
+        "hidden_size_per_layer_input": 0, "vocab_size": 32000, "tie_word_embeddings": True,
+    },
+    "Q": {
+        "architecture": "Qwen3_5ForCausalLM", "hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 2304, "vocab_size": 32000,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -92,18 +105,23 @@ def make_folder(folder: Path, shape: str, dtype: str) -> Path:
 def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
     """Save a random checkpoint of ``shape`` with transformers, for every engine to load."""
     import torch
+
+    torch.manual_seed(0)
+    random_model(shape).to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def random_model(shape: str) -> Any:
+    """transformers' model of one of ``SHAPES``, with weights drawn from torch's generator, in float32."""
     import transformers
 
     options = dict(SHAPES[shape])
-    kinds = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}
-    kind = kinds[str(options.pop("architecture"))]
-    make_config, make_model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
-    config = make_config(
-        **options, max_position_embeddings=2048, initializer_range=0.02, eos_token_id=2, bos_token_id=1
+    make_model = getattr(transformers, options.pop("architecture"))
+    return make_model(
+        make_model.config_class(
+            **options, max_position_embeddings=2048, initializer_range=0.02, eos_token_id=2, bos_token_id=1
+        )
     )
-    torch.manual_seed(0)
-    make_model(config).to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
 
 
 def add_tokenizer(folder: Path) -> None:

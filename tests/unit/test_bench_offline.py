@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmarks.offline.engines import (
 from benchmarks.offline.options import parse_arguments
 from benchmarks.offline.summary import print_table, summarise
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
-from benchmarks.shapes import DUMMY_SHAPES, add_tokenizer, qwen3_config
+from benchmarks.shapes import DUMMY_SHAPES, SHAPES, add_tokenizer, qwen3_config, random_model
 from benchmarks.workloads import WORKLOADS, Workload, batch256
 from gpu.figures import figures_of
 
@@ -78,6 +79,27 @@ def test_qwen3_shapes_have_the_published_number_of_parameters(shape: str) -> Non
     assert cost.num_parameters + idle + embedding == PUBLISHED[shape]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cost_of_the_small_shapes(shape: str, tmp_path: Path) -> None:
+    """Oracle: transformers' own tensors, without memory: the parameters of each shape; those of D, G, Q by the goal.
+
+    By hand: two layers of G keep the 512 rows of their keys twice, as values too; six layers of Q have states of 8
+    matrices of 128 x 128 and 3 inputs of 2048 channels.
+    """
+    with torch.device("meta"):
+        model = random_model(shape)
+    model.save_pretrained(tmp_path, state_dict={})
+    cost = model_cost(json.loads((tmp_path / "config.json").read_text()), "bfloat16")
+    tensors = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
+    num_parameters = sum(tensors.values())
+    idle = sum(parameters * (total - top_k) for parameters, total, top_k in cost.experts)
+    embedding = 0 if model.config.tie_word_embeddings else model.config.vocab_size * model.config.hidden_size
+    repeated = 2 * 512 * 640 if shape == "G" else 0
+    assert cost.num_parameters + idle + embedding == num_parameters + repeated
+    assert shape not in "DGQ" or 90e6 < num_parameters < 115e6
+    assert cost.state_bytes == (6 * 4 * (8 * 128 * 128 + 3 * 2048) if shape == "Q" else 0)
+
+
 def test_weights_of_experts_that_rows_go_to() -> None:
     """Oracle: by hand: one row reads 2 of 4 experts of 100, two rows 4 (1 - 1/4) of them on the average, many all."""
     cost = ModelCost(
@@ -91,6 +113,8 @@ def test_roofline_of_a_step() -> None:
     """Oracle: worked out by hand: 2000 bytes of weights and 20 bytes per token at 1 MB/s; 2000 operations per row."""
     assert decode_step_s(COST, CEILINGS, num_rows=1, num_context_tokens=100) == pytest.approx(4e-3)
     assert decode_step_s(COST, CEILINGS, num_rows=10_000, num_context_tokens=0) == pytest.approx(20e-3)
+    recurrent = replace(COST, state_bytes=500)  # read and written, for each of 3 rows
+    assert decode_step_s(recurrent, CEILINGS, num_rows=3, num_context_tokens=0) == pytest.approx(5e-3)
     assert prompts_s(COST, CEILINGS, [3]) == pytest.approx((2 * 1000 * 3 + 4 * 4 * 6) / 1e9)
     shared = (2 * 1000 * (2 + 1 + 2) + 4 * 4 * (3 + 3 + 7)) / 1e9
     assert prompts_s(COST, CEILINGS, [3, 4], num_shared=2) == pytest.approx(shared), "the first 2 tokens once"
