@@ -33,8 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architecture": "DeepseekV3ForCausalLM", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 8,
         "num_key_value_heads": 8, "q_lora_rank": 384, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 1792, "moe_intermediate_size": 256,
-        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-        "vocab_size": 32000, "tie_word_embeddings": False,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc",
+        "first_k_dense_replace": 1, "vocab_size": 32000, "tie_word_embeddings": False,
     },
     "G": {
         "architecture": "Gemma4ForCausalLM", "hidden_size": 640, "num_hidden_layers": 12, "num_attention_heads": 4,
