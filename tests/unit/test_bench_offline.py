@@ -138,13 +138,15 @@ def test_the_256_requests_are_alike_for_every_seed() -> None:
     assert first.prompts != second.prompts and first == batch256(151_936, 0)
 
 
-def test_engines_take_turns_on_the_same_prompts() -> None:
-    """Oracle: both engines get the warm-up and then the same workload in each round, and are closed."""
+def test_engines_take_turns_on_the_same_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: both engines get the warm-up and then the same workload in each round, and are closed; times are told."""
     ours, theirs = Answers(), Answers()
     runs, failures = contenders.run_all(makers(ours=ours, theirs=theirs), ["latency"], 100, rounds=2)
     assert not failures and {name: len(rounds) for name, rounds in runs["latency"].items()} == {"ours": 2, "theirs": 2}
     assert ours.served == theirs.served and len(ours.served) == 3
     assert ours.closed and theirs.closed
+    told = capsys.readouterr().err.splitlines()
+    assert told[-2:] == ["latency, seed 1, ours: 2.000 s", "latency, seed 1, theirs: 2.000 s"] and len(told) == 6
 
 
 def test_a_peer_that_fails_costs_only_its_own_figures() -> None:

@@ -184,7 +184,10 @@ def _take_turns(
     vocab_size: int,
     rounds: int,
 ) -> None:
-    """Run a warm-up round, then the rounds that count, each with fresh prompts."""
+    """Run a warm-up round, then the rounds that count, each with fresh prompts.
+
+    Each time is told on standard error at once, so that a run that is cut short leaves its figures.
+    """
     make = WORKLOADS[workload]
     for seed in (_WARM_UP_SEED, *range(rounds)):
         for name, engine in engines.items():
@@ -193,7 +196,10 @@ def _take_turns(
             measured = _attempt(name, failures, lambda engine=engine, seed=seed: engine.run(make(vocab_size, seed)))  # type: ignore[misc]
             if measured is None:
                 rounds_of.pop(name, None)
-            elif seed != _WARM_UP_SEED:
+                continue
+            first = f", first token {measured.first_token_s:.3f} s" if measured.first_token_s is not None else ""
+            print(f"{workload}, seed {seed}, {name}: {measured.total_s:.3f} s{first}", file=sys.stderr, flush=True)
+            if seed != _WARM_UP_SEED:
                 rounds_of.setdefault(name, []).append(measured)
 
 
