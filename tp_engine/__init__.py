@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from tp_engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
@@ -14,6 +21,7 @@ if TYPE_CHECKING:
     from tp_engine.api.batch_job.run import run_batch
     from tp_engine.api.batch_job.summary import BatchSummary
     from tp_engine.api.llm import LLM
+    from tp_engine.api.pooling import PoolingParams
     from tp_engine.api.recommend import recommend
 
 __version__ = "0.1.0"
@@ -27,10 +35,13 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineDeadError",
+    "PoolingParams",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "recommend",
     "run_batch",
@@ -39,6 +50,7 @@ __all__ = [
 _LAZY = {
     "recommend": "tp_engine.api.recommend",
     "LLM": "tp_engine.api.llm",
+    "PoolingParams": "tp_engine.api.pooling",
     "AsyncLLM": "tp_engine.api.async_llm",
     "BatchSummary": "tp_engine.api.batch_job.summary",
     "run_batch": "tp_engine.api.batch_job.run",

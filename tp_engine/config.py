@@ -20,6 +20,7 @@ from tp_engine.structured_outputs import StructuredOutputsDefaults
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CONVERSIONS = ("auto", "none", "embed", "classify")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
@@ -68,6 +69,11 @@ class EngineConfig:
         "output head int8); of an unquantised model (default: none)",
         choices=QUANTIZATIONS,
         flags=("-q",),
+    )
+    convert: str = option(
+        "auto",
+        "what the model is for: none (text), embed, classify (scores of pairs); auto looks at its files and its name",
+        choices=CONVERSIONS,
     )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     attention_backend: str = option(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tp_engine.plan import FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,8 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its ``n`` sequences; ``outputs`` is ordered by index."""
+    """A request and its ``n`` sequences; ``outputs`` is ordered by index.  ``pooled`` is what a pooling request asks
+    for."""
 
     request_id: str
     prompt: str | None
@@ -50,6 +55,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+    pooled: FloatArray | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,3 +78,39 @@ class BeamSearchOutput:
     """The ``beam_width`` best sequences of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A vector, of length 1 unless asked otherwise."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringOutput:
+    """How well a document answers a query: a probability, or the cosine of two embeddings."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringRequestOutput:
+    """The score of one pair; ``prompt_token_ids`` are those of its prompt, or of its two, one after the other."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -90,6 +90,9 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``seed`` is always set: rank 0 draws one where the user gave none.  ``logprobs`` and ``prompt_logprobs`` are the
     number of alternatives per token, -1 for none at all.  ``min_tokens`` generated tokens must precede any of
     ``stop_token_ids`` (which include the EOS ids unless they are ignored).  ``allowed_token_ids`` empty means all.
+
+    A row that ``pools`` (1, else 0) returns, beside its first token, the hidden state that the token comes from, after
+    the final norm; or, with ``pooled_token_ids``, only the logits of these.
     """
 
     temperature: float = 0.0
@@ -103,10 +106,12 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: int = -1
     prompt_logprobs: int = -1
     min_tokens: int = 0
+    pools: int = 0
     stop_token_ids: IntArray = NO_IDS
     bias_token_ids: IntArray = NO_IDS
     bias_values: FloatArray = NO_FLOATS
     allowed_token_ids: IntArray = NO_IDS
+    pooled_token_ids: IntArray = NO_IDS
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -190,10 +195,12 @@ class StepResult:
 
     ``logprobs`` (n rows, in the same order, as many alternatives as the greediest row asked for) is None when no row
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
-    entry i scores the token that follows computed position ``first + i`` of the chunk.
+    entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
+    pool to their hidden states (hidden,), or to logits, one for each of their ``pooled_token_ids``.
     """
 
     step_id: int
     token_ids: IntArray
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    pooled: dict[int, FloatArray] = field(default_factory=dict)

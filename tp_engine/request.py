@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tp_engine.plan import TokenLogprobs
+from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.sampling_params import SamplingParams
 
 
@@ -22,13 +22,24 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """What a request returns that generates nothing: the hidden state of its last token, after the final norm.
+
+    With ``token_ids``: instead of it the logits of these tokens as the next one.
+    """
+
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A checked and tokenized request.
 
     ``eos_token_ids`` are the model's; ``arrival_s`` is the time.monotonic() of its arrival; a lower ``priority`` runs
     first, equal priorities run in order of arrival.  ``will_continue``: prompts that begin with all its tokens will
     follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
-    ``params.bad_words``, in every spelling.
+    ``params.bad_words``, in every spelling.  A request with ``pooling`` ends with its prompt: its params are greedy and
+    of one token, which means nothing.
     """
 
     request_id: str
@@ -39,6 +50,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     will_continue: bool = False
     banned_words: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling | None = None
 
     @property
     def is_constrained(self) -> bool:
@@ -51,7 +63,8 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id that ended it, if not an EOS.
     ``ends_with_text``: a grammar ended it, so that its last token is text, not a stop token.
-    ``num_cached_tokens`` (prompt tokens found in the prefix cache) and ``prompt_logprobs`` come with the first delta.
+    ``num_cached_tokens`` (prompt tokens found in the prefix cache), ``prompt_logprobs`` and ``pooled`` (float32, what a
+    pooling request asks for) come with the first delta.
     ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
     """
 
@@ -62,6 +75,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     stop_reason: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = []
+    pooled: FloatArray | None = None
     num_cached_tokens: int = 0
     first_scheduled_s: float = 0.0
     error: str | None = None

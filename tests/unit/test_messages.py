@@ -14,7 +14,7 @@ from tp_engine.engine import messages
 from tp_engine.engine.messages import ToEngine, ToFrontend, decode_to_engine, decode_to_frontend, encode
 from tp_engine.errors import RequestError
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.request import EngineRequest, FinishReason, Pooling, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 
 EVERY_PARAM = SamplingParams(
@@ -81,6 +81,11 @@ TO_ENGINE: list[ToEngine] = [
         )
     ),
     messages.AddRequest(request=EngineRequest(request_id="", prompt_token_ids=[], params=SamplingParams())),
+    messages.AddRequest(
+        request=EngineRequest(
+            request_id="p", prompt_token_ids=[7], params=SamplingParams(), pooling=Pooling(token_ids=(3, 5))
+        )
+    ),
     messages.AbortRequests(request_ids=["a", "b"]),
     messages.ExpectSession(session="agent 7", salt="a"),
     messages.GetStats(),
@@ -104,6 +109,7 @@ TO_FRONTEND: list[ToFrontend] = [
                     stop_reason=5,
                     logprobs=logprobs(3, 21),
                     prompt_logprobs=[logprobs(4, 1), logprobs(0, 3)],
+                    pooled=np.array([0.5, -1.25], dtype=np.float32),
                     num_cached_tokens=32,
                     first_scheduled_s=0.1,
                     error="text",

@@ -43,10 +43,12 @@ def samplings(draw: st.DrawFn) -> RowSampling:
         logprobs=draw(INT32),
         prompt_logprobs=draw(INT32),
         min_tokens=draw(COUNT),
+        pools=draw(INT32),
         stop_token_ids=draw(ids(st.integers(0, 5))),
         bias_token_ids=draw(ids(num_bias)),
         bias_values=draw(arrays.arrays(np.float32, num_bias, elements=st.floats(width=32, allow_nan=False))),
         allowed_token_ids=draw(ids(st.integers(0, 5))),
+        pooled_token_ids=draw(ids(st.integers(0, 5))),
     )
 
 
@@ -125,6 +127,8 @@ def small_plan() -> StepPlan:
         stop_token_ids=int32(151645),
         bias_token_ids=int32(9),
         bias_values=np.array([-1.5], dtype=np.float32),
+        pools=1,
+        pooled_token_ids=int32(17, 18),
     )
     admission = Admission(
         row=3,
@@ -189,26 +193,28 @@ def resealed(data: bytes) -> bytes:
 
 
 GOLDEN = (
-    "5450535006000000d14b9c341eb2c12f20010000020000002a000000000000000700000000000000ff04000004000000"
-    "040000000400000008000000080000000400000004000000010000008c00000002000000000000000000000000000000"
+    "5450535007000000fbbcb3a4f3b0111130010000020000002a000000000000000700000000000000ff04000004000000"
+    "040000000400000008000000080000000400000004000000010000009c00000002000000000000000000000000000000"
     "080000000000000005000000060000000000000001000000030000000000000003000000000000000100000000000000"
     "01000000030000000300000000000000000000000000e03f000000000000f03f00000000000000000000000000000000"
-    "0000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff000000000300000001000000"
-    "010000000100000000000000010000000b0000000c0000000d000000070000005d500200090000000000c0bf00000000"
+    "0000000000000000000000000000f03ffeffffffffffffff2800000003000000ffffffff000000000100000003000000"
+    "0100000001000000010000000000000001000000020000000b0000000c0000000d000000070000005d50020009000000"
+    "0000c0bf110000001200000000000000"
 )
 
 
 GOLDEN_OF_THREE_GROUPS = (
-    "545053500600000071f72f0d1e12330e48010000020000002a000000000000000700000000000000ff04000004000000"
-    "080000001800000018000000080000000400000004000000010000009400000002000000000000000000000000000000"
+    "545053500700000012e0a8a1f6c159ec58010000020000002a000000000000000700000000000000ff04000004000000"
+    "08000000180000001800000008000000040000000400000001000000a400000002000000000000000000000000000000"
     "0a0000000b0000000c0000000d0000000e0000000f000000050000000600000003000000040000000100000002000000"
     "000000000100000003000000000000000300000000000000010000000000000001000000030000000300000000000000"
     "000000000000e03f000000000000f03f000000000000000000000000000000000000000000000000000000000000f03f"
-    "feffffffffffffff2800000003000000ffffffff00000000030000000300000001000000010000000000000001000000"
-    "0b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf00000000"
+    "feffffffffffffff2800000003000000ffffffff00000000010000000300000003000000010000000100000000000000"
+    "01000000020000000b0000000c0000000d0000000700000008000000090000005d500200090000000000c0bf11000000"
+    "1200000000000000"
 )
 GOLDEN_STEADY_OF_TWO_GROUPS = (
-    "5450535006000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
+    "5450535007000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
     "080000000000000001000000000000000700000008000000"
 )
 
@@ -275,13 +281,13 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 6 was defined; if they change, the version must change."""
+    """Oracle: bytes written down when version 7 was defined; if they change, the version must change."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when version 6 was defined: as in the drawing, with G ids for each new block."""
+    """Oracle: bytes written down when version 7 was defined: as in the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
@@ -395,7 +401,7 @@ def test_errors_give_both_values() -> None:
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
-    with pytest.raises(PlanError, match=r"must be 6, received 1"):
+    with pytest.raises(PlanError, match=r"must be 7, received 1"):
         decode_plan(data[:4] + struct.pack("<I", 1) + data[8:])
     wrong = xxhash.xxh3_64_intdigest(data[16:]) ^ 1
     with pytest.raises(PlanError, match=rf"says {wrong:#018x}, its bytes give {wrong ^ 1:#018x}"):
@@ -415,9 +421,9 @@ def test_wrong_counts_never_read_past_the_end(offset: int, value: int, plan: Ste
         assert "malformed" in str(error) or "step plan lost" in str(error)
 
 
-@pytest.mark.parametrize("offset", range(88, 112, 4))
+@pytest.mark.parametrize("offset", range(92, 120, 4))
 def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
-    """Oracle: with each of an admission's six counts made huge and a matching checksum, the plan is malformed."""
+    """Oracle: with each of an admission's seven counts made huge and a matching checksum, the plan is malformed."""
     empty = Admission(
         row=0,
         token_ids=int32(),

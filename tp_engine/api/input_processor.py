@@ -12,7 +12,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import check_constraint
-from tp_engine.request import EngineRequest
+from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 
@@ -48,26 +48,28 @@ class InputProcessor:
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        pooling: Pooling | None = None,
     ) -> EngineRequest:
         """A request that the engine can serve; otherwise raises ``RequestError`` with the reason.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.  ``max_tokens``
         None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
         tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens; -1
-        keeps as many as leave room for ``max_tokens``.
+        keeps as many as leave room for ``max_tokens``.  A request with ``pooling`` generates nothing.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:
             params = dataclasses.replace(
                 params, structured_outputs=self._structured.complete(params.structured_outputs)
             )
+        self._check_purpose(pooling)
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {priority!r}; it must be a whole number of 32 bits", param="priority")
         token_ids = self._token_ids(prompt, add_special_tokens)
         if truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._truncation(truncate_prompt_tokens, params) :]
-        self._check_length(len(token_ids), params)
+            token_ids = token_ids[-self._truncation(truncate_prompt_tokens, params, pooling) :]
+        self._check_length(len(token_ids), params, pooling)
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=self._model.max_model_len - len(token_ids))
         return EngineRequest(
@@ -78,6 +80,7 @@ class InputProcessor:
             priority=priority,
             arrival_s=arrival_s,
             banned_words=self._banned_words(params.bad_words),
+            pooling=pooling,
         )
 
     def chat_token_ids(
@@ -129,7 +132,7 @@ class InputProcessor:
         self.check_token_ids(prompt)
         return list(prompt)
 
-    def _truncation(self, asked: int, params: SamplingParams) -> int:
+    def _truncation(self, asked: int, params: SamplingParams, pooling: Pooling | None) -> int:
         """How many of the prompt's last tokens are kept, at least one."""
         longest = self._model.max_model_len
         if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == -1 or 1 <= asked <= longest):
@@ -137,7 +140,8 @@ class InputProcessor:
                 f"truncate_prompt_tokens is {asked!r}; it must be -1 (what the context allows) or from 1 to {longest}",
                 param="truncate_prompt_tokens",
             )
-        return asked if asked > 0 else max(1, longest - (params.max_tokens or 1))
+        num_generated = (params.max_tokens or 1) if pooling is None else 0
+        return asked if asked > 0 else max(1, longest - num_generated)
 
     def _banned_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word: at the beginning of a text, and within a text if those are as many, as in vLLM."""
@@ -161,9 +165,24 @@ class InputProcessor:
             )
         return token_ids
 
-    def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
+    def _check_purpose(self, pooling: Pooling | None) -> None:
+        if pooling is None and self._model.convert == "embed":
+            raise RequestError(
+                f"the model {self._model.model!r} is served for embeddings and generates no text; send the request to "
+                "/v1/embeddings, or serve a model with an output head with --convert none",
+                param="model",
+            )
+
+    def _check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None) -> None:
         longest = self._model.max_model_len
-        if num_tokens >= longest:
+        if pooling is not None and num_tokens > longest:
+            raise RequestError(
+                f"This model's maximum context length is {longest} tokens. However, your input has {num_tokens} "
+                f"tokens. Please reduce its length, or set truncate_prompt_tokens to -1.",
+                param="input",
+                code="context_length_exceeded",
+            )
+        if pooling is None and num_tokens >= longest:
             raise RequestError(
                 f"This model's maximum context length is {longest} tokens. However, your prompt has {num_tokens} "
                 f"tokens, and at least one is generated. Please reduce the length of the prompt to at most "

@@ -13,6 +13,7 @@ from tp_engine import env
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.output_streams import Outputs, Processed
+from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.engine import Engine
@@ -20,7 +21,7 @@ from tp_engine.engine.start import check_config, serve_rank, start_engine
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
 from tp_engine.options import check_names
-from tp_engine.outputs import BeamSearchOutput, RequestOutput
+from tp_engine.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.allocation_monitor import AllocationMonitor
@@ -126,6 +127,49 @@ class LLM(Closing):
 
         run_searches(searches, generate, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm)
         return [beam_search_output(search, self.outputs.decoder) for search in searches]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt, in their order, by a model for embeddings (docs/serving.md, Embeddings).
+
+        Raises ``RequestError`` for a bad prompt before any prompt runs, and for a model that gives no embeddings.
+        """
+        params = pooling_params or PoolingParams()
+        params.check(self.engine.model_info)
+        requests = [
+            embedding_request(self.input_processor, prompt, params, request_id=self._next_id())
+            for prompt in _as_batch(prompts)
+        ]
+        outputs = self._run(requests, [None] * len(requests), use_tqdm)
+        return [embedding_output(output, params) for output in outputs]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well each document answers its query, by a reranker or a model for embeddings: one query for all
+        documents, or one for each.
+
+        ``instruction`` tells a reranker what relevant means.  Raises ``RequestError`` before anything runs.
+        """
+        pairs = paired(queries, documents)
+        scored = ScorePairs.of(
+            self.input_processor,
+            self.engine.model_info,
+            pairs,
+            request_id=self._next_id(),
+            instruction=instruction,
+        )
+        return scored.outputs(self._run(scored.requests, [None] * len(scored.requests), use_tqdm))
 
     def step(self) -> Processed:
         """One step of the engine, and what it adds to the requests; those that stop strings ended are aborted."""

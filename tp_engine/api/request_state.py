@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tp_engine.engine.sequence_text import SequenceText
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tp_engine.plan import TokenLogprobs
+from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 
 
@@ -137,6 +137,7 @@ class RequestState:
     _num_running: int = field(init=False)
     _num_cached_tokens: int = 0
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _pooled: FloatArray | None = None
     _times: _Times = field(default_factory=_Times)
 
     def __post_init__(self) -> None:
@@ -164,6 +165,8 @@ class RequestState:
         self._times.note(delta, now_s)
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         self._prompt_logprobs += delta.prompt_logprobs
+        if delta.pooled is not None:
+            self._pooled = delta.pooled
         text, num_tokens = sequence.add(delta)
         if sequence.output.finish_reason is not None:
             self._num_unfinished -= 1
@@ -196,6 +199,7 @@ class RequestState:
             if num_alternatives is None
             else prompt_positions(self._prompt_logprobs, prompt_token_ids, num_alternatives, self.decoder),
             metrics=self._times.metrics(self.request.arrival_s, max(len(one.token_ids) for one in completions), now_s),
+            pooled=self._pooled,
         )
 
 

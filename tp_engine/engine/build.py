@@ -140,6 +140,9 @@ def model_info(effective: EffectiveConfig, num_blocks: int) -> ModelInfo:
         max_num_seqs=config.max_num_seqs,
         max_logprobs=config.max_logprobs,
         structured_outputs_config=config.structured_outputs_config,
+        hidden_size=model.hidden_size,
+        convert=effective.pooling.convert,
+        dimensions=effective.pooling.dimensions,
     )
 
 

@@ -28,7 +28,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a frontend must know about the model and the engine.
 
     ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
-    ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.
+    ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert`` and ``dimensions`` are those of
+    ``PoolingSpec``.
     """
 
     model: str
@@ -45,6 +46,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     revision: str | None = None
     structured_outputs_config: str | None = None
+    hidden_size: int = 0
+    convert: str = "none"
+    dimensions: tuple[int, ...] | None = None
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

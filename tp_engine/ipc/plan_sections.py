@@ -231,6 +231,7 @@ ADMISSIONS = AdmissionSection(
         "sampling.logprobs": "i",
         "sampling.prompt_logprobs": "i",
         "sampling.min_tokens": "i",
+        "sampling.pools": "i",
     },
     (
         ArraySection("token_ids"),
@@ -239,6 +240,7 @@ ADMISSIONS = AdmissionSection(
         ArraySection("sampling.bias_token_ids"),
         ArraySection("sampling.allowed_token_ids"),
         ArraySection("sampling.bias_values", FLOAT, per="sampling.bias_token_ids"),
+        ArraySection("sampling.pooled_token_ids"),
     ),
 )
 

@@ -54,6 +54,9 @@ IRRELEVANT_KEYS = frozenset(
         "sep_token_id",
         "unk_token_id",
         "decoder_start_token_id",
+        # embeddings, read by pooling.py
+        "is_matryoshka",
+        "matryoshka_dimensions",
     }
 )
 

@@ -36,9 +36,11 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) ->
     seed = _base_seed(params, limits.seed, number)
     longest = limits.max_sequence_tokens
     max_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
+    if request.pooling is not None:  # its one token is never read, and may lie behind the context
+        max_tokens = len(prompt) + 1
     for index in range(params.n):
         key = (request.priority, number, index)
-        sampling = _row_sampling(params, index, seed, eos | group.stop_token_ids)
+        sampling = _row_sampling(request, index, seed, eos | group.stop_token_ids)
         group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens))
     return group
 
@@ -59,10 +61,12 @@ def _prompt_array(request: EngineRequest) -> IntArray:
 
 def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
     length = len(request.prompt_token_ids)
-    if length > limits.max_model_len - 1:
+    num_generated = int(request.pooling is None)
+    if length > limits.max_model_len - num_generated:
+        reason = " and one token is generated" if num_generated else ""
         raise RequestError(
-            f"the prompt has {length} tokens; at most {limits.max_model_len - 1} fit, because max_model_len is "
-            f"{limits.max_model_len} and one token is generated. Shorten the prompt",
+            f"the prompt has {length} tokens; at most {limits.max_model_len - num_generated} fit, because "
+            f"max_model_len is {limits.max_model_len}{reason}. Shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -84,12 +88,13 @@ def _base_seed(params: SamplingParams, engine_seed: int, request_number: int) ->
     return xxhash.xxh3_64_intdigest(f"{engine_seed}:{request_number}".encode()) % _INT64_HALF
 
 
-def _row_sampling(params: SamplingParams, index: int, seed: int, stop_ids: Collection[int]) -> RowSampling:
+def _row_sampling(request: EngineRequest, index: int, seed: int, stop_ids: Collection[int]) -> RowSampling:
     """What the sampler needs to know of sequence ``index``: its seed is ``seed + index``; only the first reports prompt
     logprobs.
 
     ``stop_ids`` (EOS ids included) travel only where ``min_tokens`` makes the sampler suppress them.
     """
+    params, pooling = request.params, request.pooling
     bias = params.logit_bias or {}
     prompt_logprobs = -1 if params.prompt_logprobs is None or index > 0 else params.prompt_logprobs
     return RowSampling(
@@ -104,10 +109,12 @@ def _row_sampling(params: SamplingParams, index: int, seed: int, stop_ids: Colle
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=prompt_logprobs,
         min_tokens=params.min_tokens,
+        pools=int(pooling is not None),
         stop_token_ids=_ids(sorted(stop_ids)) if params.min_tokens > 0 else NO_IDS,
         bias_token_ids=_ids(list(bias)),
         bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else NO_FLOATS,
         allowed_token_ids=_ids(list(params.allowed_token_ids or ())),
+        pooled_token_ids=_ids(list(() if pooling is None else pooling.token_ids)),
     )
 
 

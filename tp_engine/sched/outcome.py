@@ -181,17 +181,21 @@ def slice_logprobs(logprobs: TokenLogprobs, start: int, end: int, num_alternativ
     )
 
 
-def collect_prompt_logprobs(result: StepResult, sequences: dict[int, Sequence]) -> None:
-    """Keep the prompt log-probabilities of this step's chunks, by row, until each sequence's first record."""
+def collect_of_prompts(result: StepResult, sequences: dict[int, Sequence]) -> None:
+    """Keep the prompt log-probabilities of this step's chunks, by row, and what was pooled, until each sequence's first
+    record."""
     for row, logprobs in result.prompt_logprobs.items():
         sequence = sequences.get(row)
         if sequence is not None and sequence.wants_prompt_logprobs:
             wanted = sequence.sampling.prompt_logprobs
             sequence.prompt_logprobs.append(slice_logprobs(logprobs, 0, len(logprobs.ranks), wanted))
+    for row, values in result.pooled.items():
+        if (sequence := sequences.get(row)) is not None:
+            sequence.pooled = values
 
 
 def _add_first(delta: SequenceDelta, sequence: Sequence) -> None:
-    delta.num_cached_tokens = sequence.num_cached_tokens
+    delta.num_cached_tokens, delta.pooled = sequence.num_cached_tokens, sequence.pooled
     if sequence.wants_prompt_logprobs:
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

@@ -2,7 +2,7 @@
 
 One row's tokens and the counters over them::
 
-    token ids    | prompt ............ | generated ............. |          (buffer goes on to max_sequence_tokens)
+    token ids    | prompt ............ | generated ............. |          (buffer goes on to max_sequence_tokens + 1)
                                                                  ^ num_tokens     known to the host
                                                 ^ num_scheduled                   K/V there once all plans have run
                                      ^ num_computed                               K/V there, confirmed by update()
@@ -39,9 +39,10 @@ class RowArrays:
     def __init__(self, limits: SchedulerLimits) -> None:
         rows = limits.max_num_seqs
         # np.empty: the pages of a row are touched when its tokens arrive.
-        self._tokens: IntArray = np.empty((rows, limits.max_sequence_tokens), dtype=np.int32)
+        width = limits.max_sequence_tokens + 1  # room for the token behind a pooled prompt, which is never read
+        self._tokens: IntArray = np.empty((rows, width), dtype=np.int32)
         self._flat_tokens = self._tokens.reshape(-1)
-        self._first_tokens = np.arange(rows, dtype=np.int64) * limits.max_sequence_tokens
+        self._first_tokens = np.arange(rows, dtype=np.int64) * width
         self._block_table: IntArray = np.empty((rows, limits.max_blocks_per_row, limits.num_groups), dtype=np.int32)
         self._num_tokens = np.zeros(rows, dtype=np.int64)
         self._num_scheduled = np.zeros(rows, dtype=np.int64)

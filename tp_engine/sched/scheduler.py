@@ -43,7 +43,7 @@ from tp_engine.sched.outcome import (
     StepOutcome,
     StopChecker,
     aborted,
-    collect_prompt_logprobs,
+    collect_of_prompts,
     ending,
     slice_logprobs,
 )
@@ -304,9 +304,9 @@ class Scheduler:
         living = rows.since_step[prefilled] <= plan.step_id
         confirmed = prefilled[living]
         rows.num_computed[confirmed] += plan.prefill_tokens[living]
-        if result.prompt_logprobs:
+        if result.prompt_logprobs or result.pooled:
             sequences = rows.row_set(plan.prefill_rows[living]).sequences
-            collect_prompt_logprobs(result, {sequence.row: sequence for sequence in sequences})
+            collect_of_prompts(result, {sequence.row: sequence for sequence in sequences})
 
     def _append(self, num_decodes: int, sampled: RowSet, token_ids: IntArray) -> StepOutcome:
         """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tp_engine.plan import IntArray, RowSampling, TokenLogprobs
+from tp_engine.plan import FloatArray, IntArray, RowSampling, TokenLogprobs
 from tp_engine.request import EngineRequest
 from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.kv_windows import Counts
@@ -107,6 +107,7 @@ class Sequence:
     first_scheduled_s: float = 0.0
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: FloatArray | None = None
     constraint: TokenConstraint | None = None
     request_id: str = field(init=False)
 

@@ -22,6 +22,7 @@ from tp_engine.model_config import (
     load_model_config,
     resolve_max_model_len,
 )
+from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes
@@ -41,6 +42,7 @@ class EffectiveConfig:
     config: EngineConfig
     model: ModelSpec
     model_path: Path
+    pooling: PoolingSpec = TEXT
     num_hosts: int = 1
 
     @property
@@ -85,6 +87,9 @@ class EffectiveConfig:
 def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     """Resolve and check; raises ``ConfigError`` and touches no device.  The ranks are spread over ``num_hosts``."""
     model, path = load_model_config(config.model, config.revision)
+    pooling = read_pooling(config.model, path, config.convert)
+    if pooling.convert == "embed":
+        model = without_head(model)
     check_tensor_parallel(model, config.tensor_parallel_size)
     local_world_size = config.tensor_parallel_size // num_hosts
     device = _resolve_device(config, local_world_size)
@@ -95,6 +100,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         config,
         model=str(path),
         tokenizer=config.tokenizer,
+        convert=pooling.convert,
         device=device,
         dtype=dtype,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
@@ -111,7 +117,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     _check_disk(effective, num_hosts)
     uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
-    return EffectiveConfig(config=effective, model=model, model_path=path, num_hosts=num_hosts)
+    return EffectiveConfig(config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts)
 
 
 def _check_disk(config: EngineConfig, num_hosts: int) -> None:

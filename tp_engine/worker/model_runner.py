@@ -24,6 +24,7 @@ from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
 from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks
+from tp_engine.worker.pooled_rows import PooledRows, PooledTensors
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
 from tp_engine.worker.row_states import RowStates
@@ -41,13 +42,17 @@ class PendingStep:
     token_ids: Callable[[], IntArray] | None = None
     logprobs: LogprobTensors | None = None
     prompt_logprobs: dict[int, LogprobTensors] = field(default_factory=dict)
+    pooled: PooledTensors | None = None
 
     def result(self) -> StepResult:
         """The step's ids and log-probabilities on the host."""
         ids = NO_IDS if self.token_ids is None else self.token_ids()
         logprobs: TokenLogprobs | None = None if self.logprobs is None else self.logprobs.to_host()
         prompts = {row: found.to_host() for row, found in self.prompt_logprobs.items()}
-        return StepResult(step_id=self.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompts)
+        pooled = {} if self.pooled is None else self.pooled.to_host()
+        return StepResult(
+            step_id=self.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompts, pooled=pooled
+        )
 
 
 class ModelRunner:
@@ -86,6 +91,7 @@ class ModelRunner:
         self._captured: CapturedDecodes | None = None
         self.named: Named = unnamed
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
+        self._pooled_rows = PooledRows(len(batch.num_prompt), model.lm_head.slice, communicator)
 
     @property
     def kv_memory(self) -> tuple[torch.Tensor, ...]:
@@ -148,10 +154,12 @@ class ModelRunner:
         with self.named("sample"):
             prompt_logprobs = self._score_prompts(inputs, hidden) if is_scored else {}
             sampled = hidden.index_select(0, inputs.layout.logit_index) if is_scored else hidden
-            token_ids, logprobs = self._sample(inputs, sampled)
+            token_ids, logprobs, pooled = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
             ids = None if token_ids is None else self._readback.start(token_ids)
-        return PendingStep(step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return PendingStep(
+            step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled
+        )
 
     def _prepare(self, plan: StepPlan) -> StepInputs:
         inputs = self._batch.prepare(plan)
@@ -177,6 +185,7 @@ class ModelRunner:
             self._sampling.release(plan.released)
         for admission in plan.admitted:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
+            self._pooled_rows.admit(admission.row, admission.sampling)
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
         if self.tier is not None and (plan.has_moves or self.tier.sees_all_plans):
             self._progress.reach(RankPhase.MOVE)
@@ -194,14 +203,19 @@ class ModelRunner:
         device = self.blocks.raw.device
         return upload(sources, device), upload(targets, device)
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> tuple[torch.Tensor | None, LogprobTensors | None]:
-        """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 the log-probabilities too."""
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor | None, LogprobTensors | None, PooledTensors | None]:
+        """Sample after ``hidden`` (n, hidden); every rank gets the ids, rank 0 log-probabilities and what rows pool."""
         layout = inputs.layout
         if not len(layout.sampled_rows):
-            return None, None
+            return None, None, None
         self._progress.reach(RankPhase.SAMPLE)
         logits = self._model.compute_local_logits(hidden)
-        return self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions)
+        pooled = None
+        if not layout.is_decode_only:
+            pooled = self._pooled_rows.collect(layout.sampled_rows, hidden, logits)
+        return *self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions), pooled
 
     def _may_be_scored(self, layout: BatchLayout) -> bool:
         """Whether a request may have asked for log-probabilities of this step's prompt tokens."""

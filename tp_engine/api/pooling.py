@@ -1,0 +1,268 @@
+"""Embeddings and scores from what the engine pools: the last token's hidden state, or the logits of yes and no.
+
+A model for embeddings gives a text the hidden state of its last token, divided by its length (L2).  Two texts score the
+cosine of theirs.  A reranker reads query and document in one prompt and says yes or no: the score is the probability of
+yes among the two, 1 / (1 + exp(no - yes)) of their logits.  Its template is part of the model: without it scores mean
+nothing (Qwen3-Reranker's model card).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tp_engine.api.input_processor import InputProcessor, Prompt
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import RequestError
+from tp_engine.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from tp_engine.plan import FloatArray
+from tp_engine.request import EngineRequest, Pooling
+from tp_engine.sampling_params import SamplingParams
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""Of a reranker's request that brings none: that of the models' card."""
+
+_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_ANSWERS = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How a prompt is embedded: cut to ``dimensions``, of length 1 unless ``use_activation`` is False."""
+
+    dimensions: int | None = None
+    use_activation: bool = True
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise ``RequestError`` unless this model gives such embeddings."""
+        if model.convert != "embed":
+            raise RequestError(
+                f"the model {model.model!r} is not served for embeddings; serve one that is made for them, or start "
+                "with --convert embed",
+                param="model",
+            )
+        asked, legal = self.dimensions, model.dimensions
+        if asked is None:
+            return
+        if legal is None:
+            raise RequestError(
+                f"dimensions is {asked}; the embeddings of {model.model!r} can not be cut, they have "
+                f"{model.hidden_size}: leave it out, or set is_matryoshka in config.json if it was trained for that",
+                param="dimensions",
+            )
+        if (legal and asked not in legal) or not 1 <= asked <= model.hidden_size:
+            rule = f"one of {', '.join(map(str, legal))}" if legal else f"from 1 to {model.hidden_size}"
+            raise RequestError(f"dimensions is {asked}; it must be {rule}", param="dimensions")
+
+    def vector(self, pooled: FloatArray) -> FloatArray:
+        """The embedding (n,) float32 of a hidden state (hidden,)."""
+        kept = pooled[: self.dimensions].astype(np.float64)
+        if self.use_activation:
+            kept /= max(float(np.linalg.norm(kept)), 1e-12)
+        found: FloatArray = kept.astype(np.float32)
+        return found
+
+
+def embedding_request(
+    processor: InputProcessor, prompt: Prompt, params: PoolingParams, *, request_id: str, priority: int = 0
+) -> EngineRequest:
+    """The request for the hidden state of a prompt; raises ``RequestError``."""
+    return processor.process(
+        prompt,
+        _one_token(params.cache_salt),
+        request_id=request_id,
+        priority=priority,
+        add_special_tokens=params.add_special_tokens,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        pooling=Pooling(),
+    )
+
+
+def embedding_output(output: RequestOutput, params: PoolingParams) -> EmbeddingRequestOutput:
+    """The embedding of a finished request."""
+    assert output.pooled is not None
+    return EmbeddingRequestOutput(
+        request_id=output.request_id,
+        outputs=EmbeddingOutput(embedding=params.vector(output.pooled).tolist()),
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorePairs:
+    """Pairs of texts to score, and the requests that do it.
+
+    A reranker has a request for each pair; a model for embeddings one for each distinct text, in order of appearance.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    requests: tuple[EngineRequest, ...]
+    is_reranker: bool
+    _places: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(
+        processor: InputProcessor,
+        model: ModelInfo,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        request_id: str,
+        instruction: str | None = None,
+        max_tokens_per_doc: int | None = None,
+        params: PoolingParams | None = None,
+        priority: int = 0,
+    ) -> ScorePairs:
+        """Check everything and tokenize; raises ``RequestError``.
+
+        ``instruction`` tells a reranker what relevant means; of each document at most ``max_tokens_per_doc`` tokens
+        are read.
+        """
+        params = params or PoolingParams()
+        if model.convert not in ("embed", "classify"):
+            raise RequestError(
+                f"the model {model.model!r} is not served for scores; serve a reranker or a model for embeddings, or "
+                "start with --convert classify or embed",
+                param="model",
+            )
+        if max_tokens_per_doc is not None and max_tokens_per_doc < 1:
+            raise RequestError(
+                f"max_tokens_per_doc is {max_tokens_per_doc}; it must be at least 1, or absent",
+                param="max_tokens_per_doc",
+            )
+        if instruction is not None and model.convert == "embed":
+            raise RequestError(
+                f"instruction is {instruction[:80]!r}; a model for embeddings takes none: write it before the query",
+                param="instruction",
+            )
+        cut = [(query, _cut(processor, document, max_tokens_per_doc)) for query, document in pairs]
+        is_reranker = model.convert == "classify"
+        if is_reranker:
+            longest, told = params.truncate_prompt_tokens, instruction or INSTRUCTION
+            prompts: list[Prompt] = [reranker_prompt(processor, *pair, told, longest) for pair in cut]
+            places, pooling = [(index, index) for index in range(len(cut))], Pooling(token_ids=_answer_ids(processor))
+        else:
+            number = {text: index for index, text in enumerate(dict.fromkeys(text for pair in cut for text in pair))}
+            prompts, pooling = list(number), Pooling()
+            places = [(number[query], number[document]) for query, document in cut]
+        requests = [
+            processor.process(
+                prompt,
+                _one_token(params.cache_salt),
+                request_id=f"{request_id}-{index}",
+                priority=priority,
+                truncate_prompt_tokens=None if is_reranker else params.truncate_prompt_tokens,
+                pooling=pooling,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        return ScorePairs(pairs=tuple(pairs), requests=tuple(requests), is_reranker=is_reranker, _places=tuple(places))
+
+    def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
+        """The score of each pair; ``outputs`` has one element per request."""
+        if self.is_reranker:
+            return [_probability(outputs[place].pooled) for place, _ in self._places]
+        params = PoolingParams()
+        vectors = [params.vector(output.pooled) for output in outputs if output.pooled is not None]
+        return [float(vectors[query].astype(np.float64) @ vectors[document]) for query, document in self._places]
+
+    def outputs(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+        """As ``scores``, with what was read for each pair."""
+        found = []
+        for places, score in zip(self._places, self.scores(outputs), strict=True):
+            read = [outputs[place] for place in (places[:1] if self.is_reranker else places)]
+            found.append(
+                ScoringRequestOutput(
+                    request_id=read[-1].request_id,
+                    outputs=ScoringOutput(score=score),
+                    prompt_token_ids=[token_id for one in read for token_id in one.prompt_token_ids],
+                    num_cached_tokens=sum(one.num_cached_tokens for one in read),
+                )
+            )
+        return found
+
+
+def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
+    """One query with each document, or as many queries as documents, pair by pair; raises ``RequestError``."""
+    first = [queries] if isinstance(queries, str) else list(queries)
+    second = [documents] if isinstance(documents, str) else list(documents)
+    if not first or not second:
+        name = "documents" if first else "queries"
+        raise RequestError(f"{name} is empty; give at least one text", param=name)
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise RequestError(
+            f"{len(first)} queries for {len(second)} documents; give one query, or one for each document",
+            param="queries",
+        )
+    return list(zip(first, second, strict=True))
+
+
+def reranker_prompt(
+    processor: InputProcessor, query: str, document: str, instruction: str, longest: int | None = None
+) -> list[int]:
+    """The prompt of one pair in the template of Qwen3-Reranker; its three parts are tokenized one by one, as in the
+    model card.
+
+    ``longest`` None is any length, -1 the model's context: the end of the document is cut off to fit.
+    """
+    texts = (_PREFIX, f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}", _SUFFIX)
+    prefix, body, suffix = (processor.text_token_ids(text, add_special_tokens=False) for text in texts)
+    if longest is not None:
+        context, around = processor.max_model_len, len(prefix) + len(suffix)
+        room = (context if longest == -1 else longest) - around
+        if not 0 < room <= context - around:
+            raise RequestError(
+                f"truncate_prompt_tokens is {longest}; it must be -1 (what the context allows) or from {around + 1} "
+                f"to {context}, of which the template takes {around}",
+                param="truncate_prompt_tokens",
+            )
+        body = body[:room]
+    return [*prefix, *body, *suffix]
+
+
+def _probability(logits: FloatArray | None) -> float:
+    assert logits is not None
+    yes, no = map(float, logits)
+    return 1.0 / (1.0 + math.exp(no - yes)) if yes >= no else math.exp(yes - no) / (1.0 + math.exp(yes - no))
+
+
+def _answer_ids(processor: InputProcessor) -> tuple[int, int]:
+    """The token ids of yes and no."""
+    if processor.tokenizer is None:
+        raise RequestError("the model has no tokenizer, and scores need one: serve it with --tokenizer", param="model")
+    found = [processor.tokenizer.encode(word, add_special_tokens=False) for word in _ANSWERS]
+    if any(len(ids) != 1 for ids in found):
+        raise RequestError(
+            "the model's tokenizer has no single tokens for yes and no; serve a reranker that answers with them",
+            param="model",
+        )
+    return found[0][0], found[1][0]
+
+
+def _cut(processor: InputProcessor, document: str, max_tokens: int | None) -> str:
+    if max_tokens is None or processor.tokenizer is None:
+        return document
+    token_ids = processor.text_token_ids(document, add_special_tokens=False, may_be_empty=True)
+    return document if len(token_ids) <= max_tokens else str(processor.tokenizer.decode(token_ids[:max_tokens]))
+
+
+def _one_token(cache_salt: str | None) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, cache_salt=cache_salt)

@@ -1,0 +1,82 @@
+"""Whether a checkpoint is for embeddings or for ranking, from the files beside its config.json.  No torch.
+
+Such models have the architecture of the language model that they were trained from, so config.json alone does not tell.
+Models for embeddings have the files of the sentence-transformers library; a reranker is known by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from tp_engine.errors import ConfigError
+from tp_engine.model_config.source import CONFIG_FILE
+from tp_engine.model_config.spec import CheckpointNames, ModelSpec
+
+_MODULES_FILE = "modules.json"
+_BARE_NAMES = ("", "lm_head.")  # of a decoder that was saved without its head: no prefix ``model.``
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingSpec:
+    """What the model is for: ``convert`` is ``none`` (text), ``embed`` or ``classify`` (scores of pairs).
+
+    Its embeddings may be cut to ``dimensions`` if these are not None: to any number if they are empty.
+    """
+
+    convert: str
+    dimensions: tuple[int, ...] | None = None
+
+
+TEXT = PoolingSpec(convert="none")
+
+
+def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
+    """What the model in ``folder`` is for; ``model`` is what the user calls it, ``convert`` ``EngineConfig``'s.
+
+    Raises ``ConfigError`` for a model whose embeddings are not those of its last token.
+    """
+    if convert == "auto":
+        if (folder / _MODULES_FILE).is_file() and "reranker" not in model.lower():
+            convert = "embed"
+        else:
+            convert = "classify" if "reranker" in model.lower() else "none"
+    if convert != "embed":
+        return PoolingSpec(convert=convert)
+    _check_last_token(folder)
+    config = _read(folder / CONFIG_FILE)
+    listed = config.get("matryoshka_dimensions")
+    if isinstance(listed, list) and all(type(size) is int and size > 0 for size in listed):
+        return PoolingSpec(convert=convert, dimensions=tuple(sorted(listed)))
+    is_free = config.get("is_matryoshka") is True or "qwen3-embedding" in model.lower()  # its model card says so
+    return PoolingSpec(convert=convert, dimensions=() if is_free else None)
+
+
+def without_head(spec: ModelSpec) -> ModelSpec:
+    """The decoder of a model for embeddings: its checkpoint needs no output head and no prefix of names."""
+    names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=spec.names.skipped)
+    return dataclasses.replace(spec, tie_word_embeddings=True, names=names)
+
+
+def _check_last_token(folder: Path) -> None:
+    for path in sorted(folder.glob("*_Pooling/config.json")):
+        values = _read(path)
+        modes = [name.removeprefix("pooling_mode_") for name, value in values.items() if value is True]
+        mode = values.get("pooling_mode", ", ".join(one for one in modes if one != "include_prompt"))
+        if mode != "lasttoken":
+            raise ConfigError(
+                f"{path.parent.name}/{path.name}: the embeddings of this model are pooled by {mode!r}; this engine "
+                "supports the last token's (lasttoken): use another model"
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can not be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return found

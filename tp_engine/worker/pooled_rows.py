@@ -1,0 +1,94 @@
+"""What rows return whose requests generate nothing: a hidden state, or the logits of a few tokens.
+
+A pooling request ends with its prompt.  Its row is sampled once, as any row at the end of its prompt, and what the
+sampler chooses there is not used.  So chunks, prefix cache, preemption and plans ahead treat it as a request of one
+token, and it shares steps with rows that generate.
+
+The hidden state after the final norm is the same on all ranks: rank 0 keeps it.  Of the logits each rank has a slice,
+so the ranks add up a small table in which each has written the columns that it holds::
+
+    wanted token ids            7    150                     vocabulary 203 on 2 ranks, rank 1 holds 112 to 202
+    rank 0               [ 1.25   0.00 ]
+    rank 1               [ 0.00  -3.50 ]      the sum        [ 1.25  -3.50 ]   exact: all other terms are 0
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tp_engine.layers.embedding import VocabSlice
+from tp_engine.layers.upload import upload
+from tp_engine.plan import FloatArray, IntArray, RowSampling
+from tp_engine.ranks.collectives import Communicator
+
+
+class PooledTensors:
+    """What ``rows`` of a step return, still on the device: ``states`` (n, hidden) of the first, ``logits`` (m, width)
+    of the others, of which each has as many as ``num_logits`` says.  Either is None where no row wants it."""
+
+    def __init__(
+        self, rows: list[int], states: torch.Tensor | None, logits: torch.Tensor | None, num_logits: list[int]
+    ) -> None:
+        self._rows, self._states, self._logits, self._num_logits = rows, states, logits, num_logits
+
+    def to_host(self) -> dict[int, FloatArray]:
+        """Wait for the device and copy: float32, by row."""
+        parts: list[FloatArray] = [] if self._states is None else list(self._states.cpu().numpy())
+        if self._logits is not None:
+            tables = self._logits.cpu().numpy()
+            parts += [table[:count] for table, count in zip(tables, self._num_logits, strict=True)]
+        return dict(zip(self._rows, parts, strict=True))
+
+
+class PooledRows:
+    """Which of ``num_rows`` rows pool, and what; ``vocab`` is this rank's slice of the logits."""
+
+    def __init__(self, num_rows: int, vocab: VocabSlice, communicator: Communicator) -> None:
+        self._pools = np.zeros(num_rows, dtype=np.bool_)
+        self._token_ids: dict[int, IntArray] = {}
+        self._vocab = vocab
+        self._communicator = communicator
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        """A row has a new occupant."""
+        self._pools[row] = bool(sampling.pools)
+        if sampling.pools:
+            self._token_ids[row] = sampling.pooled_token_ids.copy()
+
+    def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
+        """What those of the sampled ``rows`` (n,) return that pool; None if there are none, and on other ranks.
+
+        ``hidden`` (n, hidden) are their outputs after the final norm, ``logits`` (n, width) this rank's slices.  A
+        collective if one of them wants logits.
+        """
+        places = np.flatnonzero(self._pools[rows])
+        if not len(places):
+            return None
+        plain = [place for place in places.tolist() if not len(self._token_ids[int(rows[place])])]
+        scored = [place for place in places.tolist() if len(self._token_ids[int(rows[place])])]
+        is_first = self._communicator.info.is_first
+        states = hidden.index_select(0, _index(plain, hidden)).float() if plain and is_first else None
+        table = self._table([self._token_ids[int(rows[place])] for place in scored], scored, logits)
+        if not is_first:
+            return None
+        counts = [len(self._token_ids[int(rows[place])]) for place in scored]
+        return PooledTensors([int(rows[place]) for place in plain + scored], states, table, counts)
+
+    def _table(self, wanted: list[IntArray], places: list[int], logits: torch.Tensor) -> torch.Tensor | None:
+        """The logits of the ``wanted`` ids at ``places``, float32 (m, most), of all ranks; 0 behind those of a row."""
+        if not wanted:
+            return None
+        lengths = np.array([len(ids) for ids in wanted])
+        token_ids = np.concatenate(wanted)
+        row, column = np.repeat(np.arange(len(wanted)), lengths), np.concatenate([np.arange(n) for n in lengths])
+        held = self._vocab.holds(token_ids)
+        table = torch.zeros((len(wanted), int(lengths.max())), device=logits.device)
+        source = (np.array(places)[row[held]], token_ids[held] - self._vocab.first)
+        values = logits[tuple(upload(axis.astype(np.int64), logits.device) for axis in source)].float()
+        table[tuple(upload(axis.astype(np.int64), logits.device) for axis in (row[held], column[held]))] = values
+        return self._communicator.all_reduce(table)
+
+
+def _index(places: list[int], like: torch.Tensor) -> torch.Tensor:
+    return upload(np.array(places, dtype=np.int64), like.device)
