@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -186,19 +187,23 @@ def _take_turns(
 ) -> None:
     """Run a warm-up round, then the rounds that count, each with fresh prompts.
 
-    Each time is told on standard error at once, so that a run that is cut short leaves its figures.
+    Each time is told on standard error at once, so that a run that is cut short leaves its figures.  On a machine that
+    other programs share, the CPU time of an engine in this process says more than the time that passed.
     """
     make = WORKLOADS[workload]
     for seed in (_WARM_UP_SEED, *range(rounds)):
         for name, engine in engines.items():
             if name in failures:
                 continue
+            used_s = time.process_time()
             measured = _attempt(name, failures, lambda engine=engine, seed=seed: engine.run(make(vocab_size, seed)))  # type: ignore[misc]
+            used_s = time.process_time() - used_s
             if measured is None:
                 rounds_of.pop(name, None)
                 continue
             first = f", first token {measured.first_token_s:.3f} s" if measured.first_token_s is not None else ""
-            print(f"{workload}, seed {seed}, {name}: {measured.total_s:.3f} s{first}", file=sys.stderr, flush=True)
+            told = f"{measured.total_s:.3f} s{first}; {used_s:.3f} s of CPU time in this process"
+            print(f"{workload}, seed {seed}, {name}: {told}", file=sys.stderr, flush=True)
             if seed != _WARM_UP_SEED:
                 rounds_of.setdefault(name, []).append(measured)
 
