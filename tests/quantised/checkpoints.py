@@ -16,8 +16,11 @@ from tests.quantised.formats import FORMATS, Format
 from tests.quantised.numbers import Numbers, quantise_int
 from tests.quantised.packing import Tensors
 
-# Routers and the gates of shared experts are never quantised, nor are the output layer and what reads images.
-KEPT_MODULES = re.compile(r"lm_head|.*\.(gate|router|router\.proj|shared_expert_gate)|.*\.vision_tower\..*")
+# Routers and the gates of shared experts are never quantised, nor are the gates of the delta rule, the output layer and
+# what reads images.
+KEPT_MODULES = re.compile(
+    r"lm_head|.*\.(gate|router|router\.proj|shared_expert_gate|in_proj_(ba|b|a))|.*\.(vision_tower|visual)\..*"
+)
 STACKED_EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 SAME_NUMBERS = ("pack-quantized-asym", "awq", "gptq-asym", "gptq-v2-asym")
 
@@ -32,13 +35,15 @@ def compress(
     kept_layers: Sequence[int] = (),
     with_patterns: bool = False,
     moves_experts: bool = False,
+    kept_modules: str = "",
 ) -> None:
     """Write the checkpoint ``folder`` in the format ``name`` of ``FORMATS``.
 
     ``target`` gets the quantised checkpoint, ``twin`` a float32 one with the weights that the codes stand for.
     ``group`` is the group or block size, if the format has one (None: its usual one).  The layers ``kept_layers`` stay
-    as they are, which the configuration says ``with_patterns`` if the format has any.  Stacks of experts (experts, out,
-    in) become modules for each expert, as in what compressors write; with ``moves_experts`` they are below ``moe``.
+    as they are, which the configuration says ``with_patterns`` if the format has any.  Modules whose whole names match
+    ``kept_modules`` stay too.  Stacks of experts (experts, out, in) become modules for each expert, as in what
+    compressors write; with ``moves_experts`` they are below ``moe``.
 
     Raises ``ValueError`` if a weight's columns are no multiple of the group.
     """
@@ -47,7 +52,12 @@ def compress(
         raise ValueError(f"{name} has no groups: leave out group={group}")
     how = replace(how, group=group or how.group)
     folders = (folder, target, twin)
-    _write(*folders, how, kept_layers, with_patterns, lambda weight: how.quantise(weight, how.group), moves_experts)
+    kept = re.compile(f"{KEPT_MODULES.pattern}|{kept_modules}") if kept_modules else KEPT_MODULES
+
+    def quantise(weight: torch.Tensor) -> Numbers:
+        return how.quantise(weight, how.group)
+
+    _write(*folders, how, kept_layers, with_patterns, quantise, moves_experts, kept)
 
 
 def compress_alike(folder: Path, targets: dict[str, Path], twin: Path, *, group: int = 32) -> None:
@@ -71,6 +81,7 @@ def _write(
     with_patterns: bool,
     quantise: Callable[[torch.Tensor], Numbers],
     moves_experts: bool = False,
+    kept_modules: re.Pattern[str] = KEPT_MODULES,
 ) -> None:
     from safetensors.torch import load_file
 
@@ -104,7 +115,7 @@ def _write(
                     for number, one in enumerate(tensor)
                 ]
             )
-        elif how.fused or not is_linear or KEPT_MODULES.fullmatch(module) or name.startswith(outside):
+        elif how.fused or not is_linear or kept_modules.fullmatch(module) or name.startswith(outside):
             if is_linear and module != "lm_head":
                 kept.append(module)
             quantised[name] = floats[name] = tensor

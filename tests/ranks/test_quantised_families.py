@@ -35,9 +35,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2, "num_layers": 2, "seed": 6},
     "gpt-oss": {"intermediate_size": 288},  # 9 blocks of 32, which 2, 4 and 8 ranks share unequally
     "gemma4-experts": {"moe_intermediate_size": 96, "seed": 38},
+    "qwen3-next": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "seed": 0},
+    "qwen3.5-moe-vision": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "seed": 7},
 }
-# Fused projections (phi3), biases (qwen2), other names of experts (mixtral), and experts beside MLPs with layers of one
-# projection for keys and values (gemma4-experts), once per way of packing.
+# Fused projections (phi3), biases (qwen2), other names of experts (mixtral), experts beside MLPs with layers of one
+# projection for keys and values (gemma4-experts), and the delta rule, with projections in turns in one module
+# (qwen3-next) or with several modules (qwen3.5), once per way of packing.
 MORE_ROWS = [
     ("fp8-block", "phi3"),
     ("fp8-block", "deepseek-v3"),
@@ -54,8 +57,18 @@ MORE_ROWS = [
     ("fp8-channel", "gemma4-experts"),
     ("pack-quantized", "gemma4-experts"),
     ("nvfp4-modelopt", "gemma4-experts"),
+    ("fp8-block", "qwen3-next"),
+    ("fp8-block", "qwen3.5"),
+    ("fp8-block", "qwen3.5-moe-vision"),
+    ("pack-quantized", "qwen3-next"),
+    ("awq", "qwen3.5"),
+    ("gptq", "qwen3.5-moe-vision"),
 ]
-EXPERTS_BELOW_MOE = ("nvfp4-modelopt", "gemma4-experts")
+HOW: dict[tuple[str, str], dict[str, Any]] = {
+    ("nvfp4-modelopt", "gemma4-experts"): {"moves_experts": True},
+    # What Qwen's own checkpoints leave as it is.
+    ("gptq", "qwen3.5-moe-vision"): {"kept_modules": ".*attn.*|.*shared_expert.*", "with_patterns": True},
+}
 ROWS = [
     *((name, "qwen3") for name, how in FORMATS.items() if not how.fused),
     *((name, "gpt-oss" if how.fused else "qwen3-moe") for name, how in FORMATS.items()),
@@ -78,11 +91,8 @@ def quantised(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
             folder = tmp_path_factory.mktemp(name)
             made[name, architecture] = own, twin = folder / "own", folder / "twin"
             source = checkpoint(architecture, vocab_size=VOCAB_SIZE, **SHAPES.get(architecture, {}))
-            group, moves_experts = (
-                GROUP if FORMATS[name].group == 128 else None,
-                (name, architecture) == EXPERTS_BELOW_MOE,
-            )
-            compress(source, own, twin, name, group=group, moves_experts=moves_experts)
+            group = GROUP if FORMATS[name].group == 128 else None
+            compress(source, own, twin, name, group=group, **HOW.get((name, architecture), {}))
         return made[name, architecture]
 
     return get

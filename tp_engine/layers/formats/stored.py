@@ -83,13 +83,14 @@ class Part:
         turns, _ = cover(self.rows, self.count)
         return Span(turns.start * self.step, turns.size * self.step)
 
-    def decode(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows of this part from the rows that were read."""
+    def decode(self, values: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        """The rows of this part from the rows that were read; a value is for ``unit`` rows, and none is cut."""
         if self.step == 1:
             return self.order(values)
-        _, skipped = cover(self.rows, self.count)
-        turns = values.reshape(-1, self.step, *values.shape[1:])[:, self.first : self.first + self.count]
-        return self.order(turns.flatten(0, 1)[skipped : skipped + self.rows.size])
+        step, first, count, size = (one // unit for one in (self.step, self.first, self.count, self.rows.size))
+        skipped = cover(self.rows, self.count)[1] // unit
+        turns = values.reshape(-1, step, *values.shape[1:])[:, first : first + count]
+        return self.order(turns.flatten(0, 1)[skipped : skipped + size])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +143,11 @@ class LinearShape:
 
     def _source(self, part: Part, first: int, tensor: StoredTensor, unit: Unit, pack: Decode) -> Source:
         spans, cuts, repeats = [], [], []
-        for span, held, unpacked, wanted in zip(
-            (part.taken, self.columns), tensor.unit, tensor.unpacked, unit, strict=True
+        steps = [min(unpacked, wanted) for unpacked, wanted in zip(tensor.unpacked, unit, strict=True)]
+        for span, held, unpacked, step in zip(
+            (part.taken, self.columns), tensor.unit, tensor.unpacked, steps, strict=True
         ):
             covered, skipped = cover(span, held)
-            step = min(unpacked, wanted)
             spans.append(covered)
             cuts.append((skipped // step, ceil_div(span.size, step)))
             repeats.append(unpacked // step)
@@ -156,7 +157,7 @@ class LinearShape:
             for dim in (0, 1):
                 found = found.repeat_interleave(repeats[dim], dim) if repeats[dim] > 1 else found
                 found = found.narrow(dim, *cuts[dim])
-            return pack(part.decode(found))
+            return pack(part.decode(found, steps[0]))
 
         sizes = [ceil_div(part.stored_rows, tensor.unit.rows), ceil_div(self.stored_columns, tensor.unit.columns)]
         if tensor.is_turned:
