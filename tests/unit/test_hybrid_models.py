@@ -68,6 +68,36 @@ QWEN35_35B: dict[str, Any] = {
         "dtype": "bfloat16",
     },
 }
+# Of Qwen3.8-27B and its text part, but for ``layer_types``, which the interval implies.
+QWEN38_27B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+    "language_model_only": False,
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27},
+    "text_config": {
+        **{key: value for key, value in QWEN35_35B["text_config"].items() if "expert" not in key and "moe" not in key},
+        "model_type": "qwen3_5_text",
+        "attention_dropout": 0.0,
+        "bos_token_id": 248044,
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 17408,
+        "layer_types": None,
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "output_gate_type": "swish",
+        "pad_token_id": None,
+        "partial_rotary_factor": 0.25,
+        "use_cache": True,
+    },
+}
 NEXT = llama(
     architectures=["Qwen3NextForCausalLM"],
     model_type="qwen3_next",
@@ -115,6 +145,18 @@ def test_what_follows_from_a_description() -> None:
     assert states is not None and states.slot_bytes == 30 * (2 * MIB + 8192 * 3 * 4)
     on_8 = spec.kv_layout_on(8).states
     assert on_8 is not None and on_8.slot_bytes * 8 == states.slot_bytes
+
+
+def test_later_releases_have_more_keys() -> None:
+    """Oracle: the released model's configuration: 48 of 64 layers with 48 value heads; its size in its name."""
+    spec = read_model(QWEN38_27B)
+    deltas = [layer.attention for layer in spec.layers if isinstance(layer.attention, DeltaSpec)]
+    assert len(deltas) == 48 and deltas[0].num_value_heads == 48 and spec.ropes[0].rotary_dim == 64
+    assert local_parameters(spec, 1) / 1e9 == pytest.approx(27, rel=0.02)
+    assert read_model({**QWEN38_27B, "language_model_only": True}) == spec
+    sigmoid = {**QWEN38_27B["text_config"], "output_gate_type": "sigmoid"}
+    with pytest.raises(ConfigError, match="output_gate_type is 'sigmoid'; it must be swish or silu"):
+        read_model({**QWEN38_27B, "text_config": sigmoid})
 
 
 def test_layers_by_interval() -> None:
@@ -180,6 +222,16 @@ def test_rows_of_fused_projections() -> None:
         assert decoded[0] == list(range(16)) and decoded[1] == list(range(16, 32))
         assert decoded[2] == list(range(32 + first, 32 + first + count))
         assert decoded[3] == list(range(160 + first, 160 + first + count))
+
+
+def test_half_a_product_can_not_be_quantised() -> None:
+    """Oracle: the rule of all products; the error names both modules."""
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for kept, other in (("in_proj_z", "in_proj_qkv"), ("in_proj_a", "in_proj_b")):
+        skipped = [f"model.language_model.layers.{index}.linear_attn.{kept}" for index in range(64)]
+        config = {**QWEN38_27B, "quantization_config": {**fp8, "modules_to_not_convert": skipped}}
+        with pytest.raises(ConfigError, match=rf"linear_attn\.{other} as e4m3 .*\.{kept} unquantised"):
+            sources(read_model(config), 0, 1)
 
 
 def test_gates_of_heads() -> None:

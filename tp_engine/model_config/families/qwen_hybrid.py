@@ -19,6 +19,7 @@ _NAMES = CheckpointNames(
     spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("model.visual.", "mtp.")
 )
 _KINDS = ("linear_attention", "full_attention")
+_GATES = ("swish", "silu")  # two names of one function
 
 
 def read(config: ConfigJson) -> ModelSpec:
@@ -27,6 +28,8 @@ def read(config: ConfigJson) -> ModelSpec:
     architecture = config.architecture
     is_wrapped = architecture.endswith("ForConditionalGeneration")
     config = config.text_part() if is_wrapped else config
+    if (gate := config.take("output_gate_type", str, _GATES[0])) not in _GATES:  # of the delta rule's output
+        raise config.refusal("output_gate_type", gate, f"it must be {' or '.join(_GATES)}", "use another model")
     config.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers_mtp")
     config.expect("attn_output_gate", bool, True)
     config.expect("mamba_ssm_dtype", str, "float32")
