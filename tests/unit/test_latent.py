@@ -32,6 +32,8 @@ from tp_engine.model_config.latent import LatentSpec
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.kv_cache import KvBlocks, KvCacheShape
 
+# Keys of published files.  transformers' defaults confirm V3, V3.2, GLM-4.7-Flash and Mistral Small 4; the numbers of
+# parameters that the publishers name confirm the sizes of all.
 YARN = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096, "type": "yarn",
@@ -62,7 +64,7 @@ V2 = {
     "norm_topk_prob": False, "num_attention_heads": 128, "num_experts_per_tok": 6, "num_hidden_layers": 60,
     "num_key_value_heads": 128, "q_lora_rank": 1536, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3, "topk_method": "group_limited_greedy",
-    "vocab_size": 102400,
+    "vocab_size": 102400, "bos_token_id": 100000, "eos_token_id": 100001,
 }  # fmt: skip
 V2_LITE = {
     **V2, "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
@@ -73,7 +75,7 @@ KIMI_K2 = {
     **V3, "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     "max_position_embeddings": 131072, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
     "num_nextn_predict_layers": 0, "rope_scaling": {**YARN, "beta_fast": 1.0, "factor": 32.0}, "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.827, "vocab_size": 163840,
+    "routed_scaling_factor": 2.827, "vocab_size": 163840, "bos_token_id": 163584, "eos_token_id": 163585,
 }  # fmt: skip
 GLM_FLASH = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False,
@@ -129,6 +131,28 @@ def test_sizes_of_published_models(config: dict[str, Any], billions: float, acti
     for world_size in (1, 2, 4):
         check_tensor_parallel(spec, world_size)
         assert spec.kv_layout_on(world_size).block_bytes(16, 2) == 16 * kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (V3, "DeepseekV3Config"),
+        (V32, "DeepseekV32Config"),
+        (GLM_FLASH, "Glm4MoeLiteConfig"),
+        (SMALL_4["text_config"], "Mistral4Config"),
+    ],
+    ids=["V3", "V3.2", "GLM-4.7-Flash", "Mistral Small 4"],
+)
+def test_configurations_are_those_of_transformers(config: dict[str, Any], name: str) -> None:
+    """Oracle: transformers' defaults, which are the release's, but for these keys."""
+    import transformers
+
+    of_the_release = {"architectures", "dtype", "torch_dtype", "eos_token_id", "rope_parameters"}
+    of_the_release |= {"max_position_embeddings"} if name == "DeepseekV3Config" else set()
+    defaults = getattr(transformers, name)().to_dict()
+    compared = (config.keys() & defaults.keys()) - of_the_release
+    assert len(compared) > 15
+    assert {key: config[key] for key in compared} == {key: defaults[key] for key in compared}
 
 
 def test_what_deepseek_v3_becomes() -> None:
