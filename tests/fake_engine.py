@@ -32,7 +32,7 @@ from tp_engine.engine.service import EngineLike, EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
-from tp_engine.plan import Control, TokenLogprobs
+from tp_engine.plan import Control, FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
@@ -82,6 +82,15 @@ class _Sequence:
     def next_delta(self, now_s: float) -> SequenceDelta:
         request, is_first = self.request, self.num_given == 0
         self.first_scheduled_s = self.first_scheduled_s or now_s
+        if request.pooling is not None:
+            return SequenceDelta(
+                request_id=request.request_id,
+                index=self.index,
+                new_token_ids=[],
+                finish_reason=FinishReason.STOP,
+                pooled=fake_pooled(request),
+                first_scheduled_s=self.first_scheduled_s,
+            )
         token_id = self.reply[self.num_given]
         self.num_given += 1
         params = request.params
@@ -109,6 +118,14 @@ class _Sequence:
         if self.num_given == params.max_tokens or self.num_given == len(self.reply):
             return FinishReason.LENGTH, None
         return None, None
+
+
+def fake_pooled(request: EngineRequest) -> FloatArray:
+    """A hidden state of 4 that depends on the prompt, or two logits that favour short prompts."""
+    token_ids = request.prompt_token_ids
+    if request.pooling is not None and request.pooling.token_ids:
+        return np.array([10.0 - 0.125 * len(token_ids), 0.0], dtype=np.float32)
+    return np.array([len(token_ids), token_ids[0], token_ids[-1], 1.0], dtype=np.float32)
 
 
 def fake_logprobs(token_ids: Sequence[int], num_alternatives: int) -> TokenLogprobs:

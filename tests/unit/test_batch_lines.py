@@ -24,6 +24,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": ["hi", "there"], "encoding_format": "base64"},
+    "/v1/score": {"queries": "hi", "documents": ["a", "b"]},
+    "/v1/rerank": {"query": "hi", "documents": ["a", {"text": "b"}], "top_n": 1},
 }
 
 
@@ -53,8 +56,8 @@ def test_a_request_line_is_read(url: str, body: Any) -> None:
         (line(custom_id=7), "invalid_type"),
         (line(custom_id=""), "invalid_custom_id"),
         (line(method="GET"), "invalid_method"),
-        (line(url="/v1/embeddings"), "invalid_url"),
-        (line(url="/v1/rerank"), "invalid_url"),
+        (line(url="/v1/audio/speech"), "invalid_url"),
+        (line(url="/v2/rerank"), "invalid_url"),
         (b'{"custom_id": "a", "method": "POST", "url": "/v1/completions"}', "missing_required_parameter"),
     ],
 )
@@ -81,6 +84,12 @@ def test_lines_that_are_no_request(text: bytes | None, code: str) -> None:
         ("/v1/responses", {"input": 3}, "input"),
         ("/v1/responses", {"top_p": 7}, "top_p"),
         ("/v1/responses", {"background": True}, "background"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"stream": True}, "stream"),
+        ("/v1/score", {"text_1": "hi"}, "queries"),
+        ("/v1/score", {"documents": []}, "documents"),
+        ("/v1/rerank", {"top_n": -1}, "top_n"),
+        ("/v1/rerank", {"documents": [{"title": "x"}]}, "documents"),
     ],
 )
 def test_bodies_that_are_refused(url: str, changes: dict[str, Any], param: str) -> None:

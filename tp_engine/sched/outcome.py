@@ -195,7 +195,9 @@ def collect_of_prompts(result: StepResult, sequences: dict[int, Sequence]) -> No
 
 
 def _add_first(delta: SequenceDelta, sequence: Sequence) -> None:
-    delta.num_cached_tokens, delta.pooled = sequence.num_cached_tokens, sequence.pooled
+    delta.num_cached_tokens = sequence.num_cached_tokens
+    if sequence.pooled is not None:  # its token means nothing
+        delta.pooled, delta.new_token_ids, delta.finish_reason = sequence.pooled, [], FinishReason.STOP
     if sequence.wants_prompt_logprobs:
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

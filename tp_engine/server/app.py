@@ -17,6 +17,7 @@ from tp_engine.server.bodies import ClientGoneError, error_reply
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
 from tp_engine.server.operator_routes import add_operator_routes
+from tp_engine.server.pooling_routes import add_pooling_routes
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page
 
@@ -38,6 +39,7 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     add_openai_routes(app, state)
+    add_pooling_routes(app, state)
     add_operator_routes(app, state)
     add_web_page(app, state)
     install_openapi(app)

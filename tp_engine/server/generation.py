@@ -47,7 +47,7 @@ async def answer(state: ServerState, request: Request, kind: type[Body]) -> Resp
             prepared = await loop.run_in_executor(state.tokenizing, prepare_response, body, processor, model, defaults)
         else:
             prepared = await loop.run_in_executor(state.tokenizing, prepare, body, processor, model, defaults)
-        batches = merge([_update_batches(state, engine_request) for engine_request in prepared.requests])
+        batches = merge([update_batches(state, engine_request) for engine_request in prepared.requests])
         if not body.stream:
             return json_reply(await until_disconnect(request.receive, _whole_answer(prepared, batches)))
         if isinstance(prepared, PreparedResponse):
@@ -57,16 +57,21 @@ async def answer(state: ServerState, request: Request, kind: type[Body]) -> Resp
 
 async def _whole_answer(prepared: PreparedAnswer | PreparedResponse, batches: Batches) -> JsonObject:
     """The answer without a stream; closes ``batches``, pairs of prompt number and updates."""
+    return prepared.answer(await whole_outputs(len(prepared.requests), batches))
+
+
+async def whole_outputs(num_prompts: int, batches: Batches) -> list[RequestOutput]:
+    """The output of each prompt, when all have ended; closes ``batches``, pairs of prompt number and updates."""
     outputs: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(batches):
         async for number, updates in batches:
             for update in updates:
                 if update.request_output is not None:
                     outputs[number] = update.request_output
-    return prepared.answer([outputs[number] for number in range(len(prepared.requests))])
+    return [outputs[number] for number in range(num_prompts)]
 
 
-async def _update_batches(state: ServerState, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
+async def update_batches(state: ServerState, request: EngineRequest) -> AsyncGenerator[list[SequenceUpdate], None]:
     """The engine's updates of one prompt, in batches: all that came while the client did not read.
 
     Times the prompt; raises ``HttpError`` for a sequence that failed.

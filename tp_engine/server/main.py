@@ -42,6 +42,14 @@ _LAST_ANSWERS_S = 3.0
 _NOTIFY_S = 1.0
 
 
+_TO_TRY = {
+    "none": ("/v1/chat/completions", '{"messages":[{"role":"user","content":"12+34="}]}'),
+    "embed": ("/v1/embeddings", '{"input":"Tea is a drink."}'),
+    "classify": ("/rerank", '{"query":"what is tea","documents":["Tea is a drink.","A fox jumps."]}'),
+}
+"""What to try first: a path and a body, by what the model is for."""
+
+
 class FrontendServer(uvicorn.Server):
     """uvicorn without its signal handlers: ``Frontend`` decides when the server ends."""
 
@@ -124,10 +132,10 @@ class Frontend:
         socket_file = "" if config.uds is None else f"--unix-socket {config.uds} "
         names = ", ".join(self._state.model_names)
         key = "" if not config.api_keys else "-H 'Authorization: Bearer YOUR_KEY' "
+        path, body = _TO_TRY[self._state.healthy_llm().model_info.convert]
         print(
             f"serving {names} at {url}, try:\n"
-            f"  curl {socket_file}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
-            """-d '{"messages":[{"role":"user","content":"12+34="}]}'""",
+            f"  curl {socket_file}{url}{path} {key}-H 'Content-Type: application/json' -d '{body}'",
             flush=True,
         )
 

@@ -10,6 +10,7 @@ from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
+from tp_engine.api.openai.pooled import EmbeddingBody, PooledBody, RerankBody, ScoreBody, num_pooled, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from tp_engine.api.openai.requests import prepare, prepare_searches
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
@@ -43,7 +44,7 @@ class PreparedLine:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    kind: type[GenerationBody]
+    kind: type[GenerationBody] | type[PooledBody]
     check: Callable[[Any], object]
     prepare: Callable[[Any, str, LineContext], PreparedLine]
 
@@ -113,10 +114,18 @@ def _prepare_response(body: ResponsesBody, model: str, context: LineContext) -> 
     return PreparedLine(prompts=[PlainPrompt(request) for request in prepared.requests], answer=prepared.answer)
 
 
+def _prepare_pooled(body: EmbeddingBody | ScoreBody | RerankBody, model: str, context: LineContext) -> PreparedLine:
+    prepared = prepare_pooled(body, context.processor, context.model, model)
+    return PreparedLine(prompts=[PlainPrompt(request) for request in prepared.requests], answer=prepared.answer)
+
+
 ENDPOINTS: Mapping[str, _Endpoint] = {
     "/v1/chat/completions": _Endpoint(ChatBody, _check_generation, _prepare_generation),
     "/v1/completions": _Endpoint(CompletionBody, _check_generation, _prepare_generation),
     "/v1/responses": _Endpoint(ResponsesBody, _check_response, _prepare_response),
+    "/v1/embeddings": _Endpoint(EmbeddingBody, num_pooled, _prepare_pooled),
+    "/v1/score": _Endpoint(ScoreBody, num_pooled, _prepare_pooled),
+    "/v1/rerank": _Endpoint(RerankBody, num_pooled, _prepare_pooled),
 }
 
 

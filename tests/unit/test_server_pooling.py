@@ -1,0 +1,173 @@
+"""Embeddings, scores and ranks over HTTP, in front of an engine without a model: shapes, usage, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.asgi import App, run_served, until
+from tests.fake_engine import MODEL_INFO, FakeEngine, fake_pooled
+from tests.pooling_models import eos_tokenizer, yes_no_tokenizer
+from tp_engine.server.config import ServerConfig
+
+EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=4, dimensions=())
+RANK = msgspec.structs.replace(MODEL_INFO, convert="classify", hidden_size=4)
+
+
+def serve(scenario: Callable[[App], Awaitable[None]], info: Any = EMBED, config: ServerConfig | None = None) -> None:
+    tokenizer = yes_no_tokenizer() if info.convert == "classify" else eos_tokenizer()
+    run_served(scenario, FakeEngine(model_info=info), tokenizer, config)
+
+
+def expected(text: str | list[int], dimensions: int = 4) -> list[float]:
+    """The fake engine's state of this input, cut and divided by its length."""
+    from tp_engine.request import EngineRequest, Pooling
+    from tp_engine.sampling_params import SamplingParams
+
+    ids = eos_tokenizer().encode(text) if isinstance(text, str) else text
+    request = EngineRequest(request_id="", prompt_token_ids=ids, params=SamplingParams(), pooling=Pooling())
+    state = fake_pooled(request)[:dimensions].astype(np.float64)
+    found: list[float] = (state / np.linalg.norm(state)).tolist()
+    return found
+
+
+def test_embeddings() -> None:
+    """Oracle: the fake engine's states and the tokenizer's counts; OpenAI's shape; base64 is the same in float32."""
+
+    async def scenario(app: App) -> None:
+        cases: list[tuple[Any, list[Any]]] = [
+            ("hi", ["hi"]),
+            (["hi", "the quick"], ["hi", "the quick"]),
+            ([5, 6], [[5, 6]]),
+            ([[5, 6], [7]], [[5, 6], [7]]),
+        ]
+        for given, inputs in cases:
+            reply = (await app.post("/v1/embeddings", {"model": "alias", "input": given})).json()
+            assert reply["object"] == "list" and reply["model"] == "alias" and reply["id"].startswith("embd-")
+            count = sum(len(one if isinstance(one, list) else eos_tokenizer().encode(one)) for one in inputs)
+            assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] == count
+            assert reply["usage"]["completion_tokens"] == 0
+            for index, (one, data) in enumerate(zip(inputs, reply["data"], strict=True)):
+                assert (data["index"], data["object"]) == (index, "embedding")
+                assert data["embedding"] == pytest.approx(expected(one), abs=1e-6)
+        coded = (await app.post("/v1/embeddings", {"input": "hi", "encoding_format": "base64"})).json()
+        vector = np.frombuffer(base64.b64decode(coded["data"][0]["embedding"]), dtype="<f4")
+        assert vector.tolist() == pytest.approx(expected("hi"), abs=1e-6)
+        cut = (await app.post("/v1/embeddings", {"input": "hi", "dimensions": 2})).json()
+        assert cut["data"][0]["embedding"] == pytest.approx(expected("hi", 2), abs=1e-6)
+        raw = (await app.post("/v1/embeddings", {"input": [9, 8], "use_activation": False})).json()
+        assert raw["data"][0]["embedding"] == [2.0, 9.0, 8.0, 1.0]
+        metrics = (await app.get("/metrics")).content.decode().splitlines()
+        (line,) = [one for one in metrics if one.startswith("tp_engine:generation_tokens_total")]
+        assert float(line.split()[-1]) == 0
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "text"),
+    [
+        ("/v1/embeddings", {}, "input", "missing"),
+        ("/v1/embeddings", {"input": []}, "input", "empty list"),
+        ("/v1/embeddings", {"input": [5, -1]}, "prompt", "-1"),
+        ("/v1/embeddings", {"input": [[]]}, "prompt", "empty"),
+        ("/v1/embeddings", {"input": [7] * 1025}, "input", "1025 tokens"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions", "from 1 to 4"),
+        ("/v1/embeddings", {"input": "a", "normalize": True}, "normalize", "use_activation"),
+        ("/v1/embeddings", {"input": "a", "stream": True}, "stream", "no streams"),
+        ("/v1/embeddings", {"input": "a", "model": "x"}, "model", "does not exist"),
+        ("/v1/completions", {"prompt": "a"}, "model", "/v1/embeddings"),
+        ("/score", {"queries": "a"}, "documents", "neither is given"),
+        ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "queries", "both are given"),
+        ("/score", {"queries": ["a", "b"], "documents": ["c"] * 3}, "queries", "2 queries for 3 documents"),
+        ("/score", {"queries": "a", "documents": "b", "instruction": "c"}, "instruction", "takes none"),
+        ("/rerank", {"query": "a", "documents": []}, "documents", "empty"),
+        ("/rerank", {"query": "a", "documents": [{"image": "x"}]}, "documents", '"text"'),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 0"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}, "max_tokens_per_doc", "at least 1"),
+    ],
+)
+def test_bodies_that_are_refused(path: str, body: dict[str, Any], param: str, text: str) -> None:
+    """Oracle: 400 (404 for a model), the field, and the value, rule or remedy in the message; nothing runs."""
+
+    async def scenario(app: App) -> None:
+        reply = await app.post(path, body)
+        error = reply.json()["error"]
+        assert reply.status == (404 if param == "model" and path == "/v1/embeddings" else 400), error
+        assert error["param"] == param and text in error["message"], error
+        assert isinstance(app.service.engine, FakeEngine) and not app.service.engine.added
+
+    serve(scenario)
+
+
+def test_scores() -> None:
+    """Oracle: the fake engine's logits, longer pairs scoring less; all paths and both names give the same."""
+
+    async def scenario(app: App) -> None:
+        body = {"queries": "q", "documents": ["a", "a longer one"]}
+        first = (await app.post("/score", body)).json()
+        assert first["object"] == "list" and first["id"].startswith("score-")
+        lengths = [len(request.prompt_token_ids) for request in app.service.engine.added]  # type: ignore[attr-defined]
+        logits = np.array([10 - 0.125 * length for length in lengths])
+        assert [one["score"] for one in first["data"]] == pytest.approx((1 / (1 + np.exp(-logits))).tolist())
+        assert [(one["index"], one["object"]) for one in first["data"]] == [(0, "score"), (1, "score")]
+        assert first["usage"]["prompt_tokens"] == sum(lengths)
+        former = (await app.post("/v1/score", {"text_1": "q", "text_2": ["a", "a longer one"]})).json()
+        assert former["data"] == first["data"]
+
+    serve(scenario, RANK)
+
+
+def test_ranks() -> None:
+    """Oracle: the fake engine favours short documents; the document comes along unless it is not wanted."""
+
+    async def scenario(app: App) -> None:
+        body = {"query": "q", "documents": ["the longest one", "a", {"text": "long one"}]}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            reply = (await app.post(path, body)).json()
+            assert [one["index"] for one in reply["results"]] == [1, 2, 0]
+            assert [one["document"]["text"] for one in reply["results"]] == ["a", "long one", "the longest one"]
+            scores = [one["relevance_score"] for one in reply["results"]]
+            assert scores == sorted(scores, reverse=True) and reply["usage"]["total_tokens"] > 0
+        best = (await app.post("/rerank", body | {"top_n": 1, "return_documents": False})).json()
+        assert [set(one) for one in best["results"]] == [{"index", "relevance_score"}]
+        assert best["results"][0]["index"] == 1
+        generated = await app.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        assert generated.status == 200, "a reranker generates text too"
+        refused = (await app.post("/v1/embeddings", {"input": "hi"})).json()
+        assert "--convert embed" in refused["error"]["message"]
+
+    serve(scenario, RANK)
+
+
+def test_a_client_that_leaves_ends_its_inputs() -> None:
+    """Oracle: the engine is told to abort all of them, and nothing is held."""
+
+    async def scenario(app: App) -> None:
+        engine = app.service.engine
+        assert isinstance(engine, FakeEngine)
+        engine.max_running = 0
+        exchange = app.start("POST", "/v1/embeddings", {"input": ["a", "b"]})
+        await until(lambda: len(engine.added) == 2, "both inputs")
+        exchange.leave()
+        await exchange.ended()
+        await until(lambda: len(engine.aborted) == 2, "the end of both")
+        assert app.state.limit.num_prompts == 0
+
+    serve(scenario)
+
+
+def test_too_many_inputs_are_refused() -> None:
+    """Oracle: 429 at once, with the numbers; each input is a prompt of its own."""
+
+    async def scenario(app: App) -> None:
+        reply = await app.post("/v1/embeddings", {"input": ["a"] * 70})
+        assert reply.status == 429 and "70 more do not fit in 66" in reply.json()["error"]["message"]
+
+    serve(scenario, config=ServerConfig(max_num_queued_reqs=2))

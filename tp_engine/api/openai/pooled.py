@@ -1,0 +1,243 @@
+"""Embeddings, scores and ranks over HTTP and in batch lines: the bodies, and the answers, as those of OpenAI and vLLM.
+
+``/v1/embeddings`` is OpenAI's.  ``/score`` and ``/rerank`` are vLLM's; the latter is also that of Jina and Cohere.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tp_engine.api.input_processor import InputProcessor, Prompt
+from tp_engine.api.openai.answer_shape import JsonObject
+from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
+from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_request, paired
+from tp_engine.engine.messages import ModelInfo
+from tp_engine.errors import RequestError
+from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest
+
+
+class PooledBody(BaseModel):
+    """Fields of all bodies."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    stream: bool | None = None
+    user: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID, pattern=REQUEST_ID)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+
+class EmbeddingBody(PooledBody):
+    """``POST /v1/embeddings``.  ``normalize`` is a former name of ``use_activation``."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ScoreBody(PooledBody):
+    """``POST /score``: ``queries`` and ``documents``, or by their former names ``text_1`` and ``text_2``."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    instruction: str | None = None
+    max_tokens_per_doc: int | None = None
+
+
+class RerankBody(PooledBody):
+    """``POST /rerank``.  A document is text, or an object with ``text``."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+    max_tokens_per_doc: int | None = None
+
+
+AnyPooledBody: TypeAlias = EmbeddingBody | ScoreBody | RerankBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPooling:
+    """The engine requests of a body, and what makes the answer of their outputs."""
+
+    requests: list[EngineRequest]
+    answer: Callable[[Sequence[RequestOutput]], JsonObject]
+
+
+def num_pooled(body: AnyPooledBody) -> int:
+    """The number of inputs or pairs of ``body``; ``RequestError`` for fields that do not fit together."""
+    if body.stream:
+        raise RequestError("stream is true; these answers have no streams, leave it out", param="stream")
+    if isinstance(body, EmbeddingBody):
+        if body.normalize is not None:
+            raise RequestError("normalize is no field any more; its name is use_activation", param="normalize")
+        return len(_inputs(body))
+    if isinstance(body, RerankBody) and body.top_n is not None and body.top_n < 0:
+        raise RequestError(f"top_n is {body.top_n}; it must be at least 0, which gives all", param="top_n")
+    return len(_pairs(body))
+
+
+def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, info: ModelInfo, model: str) -> PreparedPooling:
+    """Check and tokenize; raises ``RequestError``.  ``model`` is the name to answer with."""
+    num_pooled(body)
+    if isinstance(body, EmbeddingBody):
+        return _prepare_embeddings(body, processor, info, model)
+    envelope = _Envelope.of(body, "score" if isinstance(body, ScoreBody) else "rerank", model)
+    pairs = ScorePairs.of(
+        processor,
+        info,
+        _pairs(body),
+        request_id=envelope.engine_id,
+        instruction=body.instruction,
+        max_tokens_per_doc=body.max_tokens_per_doc,
+        params=PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, cache_salt=body.cache_salt),
+        priority=body.priority or 0,
+    )
+
+    def answer(outputs: Sequence[RequestOutput]) -> JsonObject:
+        scores = pairs.scores(outputs)
+        if isinstance(body, ScoreBody):
+            data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+            return envelope.listed(data, outputs)
+        return {
+            "id": envelope.answer_id, "model": model, "usage": _usage(outputs), "results": _ranked(body, scores),
+        }  # fmt: skip
+
+    return PreparedPooling(requests=list(pairs.requests), answer=answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Envelope:
+    """What surrounds the data of an answer; ``engine_id`` is unique, where a client may repeat its request ids."""
+
+    answer_id: str
+    engine_id: str
+    created: int
+    model: str
+
+    @staticmethod
+    def of(body: PooledBody, kind: str, model: str) -> _Envelope:
+        unique = uuid.uuid4().hex
+        answer_id = f"{kind}-{body.request_id or unique}"
+        engine_id = f"{answer_id}-{unique[:12]}"
+        return _Envelope(answer_id=answer_id, engine_id=engine_id, created=int(time.time()), model=model)
+
+    def listed(self, data: list[JsonObject], outputs: Sequence[RequestOutput]) -> JsonObject:
+        """A list of ``data``."""
+        return {
+            "id": self.answer_id, "object": "list", "created": self.created, "model": self.model, "data": data,
+            "usage": _usage(outputs),
+        }  # fmt: skip
+
+
+def _prepare_embeddings(body: EmbeddingBody, processor: InputProcessor, info: ModelInfo, model: str) -> PreparedPooling:
+    params = PoolingParams(
+        dimensions=body.dimensions,
+        use_activation=body.use_activation is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens is not False,
+        cache_salt=body.cache_salt,
+    )
+    params.check(info)
+    envelope = _Envelope.of(body, "embd", model)
+    requests = [
+        embedding_request(
+            processor, prompt, params, request_id=f"{envelope.engine_id}-{number}", priority=body.priority or 0
+        )
+        for number, prompt in enumerate(_inputs(body))
+    ]
+
+    def answer(outputs: Sequence[RequestOutput]) -> JsonObject:
+        data: list[JsonObject] = []
+        for index, output in enumerate(outputs):
+            assert output.pooled is not None
+            vector = params.vector(output.pooled)
+            is_text = body.encoding_format == "base64"
+            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else _floats(vector)
+            data.append({"index": index, "object": "embedding", "embedding": shown})
+        return envelope.listed(data, outputs)
+
+    return PreparedPooling(requests=requests, answer=answer)
+
+
+def _floats(vector: np.ndarray[Any, Any]) -> list[float]:
+    found: list[float] = vector.tolist()
+    return found
+
+
+def _inputs(body: EmbeddingBody) -> list[Prompt]:
+    """Each input of a body, text or token ids."""
+    given = body.input
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestError("input is an empty list; give text, token ids, or a list of either", param="input")
+    if isinstance(given[0], int):
+        return [[int(token_id) for token_id in given]]
+    return list(given)
+
+
+def _pairs(body: ScoreBody | RerankBody) -> list[tuple[str, str]]:
+    if isinstance(body, RerankBody):
+        return paired(body.query, [_text(document) for document in body.documents])
+    queries = _either(body, "queries", "text_1")
+    return paired(queries, _either(body, "documents", "text_2"))
+
+
+def _either(body: ScoreBody, name: str, former: str) -> str | list[str]:
+    """The one of the two fields that is given."""
+    given = [value for value in (getattr(body, name), getattr(body, former)) if value is not None]
+    if len(given) != 1:
+        what = "both are given" if given else "neither is given"
+        raise RequestError(f"{name} and {former} are names of one field, and {what}; give {name}", param=name)
+    value: str | list[str] = given[0]
+    return value
+
+
+def _text(document: str | dict[str, Any]) -> str:
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise RequestError(
+            f"documents contains an object with the keys {sorted(map(str, document))}; a document is text, or an "
+            'object with "text"',
+            param="documents",
+        )
+    return text
+
+
+def _ranked(body: RerankBody, scores: Sequence[float]) -> list[JsonObject]:
+    """The best documents first; equal ones in the order in which they came."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    results: list[JsonObject] = [{"index": index, "relevance_score": scores[index]} for index in order]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": _text(body.documents[result["index"]])}
+    return results
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> JsonObject:
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }  # fmt: skip
