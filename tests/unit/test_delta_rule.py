@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from tp_engine.kernels.delta_rule import (
     delta_chunks,
     delta_step,
 )
+from tp_engine.kernels.native.delta import delta_chunks as native_delta_chunks
 from tp_engine.kernels.native.delta import delta_step as native_delta_step
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kv_layout import StateGroup, StateKind
@@ -25,6 +27,11 @@ KINDS = [
     StateKind(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4),
     StateKind(num_key_heads=1, num_value_heads=3, key_dim=8, value_dim=16, taps=2),
     StateKind(num_key_heads=3, num_value_heads=3, key_dim=16, value_dim=16, taps=4),
+]
+
+LARGER = [
+    StateKind(num_key_heads=2, num_value_heads=6, key_dim=128, value_dim=128, taps=4),
+    StateKind(num_key_heads=1, num_value_heads=2, key_dim=20, value_dim=40, taps=5),
 ]
 
 
@@ -163,7 +170,7 @@ def test_steps_in_c(dtype: torch.dtype, num_rows: int) -> None:
     library = native_library()
     if library is None:
         pytest.skip("no compiled kernels")
-    for kind in (*KINDS, StateKind(num_key_heads=2, num_value_heads=6, key_dim=128, value_dim=128, taps=4)):
+    for kind in (*KINDS, *LARGER):
         mixed, gates, rule = inputs_of(kind, num_rows)
         mixed, gates = mixed.to(dtype), gates.to(dtype)
         states = random_states(kind, num_rows + 2)
@@ -182,6 +189,77 @@ def test_steps_in_c(dtype: torch.dtype, num_rows: int) -> None:
             one = native_delta_step(library, mixed[own], gates[own], rule, alone, slots[own])
             assert torch.equal(one, found[own])
         assert all(torch.equal(one, other) for one, other in zip(states, alone, strict=True))
+
+
+# Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.
+RUNS = [(1, 4, False), (33, 1, True), (2, 6, False), (70, None, False), (32, 0, False), (5, 3, True)]
+NUM_SLOTS = 8
+
+
+def chunks_of(runs: list[tuple[int, int | None, bool]]) -> list[Chunk]:
+    starts = [sum(count for count, *_ in runs[:index]) for index in range(len(runs))]
+    return [Chunk(start, *run) for start, run in zip(starts, runs, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*KINDS, *LARGER])
+def test_chunks_in_c(kind: StateKind, dtype: torch.dtype) -> None:
+    """Oracles: the twin; and bit by bit, states and outputs, the tokens of each row one by one in C, the same tokens in
+    other chunks and batches with another number of threads, and the slots that no chunk names."""
+    library = native_library()
+    if library is None:
+        pytest.skip("no compiled kernels")
+    chunks = chunks_of(RUNS)
+    wide, gates, rule = inputs_of(kind, sum(count for count, *_ in RUNS) + 3)
+    mixed, gates = torch.cat((wide, wide[:, :8]), 1).to(dtype)[3:, :-8], gates.to(dtype)[3:]
+    states = random_states(kind, NUM_SLOTS)
+    before, of_twin, by_steps, in_parts = (copy_of(states) for _ in range(4))
+    found = native_delta_chunks(library, mixed, gates, rule, states, chunks)
+    expected = delta_chunks(mixed, gates, rule, of_twin, chunks)
+    tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(found, expected, rtol=10 * tolerance, atol=10 * tolerance)
+    for own, other, old in zip(states, of_twin, before, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+        assert torch.equal(own[[2, 5, 7, 8]], old[[2, 5, 7, 8]])
+
+    for start, count, slot, is_fresh in chunks:
+        place = NUM_SLOTS - 1 if slot is None else slot
+        if slot is None or is_fresh:
+            by_steps.conv[place], by_steps.recurrent[place] = 0.0, 0.0
+        for token in range(start, start + count):
+            row = slice(token, token + 1)
+            one = native_delta_step(library, mixed[row], gates[row], rule, by_steps, torch.tensor([place]).int())
+            assert torch.equal(one, found[row])
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(num_threads, 2))
+    try:
+        for start, count, slot, is_fresh in reversed(chunks):
+            cuts = sorted({0, 1, 3, 32, 50, count} & set(range(count + 1))) if slot is not None else [0, count]
+            for first, end in pairwise(cuts):
+                rows = slice(start + first, start + end)
+                piece = [Chunk(0, end - first, slot, is_fresh and first == 0)]
+                part = native_delta_chunks(library, mixed[rows], gates[rows], rule, in_parts, piece)
+                assert torch.equal(part, found[rows])
+    finally:
+        torch.set_num_threads(num_threads)
+    for own, steps, parts in zip(states, by_steps, in_parts, strict=True):
+        assert torch.equal(own, parts)
+        steps[NUM_SLOTS - 1] = own[NUM_SLOTS - 1]
+        assert torch.equal(own, steps)
+
+
+def test_chunks_in_c_without_states() -> None:
+    """Oracle: rows that begin with the same tokens, bit by bit."""
+    library = native_library()
+    if library is None:
+        pytest.skip("no compiled kernels")
+    kind = KINDS[0]
+    mixed, gates, rule = inputs_of(kind, 9)
+    rows = chunks_of([(4, 0, True), (5, 1, True)])
+    expected = native_delta_chunks(library, mixed, gates, rule, random_states(kind, 2), rows)
+    nowhere = chunks_of([(4, None, True), (5, 1, False)])
+    assert torch.equal(native_delta_chunks(library, mixed, gates, rule, None, nowhere), expected)
 
 
 def test_slots_are_copied_at_once() -> None:

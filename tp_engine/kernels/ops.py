@@ -54,7 +54,7 @@ OPS: dict[str, Op] = {
     "gate": Op(layer_ops.gate, "elementwise_triton:gate_triton", "ops:gate"),
     "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton:sigmoid_gate_triton", "delta:sigmoid_gate"),
     "delta_step": Op(delta_rule.delta_step, "delta_rule_triton:delta_step_triton", "delta:delta_step"),
-    "delta_chunks": Op(delta_rule.delta_chunks),
+    "delta_chunks": Op(delta_rule.delta_chunks, None, "delta:delta_chunks"),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton:cap_logits_triton", "ops:cap_logits"),
     "prepare_heads": Op(heads.prepare_heads, "heads_triton:prepare_heads_triton", "ops:prepare_heads"),
     "head_squares": Op(heads.head_squares, "head_width_triton:head_squares_triton", "ops:head_squares"),

@@ -1,14 +1,16 @@
-"""The gated delta rule's step of decodes in C (``delta.c``), and the gate of attention's output."""
+"""The gated delta rule in C (``delta.c``), for decodes and for prompts, and the gate of attention's output."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from tp_engine.kernels import delta_rule as delta_twins
 from tp_engine.kernels import layer_ops as twins
-from tp_engine.kernels.delta_rule import DeltaRule, LayerStates
+from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates
 from tp_engine.kernels.native.layout import DTYPE_CODES
 
 MAX_DIM = 256  # of delta.c
@@ -23,19 +25,56 @@ def delta_step(
     slots: torch.Tensor,
 ) -> torch.Tensor:
     """See ``delta_rule.delta_step``."""
-    kind, dtype = rule.kind, DTYPE_CODES.get(mixed.dtype)
-    is_small = max(kind.key_dim, kind.value_dim) <= MAX_DIM
-    if dtype is None or gates.dtype is not mixed.dtype or not (is_small and mixed.stride(1) == gates.stride(1) == 1):
+    if not _takes(mixed, gates, rule):
         return delta_twins.delta_step(mixed, gates, rule, states, slots)
     assert slots.dtype == torch.int32 and slots.is_contiguous()
+    return _run(library.delta_step, mixed, gates, rule, states, slots.data_ptr(), len(mixed))
+
+
+def delta_chunks(
+    library: ctypes.CDLL,
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates | None,
+    chunks: list[Chunk],
+) -> torch.Tensor:
+    """See ``delta_rule.delta_chunks``; token by token, so the results are bit by bit those of ``delta_step``."""
+    if not _takes(mixed, gates, rule):
+        return delta_twins.delta_chunks(mixed, gates, rule, states, chunks)
+    runs = np.array(
+        [
+            (start, count, -1 if slot is None or states is None else slot, is_fresh)
+            for start, count, slot, is_fresh in chunks
+        ],
+        np.int64,
+    )
+    return _run(library.delta_chunks, mixed, gates, rule, states, runs.ctypes.data, len(chunks))
+
+
+def _takes(mixed: torch.Tensor, gates: torch.Tensor, rule: DeltaRule) -> bool:
+    is_small = max(rule.kind.key_dim, rule.kind.value_dim) <= MAX_DIM
+    has_rows = gates.dtype is mixed.dtype and mixed.stride(1) == gates.stride(1) == 1
+    return mixed.dtype in DTYPE_CODES and has_rows and is_small
+
+
+def _run(
+    function: Callable[..., int],
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rule: DeltaRule,
+    states: LayerStates | None,
+    rows: int,
+    num_rows: int,
+) -> torch.Tensor:
+    """``function`` of the library; ``rows`` is the address of its ``num_rows`` slots or runs."""
+    kind = rule.kind
     out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=mixed.dtype)
-    library.delta_step(
+    failed = function(
         *(one.data_ptr() for one in (rule.conv, rule.decay, rule.dt_bias, rule.norm)),
         float(rule.eps),
-        states.conv.data_ptr(),
-        states.recurrent.data_ptr(),
-        states.conv.stride(0),
-        states.recurrent.stride(0),
+        *((None, None) if states is None else (part.data_ptr() for part in states)),
+        *((0, 0) if states is None else (part.stride(0) for part in states)),
         kind.num_key_heads,
         kind.num_value_heads,
         kind.key_dim,
@@ -45,12 +84,14 @@ def delta_step(
         mixed.stride(0),
         gates.data_ptr(),
         gates.stride(0),
-        slots.data_ptr(),
+        rows,
         out.data_ptr(),
-        len(mixed),
-        dtype,
+        num_rows,
+        DTYPE_CODES[mixed.dtype],
         torch.get_num_threads(),
     )
+    if failed:
+        raise MemoryError("the delta rule has no memory for states that are not kept")
     return out
 
 

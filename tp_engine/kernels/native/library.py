@@ -60,6 +60,12 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         *[_INT] * 7,
         *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
     ),
+    "delta_chunks": (
+        *[_POINTER] * 4,
+        *(_FLOAT, _POINTER, _POINTER),
+        *[_INT] * 7,
+        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT),
+    ),
     "sigmoid_gate": (_POINTER, _POINTER, *[_INT] * 5),
     "embed_panels": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT, _INT),
     "pack_weight": (_POINTER, _POINTER, *[_INT] * 5),
@@ -86,6 +92,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 _RESULTS = dict.fromkeys(("experts_work_bytes", "quantised_panel_bytes", "quantised_row_bytes"), _INT)
 # A tape can not hold these functions.  Each of the others has a player, play_NAME.
 _UNRECORDED = (
+    "delta_chunks",
     "experts_work_bytes",
     "pack_weight",
     "pack_quantised",

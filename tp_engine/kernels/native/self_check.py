@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels import block_codes, latents, layer_ops, routing
 from tp_engine.kernels import heads as head_twins
-from tp_engine.kernels.delta_rule import DeltaRule, LayerStates, delta_step
+from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates, delta_chunks, delta_step
 from tp_engine.kernels.experts import (
     ExpertWeights,
     QuantisedExpertWeights,
@@ -101,7 +101,7 @@ def _rows(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) 
 
 
 def _delta(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
-    """A step of the gated delta rule, with heads that vectors do not divide, and the gate of attention's output."""
+    """The gated delta rule, with heads that vectors do not divide, and the gate of attention's output."""
     kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=40, taps=3)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -115,8 +115,14 @@ def _delta(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator)
     found = delta.delta_step(library, mixed, gates, rule, states[0], slots)
     expected = delta_step(mixed, gates, rule, states[1], slots)
     yield "delta_step", found[::2], expected[::2]
+    chunks = [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)]
+    yield (
+        "delta_chunks",
+        delta.delta_chunks(library, mixed, gates, rule, states[0], chunks),
+        delta_chunks(mixed, gates, rule, states[1], chunks),
+    )
     for one, other in zip(*states, strict=True):
-        yield "delta_step", one[:3], other[:3]
+        yield "the delta rule's states", one[:3], other[:3]
     gated, expected = mixed[:, :20].contiguous(), mixed[:, :20].contiguous()
     delta.sigmoid_gate(library, gated, mixed[:, 20:40])
     layer_ops.sigmoid_gate(expected, mixed[:, 20:40])
