@@ -190,6 +190,21 @@ def test_what_a_model_is_for(
     assert (found.convert, found.dimensions) == expected
 
 
+@pytest.mark.parametrize(
+    ("place", "convert"),
+    [
+        ("rerankers/Qwen3-0.6B", "none"),
+        ("Qwen3-Reranker-0.6B", "classify"),
+        ("models--Qwen--Qwen3-Reranker-0.6B/snapshots/0123", "classify"),
+    ],
+)
+def test_folders_of_rerankers(place: str, convert: str, tmp_path: Path) -> None:
+    """Oracle: only a model's own name counts, also in the hub's cache."""
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    assert read_pooling(str(folder), folder_of(folder, None), "auto").convert == convert
+
+
 @pytest.mark.parametrize("pooling", [{"pooling_mode_mean_tokens": True}, {"pooling_mode": "cls"}])
 def test_other_poolings_are_refused(pooling: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the message names the file, the mode and the one that is supported."""

@@ -38,11 +38,11 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
 
     Raises ``ConfigError`` for a model whose embeddings are not those of its last token.
     """
-    if convert == "auto":
-        if (folder / _MODULES_FILE).is_file() and "reranker" not in model.lower():
-            convert = "embed"
-        else:
-            convert = "classify" if "reranker" in model.lower() else "none"
+    name = _own_name(model, folder)
+    if convert == "auto" and "reranker" in name:
+        convert = "classify"
+    elif convert == "auto":
+        convert = "embed" if (folder / _MODULES_FILE).is_file() else "none"
     if convert != "embed":
         return PoolingSpec(convert=convert)
     _check_last_token(folder)
@@ -50,7 +50,7 @@ def read_pooling(model: str, folder: Path, convert: str) -> PoolingSpec:
     listed = config.get("matryoshka_dimensions")
     if isinstance(listed, list) and all(type(size) is int and size > 0 for size in listed):
         return PoolingSpec(convert=convert, dimensions=tuple(sorted(listed)))
-    is_free = config.get("is_matryoshka") is True or "qwen3-embedding" in model.lower()  # its model card says so
+    is_free = config.get("is_matryoshka") is True or "qwen3-embedding" in name  # its model card says so
     return PoolingSpec(convert=convert, dimensions=() if is_free else None)
 
 
@@ -58,6 +58,14 @@ def without_head(spec: ModelSpec) -> ModelSpec:
     """The decoder of a model for embeddings: its checkpoint needs no output head and no prefix of names."""
     names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=spec.names.skipped)
     return dataclasses.replace(spec, tie_word_embeddings=True, names=names)
+
+
+def _own_name(model: str, folder: Path) -> str:
+    """The last part of the model's name or folder, in small letters; of the hub's cache (``models--OWNER--NAME``) that
+    folder's."""
+    place = folder.resolve()
+    own = place.parent.parent if place.parent.name == "snapshots" else place
+    return f"{Path(model).name} {own.name}".lower()
 
 
 def _check_last_token(folder: Path) -> None:
