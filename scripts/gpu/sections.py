@@ -65,8 +65,13 @@ def _checks() -> list[Section]:
             limit_s=240,
             modules=(*_TESTS, "triton"),
         ),
-        _engine("engine", "the engine against transformers, preempted, twice", "not recorded and not ranks_on_one_gpu"),
-        _engine("graphs", "recorded steps give the tokens of eager ones", "recorded", limit_s=420),
+        _engine(
+            "engine",
+            "the engine against transformers, preempted, twice",
+            "not (recorded or ranks_on_one_gpu or latent)",
+        ),
+        _engine("graphs", "recorded steps give the tokens of eager ones", "recorded and not latent", limit_s=420),
+        _engine("latents", "latent attention, recorded and eager, gives the tokens of a CPU", "latent"),
         _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu", option="devices"),
         Section(
             name="multi_gpu",
@@ -97,6 +102,20 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
     offline = "scripts/bench_offline.py"
     return [
         _bench("bench_kernels", "kernels of the 8B shape", 420, "scripts/bench_kernels.py", "--shape", "qwen3-8b"),
+        _bench(
+            "bench_latents",
+            "decode attention of DeepSeek-V3 on 1 and 8 ranks",
+            240,
+            "scripts/bench_kernels.py",
+            *("--only", "latent", "--batch", "1,32,256", "--length", "1024,8192"),
+        ),
+        _bench(
+            "offline_latents",
+            "batch 1 and 256 requests, a small DeepSeek-like shape",
+            300,
+            "scripts/bench_offline.py",
+            *("--shape", "D", "--rounds", "1", "--no-peer"),
+        ),
         _offline("offline_0.6b", 240, "--shape", "qwen3-0.6b", "--rounds", "2", "--no-peer", *nano),
         _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
         _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),

@@ -55,3 +55,10 @@ def test_interpreted_warm_up() -> None:
 def test_interpreted_hybrid() -> None:
     """Oracle: the tokens of the same engine on C; one of its two layers has a recurrent state."""
     interpreted("kernel_cases_hybrid", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_interpreted_latents() -> None:
+    """Oracle: the tokens of the same engine on C; some of its chunks are absorbed, others expanded."""
+    interpreted("kernel_cases_latent_engine", timeout_s=270)

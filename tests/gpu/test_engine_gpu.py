@@ -103,6 +103,15 @@ def test_quantised_weights(folder: Path, quantization: str, enforce_eager: bool)
     assert generated(folder, GREEDY, enforce_eager=enforce_eager, max_num_batched_tokens=256, **options) == on_cpu
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
+def test_latent_attention(checkpoint: Checkpoint, enforce_eager: bool) -> None:
+    """Oracle: the same model on the CPU, in fp32; prompts of 200 and 150 tokens are expanded, others are absorbed."""
+    folder = checkpoint("deepseek-v3", vocab_size=1000, max_position=1024)
+    on_cpu = generated(folder, GREEDY, device="cpu", dtype="float32")
+    options: dict[str, Any] = {"dtype": "float32", "enforce_eager": enforce_eager, "max_num_batched_tokens": 256}
+    assert generated(folder, GREEDY, **options) == on_cpu
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 def test_nothing_is_compiled_while_serving(

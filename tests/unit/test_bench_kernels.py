@@ -40,6 +40,7 @@ def test_bytes_are_counted_by_hand(bench: Any) -> None:
     assert attention.decode_bytes(shape, 2, 17, torch.bfloat16) == keys_and_values * 2 + tables + states
     assert attention.decode_bytes(shape, 2, 17, torch.int8) == keys_and_values + 2 * 17 * 2 * 4 + tables + states
     assert cases.decode_inputs_bytes(shape, 2, 17) == 2 * (4 + 4 + 4 + 4 + 8 + 8 + 4) + 2 * tables
+    assert attention.latent_bytes(shape, 3, 2, 17) == 2 * 17 * 576 * 2 + tables + 2 * 3 * (576 + 512) * 2
     assert attention.prefill_flops(shape, 3) == 2 * 2 * (2 * 4) * (1 + 2 + 3)
 
 

@@ -25,7 +25,7 @@ from tp_engine.kernels.latents import absorb_queries, prepare_latents, release_v
 from tp_engine.kernels.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.native.library import native_library
-from tp_engine.kernels.ops import implementation
+from tp_engine.kernels.ops import has_triton, implementation
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
 from tp_engine.model_config.latent import LatentSpec
@@ -219,9 +219,17 @@ NEEDS = AttentionNeeds(
 def test_backends_without_latents_are_refused() -> None:
     """Oracle: the table of backends; ``auto`` takes one that has them."""
     on_gpu = replace(NEEDS, device_type="cuda", dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"flash_attn: the model has latent attention.*=native or torch"):
+    with pytest.raises(ConfigError, match=r"flash_attn: the model has latent attention.*=triton or native or torch"):
         check_backend("flash_attn", on_gpu)
-    assert check_backend("auto", on_gpu) == "torch"
+    assert check_backend("auto", on_gpu) == ("triton" if has_triton() else "torch")
+    assert check_backend("auto", replace(on_gpu, head_dims=(578,))) == "torch"
+    assert check_backend("auto", replace(on_gpu, capability=(7, 5))) == "torch"
+    with pytest.raises(ConfigError, match="head_dim is 576; it takes at most 512"):
+        check_backend("triton", replace(on_gpu, has_latents=False))
+    if has_triton():
+        chosen = select_backend("triton", on_gpu)
+        assert isinstance(chosen, LatentBackend) and chosen.can_capture_decodes and chosen.name == "triton"
+        assert not select_backend("triton:torch", on_gpu).can_capture_decodes
     assert check_backend("auto", NEEDS) == ("torch" if native_library() is None else "native")
     assert check_backend("auto", replace(NEEDS, kv_cache_dtype=torch.int8)) == "torch"
     assert check_backend("auto", replace(NEEDS, head_dims=(578,))) == "torch"

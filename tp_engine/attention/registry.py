@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend
+from tp_engine.attention import flash_attn, flashinfer, native_backend, torch_varlen, triton_backend, triton_latent
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
 from tp_engine.attention.flashinfer import FlashInferBackend
 from tp_engine.attention.latent import LatentBackend
@@ -17,6 +17,7 @@ from tp_engine.attention.pair import PairBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.torch_varlen import TorchVarlenBackend
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.attention.triton_latent import TritonLatentBackend
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.native.block_codes import lanes_of
 from tp_engine.kernels.native.library import native_library
@@ -46,10 +47,18 @@ class _Kind:
         return self.rules(needs)
 
 
+def _why_no_triton(needs: AttentionNeeds) -> str | None:
+    return (triton_latent.why_not_latents if needs.has_latents else triton_backend.why_not)(needs)
+
+
+def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
+    return TritonLatentBackend() if needs.has_latents else TritonBackend()
+
+
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this
 # project's tests run them; torch runs everywhere and is last.
 _KINDS: dict[str, _Kind] = {
-    "triton": _Kind(triton_backend.why_not, lambda needs: TritonBackend()),
+    "triton": _Kind(_why_no_triton, _make_triton, takes_latents=True),
     "flash_attn": _Kind(flash_attn.why_not, flash_attn.make_backend),
     "flashinfer": _Kind(flashinfer.why_not, lambda needs: FlashInferBackend()),
     "torch_varlen": _Kind(torch_varlen.why_not, lambda needs: TorchVarlenBackend()),

@@ -84,7 +84,7 @@ class TritonBackend:
             shape.num_kv_heads,
             shape.head_dim,
             query.dtype.itemsize,
-            _num_multiprocessors(query.device),
+            num_multiprocessors(query.device),
             is_quantised=kv.scales is not None,
         )
         if self._arrivals is None:
@@ -104,7 +104,8 @@ class TritonBackend:
 
 
 @cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of ``device``, by which work is split."""
     if device.type != "cuda":
         return _INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -122,12 +123,17 @@ def _shared_memory(device: torch.device) -> int:
 
 def why_not(needs: AttentionNeeds) -> str | None:
     """Why this backend can not be used, with the remedy; None if it can."""
+    if needs.device_type == "cuda" and (largest := max(needs.head_dims)) > MAX_HEAD_DIM:
+        return f"head_dim is {largest}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
+    return why_no_triton(needs)
+
+
+def why_no_triton(needs: AttentionNeeds) -> str | None:
+    """Why no Triton kernel of attention can be used, with the remedy; None if one can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if not has_triton():
         return "the triton package is not installed; `pip install triton`, or use attention_backend=torch"
-    if (largest := max(needs.head_dims)) > MAX_HEAD_DIM:
-        return f"head_dim is {largest}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
     is_too_old = needs.capability is not None and needs.capability < MIN_FP8_CAPABILITY
     if needs.kv_cache_dtype == torch.float8_e4m3fn and is_too_old:
         return "kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have; set kv_cache_dtype=int8"

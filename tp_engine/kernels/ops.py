@@ -59,7 +59,7 @@ OPS: dict[str, Op] = {
     "prepare_heads": Op(heads.prepare_heads, "heads_triton:prepare_heads_triton", "ops:prepare_heads"),
     "head_squares": Op(heads.head_squares, "head_width_triton:head_squares_triton", "ops:head_squares"),
     "norm_width": Op(heads.norm_width, "head_width_triton:norm_width_triton", "ops:norm_width"),
-    "prepare_latents": Op(latents.prepare_latents, None, "latents:prepare_latents"),
+    "prepare_latents": Op(latents.prepare_latents, "latents_triton:prepare_latents_triton", "latents:prepare_latents"),
     "absorb_queries": Op(latents.absorb_queries, None, "latents:absorb_queries"),
     "release_values": Op(latents.release_values, None, "latents:release_values"),
     "route": Op(routing.route, "routing_triton:route_triton", "experts:route"),

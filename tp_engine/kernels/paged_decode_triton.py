@@ -132,29 +132,63 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
 
         if HAS_SINKS:
             accumulated, total, peak = with_sinks(accumulated, total, peak, sinks, head, split == 0)
-        result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
         first_row = request * QUERY_LEN * NUM_KV_HEADS * GROUP
         row = line // GROUP * NUM_KV_HEADS * GROUP + head
-        place = row[:, None] * HEAD_DIM + column[None, :]
-        num_used = tl.cdiv(tiles, per_split)
-        if IS_SPLIT and num_used > 1:
-            lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
-            partial += first_row * num_splits * HEAD_DIM
-            partial_lse += first_row * num_splits
-            own_part = (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
-            tl.store(partial + own_part, result, mask=inside)
-            tl.store(partial_lse + row * num_splits + split, lse, mask=line < QUERY_LEN * GROUP)
-            tl.debug_barrier()  # all threads' stores come before the one thread's arrival
-            arrived = arrivals + request * NUM_KV_HEADS + kv_head
-            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_used - 1:
-                tl.store(arrived, 0)
-                # fmt: off
-                joined = join_splits(partial, partial_lse, row, column, inside, num_used, num_splits,
-                                     ROWS, HEAD_DIM, HEAD_PAD)
-                # fmt: on
-                tl.store(out + first_row * HEAD_DIM + place, joined.to(out.dtype.element_ty), mask=inside)
-        else:
-            tl.store(out + first_row * HEAD_DIM + place, result.to(out.dtype.element_ty), mask=inside)
+        arrived = arrivals + request * NUM_KV_HEADS + kv_head
+        # fmt: off
+        write_part(accumulated, total, peak, out, partial, partial_lse, arrived, first_row, row, column, inside,
+                   line < QUERY_LEN * GROUP, split, tl.cdiv(tiles, per_split), num_splits,
+                   ROWS, HEAD_DIM, HEAD_PAD, IS_SPLIT)
+        # fmt: on
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_part(  # type: ignore[no-untyped-def]
+    accumulated,
+    total,
+    peak,
+    out,
+    partial,
+    partial_lse,
+    arrived,
+    first_row,
+    row,
+    column,
+    inside,
+    is_row,
+    split,
+    num_used,
+    num_splits,
+    ROWS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    HEAD_PAD: tl.constexpr,  # noqa: N803
+    IS_SPLIT: tl.constexpr,  # noqa: N803
+):
+    """Write the result of one split of ``num_used``: to ``out`` if it is the only one, else to ``partial``; the last
+    one to arrive, by the counter at ``arrived``, joins the parts.
+
+    The state is that of the online softmax; rows ``first_row`` (64 bits) + ``row`` (ROWS,) of a token's head, where
+    ``is_row``, and ``column`` (HEAD_PAD,), where ``inside``.
+    """
+    result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
+    place = row[:, None] * HEAD_DIM + column[None, :]
+    if IS_SPLIT and num_used > 1:
+        lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
+        partial += first_row * num_splits * HEAD_DIM
+        partial_lse += first_row * num_splits
+        own_part = (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
+        tl.store(partial + own_part, result, mask=inside)
+        tl.store(partial_lse + row * num_splits + split, lse, mask=is_row)
+        tl.debug_barrier()  # all threads' stores come before the one thread's arrival
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+            tl.store(arrived, 0)
+            # fmt: off
+            joined = join_splits(partial, partial_lse, row, column, inside, num_used, num_splits,
+                                 ROWS, HEAD_DIM, HEAD_PAD)
+            # fmt: on
+            tl.store(out + first_row * HEAD_DIM + place, joined.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + first_row * HEAD_DIM + place, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -294,9 +328,9 @@ def decode_sizes(
     The numbers of splits, powers of two, follow from the size of the batch, and not from its lengths.
     """
     num_programs = max(1, num_requests * num_kv_heads)
-    usual_splits = _power_of_two(num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_programs)
+    usual_splits = power_of_two_splits(num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // num_programs)
     num_splits = max(
-        usual_splits, _power_of_two(num_multiprocessors * _MOST_PROGRAMS_PER_MULTIPROCESSOR // num_programs)
+        usual_splits, power_of_two_splits(num_multiprocessors * _MOST_PROGRAMS_PER_MULTIPROCESSOR // num_programs)
     )
     head_pad = triton.next_power_of_2(head_dim)
     head_bytes = head_pad * itemsize
@@ -313,6 +347,6 @@ def decode_sizes(
     )
 
 
-def _power_of_two(wanted: int) -> int:
+def power_of_two_splits(wanted: int) -> int:
     """The largest one up to ``wanted`` and ``MAX_SPLITS``; at least 1."""
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))

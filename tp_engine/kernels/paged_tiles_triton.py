@@ -155,6 +155,25 @@ def attend_tile(  # type: ignore[no-untyped-def]
             visible = visible & (position[None, :] > own[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
 
+    value_scales_of_tile = 1.0
+    if QUANTISED:
+        value_scales_of_tile = tl.load(value_scales + place, mask=is_key, other=0.0)
+    return add_tile(scores, values, value_scales_of_tile, accumulated, total, peak, QUANTISED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_tile(  # type: ignore[no-untyped-def]
+    scores,
+    values,
+    scales,
+    accumulated,
+    total,
+    peak,
+    QUANTISED: tl.constexpr,  # noqa: N803
+):
+    """The state of the online softmax after a tile: ``scores`` (ROWS, TILE), -inf where hidden, of ``values``
+    (TILE, width), which have ``scales`` (TILE,) where QUANTISED.
+    """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     # If no key has been visible so far, a difference of infinities would be NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -164,12 +183,11 @@ def attend_tile(  # type: ignore[no-untyped-def]
     accumulated = accumulated * shrink[:, None]
     if QUANTISED:
         # Relative to the tile's largest scale: in half precision the scales themselves may be too small.
-        scales = tl.load(value_scales + place, mask=is_key, other=0.0)
         largest = tl.max(scales, axis=0)
         weights *= (scales / tl.where(largest > 0, largest, 1.0))[None, :]
-        accumulated += tl.dot(weights.to(query.dtype), values, input_precision="ieee") * largest
+        accumulated += tl.dot(weights.to(values.dtype), values, input_precision="ieee") * largest
     else:
-        accumulated = tl.dot(weights.to(query.dtype), values, accumulated, input_precision="ieee")
+        accumulated = tl.dot(weights.to(values.dtype), values, accumulated, input_precision="ieee")
     return accumulated, total, new_peak
 
 

@@ -81,15 +81,17 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Attend request by request; the K/V of all tokens, this step's included, is in the cache.
 
     ``query`` (N, heads, head_dim); ``block_table`` (B, M), ``seq_lens`` (B,), ``query_start`` (B + 1,) int32: request
     i's queries are the last of its ``seq_lens[i]`` tokens.  ``window`` counts the visible keys, self included;
     ``softcap`` and ``sinks`` (heads,) float32 as in the module's text.  Returns (N, heads, head_dim), zeros where a
-    request has no tokens; the product with the values is of the query's type.
+    request has no tokens; the product with the values is of the query's type.  With ``value_dim`` the cache has one
+    part: values are the first elements of its keys, and the result is as wide.
     """
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    out = query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     block_size = kv.cache.shape[2]
     for request, length in enumerate(lengths):
@@ -98,7 +100,8 @@ def paged_attention(
             continue
         position = torch.arange(length, device=query.device)
         slots = block_table[request, position // block_size].long() * block_size + position % block_size
-        keys, values = (states_at(kv, part, slots).to(query.dtype) for part in (0, 1))
+        keys = states_at(kv, 0, slots).to(query.dtype)
+        values = keys[..., :value_dim] if value_dim is not None else states_at(kv, 1, slots).to(query.dtype)
         own = position[length - (mine.stop - mine.start) :, None]
         hidden = (position > own) if window is None else (position > own) | (position <= own - window)
         scores = (_by_head(query[mine]) @ _by_head(keys, query.shape[1]).transpose(1, 2)).float() * scale

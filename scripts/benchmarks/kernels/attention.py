@@ -11,6 +11,7 @@ import torch
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, can_use, random_cache, short_name
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.attention.triton_latent import TritonLatentBackend
 from tp_engine.kernels.layer_kv import LayerKv
 
 
@@ -50,24 +51,46 @@ def prefill_case(shape: Shape, num_tokens: int) -> KernelCase:
     )
 
 
+# Latent attention as DeepSeek has it, of V3 on one rank and on 8: elements of a row and of its latent, heads.
+LATENT_ROW, LATENT_RANK, LATENT_HEADS = 576, 512, (128, 16)
+
+
+def latent_bytes(shape: Shape, num_heads: int, num_requests: int, length: int) -> int:
+    """Bytes of all rows, the block table and the queries (in) and of the results (out)."""
+    table, states = -(-length // shape.block_size) * 4, num_heads * (LATENT_ROW + LATENT_RANK) * shape.dtype.itemsize
+    return num_requests * (length * LATENT_ROW * shape.dtype.itemsize + table + states)
+
+
+def latent_cases(shape: Shape, num_requests: int, length: int) -> Iterator[KernelCase]:
+    """The same for latent attention's absorbed queries; with many heads its products take longer than its bytes."""
+    for num_heads in LATENT_HEADS:
+        yield KernelCase(
+            kernel=f"latent decode attention, {num_heads} heads",
+            size=f"{num_requests} x {length}",
+            num_bytes=latent_bytes(shape, num_heads, num_requests, length),
+            num_flops=2 * num_requests * length * num_heads * (LATENT_ROW + LATENT_RANK),
+            make=partial(_launch_latents, shape, num_heads, num_requests, length),
+        )
+
+
+def _launch_latents(shape: Shape, num_heads: int, num_requests: int, length: int) -> Launch:
+    metadata = _metadata(shape, [1] * num_requests, length)
+    num_blocks = metadata.block_table.numel()
+    cache = torch.randn(1, num_blocks, shape.block_size, 1, LATENT_ROW, device=shape.device, dtype=shape.dtype)
+    query = torch.randn(num_requests, num_heads, LATENT_ROW, device=shape.device).to(shape.dtype)
+    attention = AttentionShape(
+        num_heads=num_heads, num_kv_heads=1, head_dim=LATENT_ROW, scale=LATENT_ROW**-0.5, value_dim=LATENT_RANK
+    )
+    backend = TritonLatentBackend()
+    backend.prepare(metadata)
+    return lambda: backend.forward(query, None, LayerKv(cache), metadata, attention)
+
+
 def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch.dtype) -> Launch:
     """Attention of requests of ``length`` tokens each; their K/V is already stored."""
-    device, count, num_columns = shape.device, len(query_lens), -(-length // shape.block_size)
-    cache, scales = random_cache(shape, count * num_columns, cache_dtype)
-    table = torch.randperm(count * num_columns, device=device).to(torch.int32).view(count, num_columns)
-    host_query_lens = np.array(query_lens, dtype=np.int32)
-    query_start = np.concatenate(([0], np.cumsum(host_query_lens))).astype(np.int32)
-    metadata = AttentionMetadata(
-        num_decodes=int((host_query_lens == 1).sum()),
-        slot_mapping=torch.full((int(query_start[-1]),), -1, dtype=torch.int64, device=device),
-        block_table=table,
-        seq_lens=torch.full((count,), length, dtype=torch.int32, device=device),
-        query_start=torch.from_numpy(query_start).to(device),
-        host_query_lens=host_query_lens,
-        host_seq_lens=np.full(count, length, dtype=np.int32),
-        is_padded=False,
-    )
-    query = torch.randn(int(query_start[-1]), shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
+    metadata = _metadata(shape, query_lens, length)
+    cache, scales = random_cache(shape, metadata.block_table.numel(), cache_dtype)
+    query = torch.randn(sum(query_lens), shape.num_heads, shape.head_dim, device=shape.device).to(shape.dtype)
     attention = AttentionShape(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -77,3 +100,21 @@ def _launch(shape: Shape, query_lens: list[int], length: int, cache_dtype: torch
     backend = TritonBackend()
     backend.prepare(metadata)
     return lambda: backend.forward(query, None, LayerKv(cache, scales), metadata, attention)
+
+
+def _metadata(shape: Shape, query_lens: list[int], length: int) -> AttentionMetadata:
+    """Requests of ``length`` tokens each, whose blocks are all blocks of a cache, at random."""
+    device, count, num_columns = shape.device, len(query_lens), -(-length // shape.block_size)
+    table = torch.randperm(count * num_columns, device=device).to(torch.int32).view(count, num_columns)
+    host_query_lens = np.array(query_lens, dtype=np.int32)
+    query_start = np.concatenate(([0], np.cumsum(host_query_lens))).astype(np.int32)
+    return AttentionMetadata(
+        num_decodes=int((host_query_lens == 1).sum()),
+        slot_mapping=torch.full((int(query_start[-1]),), -1, dtype=torch.int64, device=device),
+        block_table=table,
+        seq_lens=torch.full((count,), length, dtype=torch.int32, device=device),
+        query_start=torch.from_numpy(query_start).to(device),
+        host_query_lens=host_query_lens,
+        host_seq_lens=np.full(count, length, dtype=np.int32),
+        is_padded=False,
+    )
