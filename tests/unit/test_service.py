@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -219,21 +220,33 @@ def test_a_failing_step_is_told_and_raised() -> None:
 
 def test_a_request_that_comes_with_the_stop_is_refused() -> None:
     """Oracle: running requests are aborted; a request that arrives in the same step as the stop gets the code for
-    503."""
+    503.  Both are sent while a step is held up."""
+    may_go_on, is_held = threading.Event(), threading.Event()
+    may_go_on.set()
+
+    class Held(FakeEngine):
+        def step(self) -> StepOutput:
+            if not may_go_on.is_set():
+                is_held.set()
+                assert may_go_on.wait(DEADLINE_S)
+            return super().step()
 
     async def scenario() -> None:
         client, recorder = await connected(service.address)
         client.add_request(request("runs", max_tokens=40))
         await recorder.until(lambda: recorder.tokens("runs"))
+        may_go_on.clear()
+        assert await asyncio.to_thread(is_held.wait, DEADLINE_S)
         client.stop()
         client.add_request(request("late"))
+        may_go_on.set()
         assert await client.wait_ended(timeout_s=DEADLINE_S)
         assert client.stopped
         assert recorder.finish_reasons() == {"runs": "abort"}
         assert recorder.rejected["late"].code == CODE_UNAVAILABLE
         await client.close()
 
-    with fake_service(FakeEngine(arith, step_delay_s=0.5)) as service:
+    with fake_service(Held(arith, step_delay_s=0.5)) as service:
         asyncio.run(scenario())
         service.join()
     assert service.error is None
