@@ -34,6 +34,7 @@ from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import Control, FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 20.0
@@ -274,6 +275,7 @@ class FakeEngine:
             num_recomputed_tokens=0,
             num_host_slots=12,
             num_used_host_slots=3,
+            speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1]),
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:

@@ -16,6 +16,7 @@ from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
 from tp_engine.kv_codec import check_codec
 from tp_engine.log import LOG_FORMATS
+from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -144,6 +145,11 @@ class EngineConfig:
         "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
         "whitespace_pattern, disable_additional_properties",
     )
+    speculative_config: str | None = option(
+        None,
+        "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram), "
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, max_step_rows (default: none)",
+    )
     max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
     seed: int = option(0, "seed of requests without one, and of dummy weights", flags=("--random-seed",))
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
@@ -180,12 +186,23 @@ class EngineConfig:
         if self.devices is not None:
             check_devices(self.devices)
         StructuredOutputsDefaults.of(self.structured_outputs_config)
+        self._check_speculation()
         parts = self.attention_backend.split(":")
         known = ATTENTION_BACKENDS[1:] if len(parts) == 2 else ATTENTION_BACKENDS
         if len(parts) > 2 or any(part not in known for part in parts):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}, or "
                 f"two of them except auto as PREFILL:DECODE"
+            )
+
+    def _check_speculation(self) -> None:
+        """A step with guesses has no more decodes than any other."""
+        speculation = SpeculativeConfig.of(self.speculative_config)
+        if speculation is not None and self.max_num_seqs <= speculation.num_speculative_tokens:
+            raise ConfigError(
+                f"max_num_seqs is {self.max_num_seqs}, and {CONFIG_NAME} has num_speculative_tokens "
+                f"{speculation.num_speculative_tokens}; a step has at most max_num_seqs decodes, guesses included: "
+                "raise max_num_seqs, or lower num_speculative_tokens"
             )
 
     def _check_ranges(self) -> None:

@@ -31,7 +31,10 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence of a request."""
+    """One generated sequence of a request.
+
+    Of ``num_guessed_tokens`` that speculation verified for it, ``num_accepted_tokens`` were right.
+    """
 
     index: int
     text: str
@@ -40,6 +43,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

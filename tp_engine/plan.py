@@ -4,14 +4,24 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    released -> admitted -> new blocks -> stores -> loads -> disk reads and writes begin -> wait -> copies
-             -> state copies -> forward pass over decodes, then prefills -> sample
+    kept -> released -> admitted -> new blocks -> lanes -> stores -> loads -> disk reads and writes begin -> wait
+         -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
 
 ``rows_epoch`` numbers the sets of decode rows: plans of an equal epoch above 0 have equal ``decode_rows``, so that a
 reader may keep what it made of them.  Epoch 0 says nothing about the rows.
+
+Speculation verifies guesses in *lanes*, rows behind those of the batch that stand for a row at later positions in one
+step.  The last ``len(lane_rows)`` of ``decode_rows`` are lanes; ``lane_rows`` (n,), grouped, are the rows that they
+stand for, and ``lane_tokens`` (n,) the guesses.  If a row goes on behind its computed position p, its first lane has
+guess 0 at p + 1, the next one guess 1 at p + 2.  All are sampled with the row's parameters::
+
+    decode_rows | 4 7 64 65 66 |    lane_rows | 4 4 7 |    lane_tokens | 31 8 5 |
+
+Of these tokens only that of the row itself counts at once.  Where guesses were right, a later plan says what follows:
+``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,) come.
 
 ``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
 bit t % 32 of word t // 32, set where the token may come.  They hold for this step alone.
@@ -151,6 +161,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_rows: IntArray = NO_IDS
     prefill_tokens: IntArray = NO_IDS
     prefill_samples: BoolArray = NO_FLAGS
+    lane_rows: IntArray = NO_IDS
+    lane_tokens: IntArray = NO_IDS
+    kept_rows: IntArray = NO_IDS
+    kept_tokens: IntArray = NO_IDS
     mask_rows: IntArray = NO_IDS
     masks: IntArray = NO_MASKS
     stores: IntArray = NO_PAIRS
@@ -163,6 +177,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def num_tokens(self) -> int:
         """Tokens scheduled in this step, over all rows."""
         return len(self.decode_rows) + (int(self.prefill_tokens.sum()) if len(self.prefill_tokens) else 0)
+
+    @property
+    def lanes(self) -> IntArray:
+        """The rows of ``decode_rows`` that are lanes."""
+        return self.decode_rows[len(self.decode_rows) - len(self.lane_rows) :]
 
     @property
     def has_moves(self) -> bool:

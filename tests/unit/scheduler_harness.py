@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.sampling_params import SamplingParams
+from tp_engine.sched.guesses import Guesser
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 
 VOCABULARY = 50
@@ -103,13 +104,17 @@ class FakeWorker:
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
         assert 0 < plan.num_tokens <= self.limits.max_num_batched_tokens
+        self._keep(plan)
         self._apply_rows(plan)
         self._copy(plan)
-        scheduled = [(row, 1) for row in plan.decode_rows.tolist()]
+        num_rows = len(plan.decode_rows) - len(plan.lane_rows)
+        assert plan.lanes.tolist() == [self.limits.max_num_seqs + i for i in range(len(plan.lane_rows))]
+        decode_rows = plan.decode_rows[:num_rows].tolist()
+        scheduled = [(row, 1) for row in decode_rows]
         if plan.rows_epoch:
             known = self.epochs.setdefault(plan.rows_epoch, plan.decode_rows.tolist())
             assert known == plan.decode_rows.tolist(), f"epoch {plan.rows_epoch} has two sets of rows"
-        for row in plan.decode_rows.tolist():
+        for row in decode_rows:
             assert self.rows[row].computed == len(self.rows[row].token_ids) - 1, "a decode is one token from its end"
         scheduled += zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)
         assert len({row for row, _ in scheduled}) == len(scheduled), "a row is scheduled twice"
@@ -117,7 +122,38 @@ class FakeWorker:
         self._store(scheduled)
         for number, row in self.rows.items():
             self._check_history(row, starts[number])
-        return StepResult(step_id=plan.step_id, token_ids=self._sample(plan))
+        behind = self._verify(plan)
+        sampled = self._sample(plan)
+        token_ids = np.concatenate((sampled[:num_rows], behind, sampled[num_rows:])).astype(np.int32)
+        return StepResult(step_id=plan.step_id, token_ids=token_ids)
+
+    def _keep(self, plan: StepPlan) -> None:
+        """Tokens that an earlier step verified: their predecessor's keys are in the row's slots already."""
+        for number, token_id in zip(plan.kept_rows.tolist(), plan.kept_tokens.tolist(), strict=True):
+            row = self.rows[number]
+            row.computed += 1
+            for group in range(self.limits.num_groups):
+                last = self._slots(row, group, row.computed - 1)
+                assert self.kv_chain[last].tolist() == row.chain[row.computed - 1 : row.computed], "kept, not stored"
+            row.token_ids.append(token_id)
+            row.chain += chain_hashes(row.token_ids, row.chain)
+
+    def _verify(self, plan: StepPlan) -> list[int]:
+        """Store each lane's guess behind its row, and sample what follows it."""
+        found: list[int] = []
+        guesses: dict[int, list[int]] = {}
+        for number, token_id in zip(plan.lane_rows.tolist(), plan.lane_tokens.tolist(), strict=True):
+            row, own = self.rows[number], guesses.setdefault(number, [])
+            own.append(token_id)
+            token_ids = [*row.token_ids, *own]
+            chain = chain_hashes(token_ids, row.chain)
+            lane = FakeRow(token_ids, [*row.chain, *chain], len(token_ids), row.table, row.seed)
+            assert lane.computed <= len(row.table) * self.limits.block_size, "a lane without a slot"
+            for group in range(self.limits.num_groups):
+                slots = self._slots(lane, group, lane.computed - 1)
+                self.kv_token[slots], self.kv_chain[slots], self.kv_group[slots] = token_id, lane.chain[-1], group
+            found.append(next_token(self._seen(lane), lane.computed, lane.seed))
+        return found
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for row in plan.released.tolist():
@@ -184,7 +220,7 @@ class FakeWorker:
         for number, samples in zip(plan.prefill_rows.tolist(), plan.prefill_samples.tolist(), strict=True):
             row = self.rows[number]
             assert samples == (row.computed == len(row.token_ids)), "sampled exactly at the end of the known tokens"
-        sampled = [self.rows[row] for row in plan.sampled_rows.tolist()]
+        sampled = [self.rows[row] for row in plan.sampled_rows.tolist() if row < self.limits.max_num_seqs]
         for row in sampled:
             row.token_ids.append(next_token(self._seen(row), row.computed, row.seed))
             row.chain += chain_hashes(row.token_ids, row.chain)
@@ -219,12 +255,14 @@ class Simulation:
     before the oldest one runs.
     """
 
-    def __init__(self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True, guesser: Guesser | None = None
+    ) -> None:
         self.limits = limits
         self.ahead = ahead
         self.checks = checks
         self.in_flight: deque[StepPlan] = deque()
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, guesser=guesser)
         self.worker = FakeWorker(limits)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[tuple[str, int], Output] = {}

@@ -12,7 +12,8 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import Kind, implementation, kind_of
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker import decode_batch, input_batch
-from tp_engine.worker.input_batch import InputBatch, MirroredTable
+from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.lanes import MirroredTable
 from tp_engine.worker.step_inputs import StepInputs
 
 CPU = torch.device("cpu")

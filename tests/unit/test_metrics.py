@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
@@ -96,6 +97,11 @@ request_prompt_tokens histogram - {TOKENS}
 request_queue_time_seconds histogram - {LATENCY}
 request_success counter finished_reason
 request_time_per_output_token_seconds histogram - {NEXT}
+spec_decode_num_accepted_tokens counter
+spec_decode_num_accepted_tokens_per_pos counter position
+spec_decode_num_draft_tokens counter
+spec_decode_num_drafts counter
+spec_decode_num_excluded_requests counter reason
 startup_phase_seconds gauge rank,phase
 step_skew_seconds histogram - {WAIT}
 steps_not_observed counter
@@ -284,14 +290,30 @@ def test_the_engine_and_its_ranks() -> None:
     served(scenario)
 
 
+def test_speculation() -> None:
+    """By hand: the fake engine's counters, and none of an engine that does not guess."""
+    report, metrics = FakeEngine().report(), ServerMetrics("tiny")
+    lines = [line for line in metrics.exposition(report).decode().splitlines() if not line.startswith("#")]
+    found = {line.rpartition(" ")[0].removeprefix(PREFIX): float(line.rpartition(" ")[2]) for line in lines}
+    assert found['spec_decode_num_draft_tokens_total{model_name="tiny"}'] == 20
+    assert found['spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="3"}'] == 1
+    without = metrics.exposition(replace(report, stats=replace(report.stats, speculation=None)))
+    assert b"spec_decode" not in without
+
+
 def test_the_tiers() -> None:
     """By hand: of 100 prompt tokens 60 were cached, 20 of these on the host and 15 on disk; 3 of 12 slots on the host
     hold a block, and 5 of 50 on disk."""
     engine = FakeEngine()
     report = engine.report()
-    figures = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60, "num_host_hit_tokens": 20}
+    figures: dict[str, Any] = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60, "num_host_hit_tokens": 20}
     figures["num_disk_hit_tokens"] = 15
-    tier = {"num_host_slots": 12, "num_used_host_slots": 3, "num_dropped_blocks": 5, "num_refused_blocks": 7}
+    tier: dict[str, Any] = {
+        "num_host_slots": 12,
+        "num_used_host_slots": 3,
+        "num_dropped_blocks": 5,
+        "num_refused_blocks": 7,
+    }
     tier |= {"num_disk_slots": 50, "num_used_disk_slots": 5, "num_disk_failed_blocks": 2}
     metrics = ServerMetrics("tiny")
     text = metrics.exposition(replace(report, stats=replace(report.stats, **figures, **tier))).decode()

@@ -21,12 +21,13 @@ INPUTS = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)  # of decodes, a bl
 ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 
 
-def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE) -> RunnerParts:
+def parts(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_lanes: int = 0) -> RunnerParts:
     """The tables of a rank with a configuration, but no model."""
     effective: Any = SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE),
         max_model_len=MAX_LEN,
         model=SimpleNamespace(vocab_size=VOCAB),
+        num_lanes=num_lanes,
     )
     groups: Any = SimpleNamespace(info=RankInfo(rank=0, world_size=world_size, local_world_size=world_size))
     device: Any = SimpleNamespace(type=device_type, torch_device=torch.device("cpu"))
@@ -40,6 +41,12 @@ def test_on_a_cpu(world_size: int, width: int) -> None:
     the vocabulary; the inputs of decodes."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
     assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + INPUTS
+
+
+def test_lanes_are_rows_but_no_inputs_of_their_own() -> None:
+    """Oracle: by hand: as above, two rows more."""
+    rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
+    assert parts("cpu", num_lanes=2).table_bytes == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS
 
 
 def test_of_three_groups() -> None:

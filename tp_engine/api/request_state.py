@@ -18,7 +18,8 @@ class SequenceUpdate:
 
     ``finish_reason`` is None while it runs; ``stop_reason`` is the stop token id or stop string that ended it.
     ``num_output_tokens`` counts all tokens of the sequence up to here.  ``error`` says what went wrong if
-    ``finish_reason`` is ``error``.  ``request_output`` comes with the update that ends the whole request.
+    ``finish_reason`` is ``error``.  ``num_guessed_tokens`` and ``num_accepted_tokens`` are those of the
+    sequence, as far as they are known.  ``request_output`` comes with the update that ends the whole request.
     """
 
     request_id: str
@@ -33,6 +34,8 @@ class SequenceUpdate:
     stop_reason: int | str | None = None
     error: str | None = None
     request_output: RequestOutput | None = None
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def append(self, later: SequenceUpdate) -> None:
         """Add the next update of the same sequence to this one."""
@@ -44,6 +47,7 @@ class SequenceUpdate:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.request_output = later.request_output
+        self.num_guessed_tokens, self.num_accepted_tokens = later.num_guessed_tokens, later.num_accepted_tokens
 
 
 class _SequenceState:
@@ -63,6 +67,8 @@ class _SequenceState:
         text, num_tokens = self._show(delta)
         self._pieces.append(text)
         self.output.token_ids += delta.new_token_ids[:num_tokens]
+        self.output.num_guessed_tokens = max(self.output.num_guessed_tokens, delta.num_guessed_tokens)
+        self.output.num_accepted_tokens = max(self.output.num_accepted_tokens, delta.num_accepted_tokens)
         stop_string = None if self._text is None else self._text.stop_string
         if stop_string is not None:
             self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, stop_string
@@ -77,7 +83,8 @@ class _SequenceState:
         new = positions(logprobs, num_tokens, self._num_alternatives, self._decoder)
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
         self.output.logprobs += new
-        self.output.cumulative_logprob += float(logprobs.logprobs[:num_tokens, 0].sum())
+        for logprob in logprobs.logprobs[:num_tokens, 0].tolist():  # one by one: the sum's bits depend on the order
+            self.output.cumulative_logprob += logprob
         return new
 
     def so_far(self) -> CompletionOutput:
@@ -181,6 +188,8 @@ class RequestState:
             logprobs=sequence.add_logprobs(delta.logprobs, num_tokens),
             finish_reason=sequence.output.finish_reason,
             stop_reason=sequence.output.stop_reason,
+            num_guessed_tokens=sequence.output.num_guessed_tokens,
+            num_accepted_tokens=sequence.output.num_accepted_tokens,
             error=delta.error,
         )
 

@@ -119,6 +119,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         windows=layout.windows,
         has_states=layout.states is not None,
         num_snapshots=effective.num_snapshots,
+        speculation=effective.speculation,
     )
 
 

@@ -261,6 +261,10 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("disk_reads", columns=2),
     ArraySection("disk_writes", columns=2),
     ArraySection("state_copies", columns=2),
+    ArraySection("lane_rows"),
+    ArraySection("lane_tokens", per="lane_rows"),
+    ArraySection("kept_rows"),
+    ArraySection("kept_tokens", per="kept_rows"),
     NumberSection("wait_load"),
 )
 """A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

@@ -60,6 +60,7 @@ class SamplingState:
         self.has_lists = np.zeros(max_num_seqs, dtype=np.bool_)  # logit_bias or allowed_token_ids
         self.is_edited = np.zeros(max_num_seqs, dtype=np.bool_)  # these or penalties
         self.is_plain = np.ones(max_num_seqs, dtype=np.bool_)  # greedy, no edits, no log-probabilities
+        self._mirrored = (-1, b"", b"")  # the version, the lanes and their rows
         self.token_lists: dict[int, RowSampling] = {}  # rows with bias, allowed or stop ids
         self.penalties = PenaltyCounts(max_num_seqs, self.vocab, device)
         self.masks = StepMasks(max_num_seqs, self.vocab, device)
@@ -92,6 +93,34 @@ class SamplingState:
             greedy and not self.is_edited[row] and self.num_logprobs[row] < 0 and self.min_tokens[row] == 0
         )
         self._push(row)
+
+    def mirror(self, lanes: IntArray, rows: IntArray) -> None:
+        """``lanes`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do, which are not penalised."""
+        asked = (self.version, lanes.tobytes(), rows.tobytes())
+        if asked == self._mirrored:
+            return
+        assert not self.is_penalised[rows].any(), "the penalties of a lane would need the tokens before it"
+        self.version += 1
+        self._mirrored = (self.version, *asked[1:])
+        for column in (
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.log_min_p,
+            self.seed,
+            self.num_logprobs,
+            self.min_tokens,
+            self.num_prompt_tokens,
+            self.has_lists,
+            self.is_edited,
+            self.is_plain,
+        ):
+            column[lanes] = column[rows]
+        for lane, row in zip(lanes.tolist(), rows.tolist(), strict=True):
+            self.token_lists.pop(lane, None)
+            if row in self.token_lists:
+                self.token_lists[lane] = self.token_lists[row]
+            self._push(lane)
 
     def _push(self, row: int) -> None:
         """Bring a row's parameters into the tables."""

@@ -41,6 +41,7 @@ class DecodeRun:
 
     So all steps of the run are known when it begins.  Row i needs a new block in step ``room[i]``, counted from 0, and
     in every ``block_size``-th step after that; ``num_steps`` steps on, the first row reaches its end.
+    A run with more ``room`` than a block has ends before that is used up.
 
     What a step changes may be *noted* here instead of being entered into the arrays of ``RowState`` at once, which then
     enters it for many steps together: ``num_planned`` more tokens of each row are scheduled, for which ``grown_rows``

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.sched.kv_windows import KvWindows
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.tier_progress import TierReport
 from tp_engine.units import ceil_div
 
@@ -39,6 +40,8 @@ class SchedulerLimits:
     ``num_host_slots`` blocks fit into the host tier and ``num_disk_slots`` on disk, 0 without such a tier; a plan moves
     at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
     is used only after all ranks have reported that they have it; there is no disk then.
+
+    ``speculation``: how tokens are guessed, for models without states.
     """
 
     num_blocks: int
@@ -56,6 +59,7 @@ class SchedulerLimits:
     num_disk_slots: int = 0
     max_host_moves: int = 64
     checks_stores: bool = False
+    speculation: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

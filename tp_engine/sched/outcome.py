@@ -27,6 +27,12 @@ class Ending:
     by_grammar: bool = False
     error: str | None = None
 
+    def enter(self, delta: SequenceDelta, sequence: Sequence) -> None:
+        """``delta`` is the last one of ``sequence``."""
+        delta.finish_reason, delta.stop_reason = self.reason, self.stop_reason
+        delta.ends_with_text, delta.error = self.by_grammar, self.error
+        delta.num_guessed_tokens, delta.num_accepted_tokens = sequence.num_guessed_tokens, sequence.num_accepted_tokens
+
 
 class StepOutcome(msgspec.Struct, gc=False):
     """The new token of each of ``sequences``, in the step's batch order.
@@ -91,8 +97,7 @@ class StepOutcome(msgspec.Struct, gc=False):
             first_scheduled_s=sequence.first_scheduled_s,
         )
         if (end := self.endings.get(position)) is not None:
-            delta.finish_reason, delta.stop_reason = end.reason, end.stop_reason
-            delta.ends_with_text, delta.error = end.by_grammar, end.error
+            end.enter(delta, sequence)
         if position in self.dropped:
             delta.new_token_ids, delta.logprobs = [], None
         if position in self.first:

@@ -111,6 +111,14 @@ class RowArrays:
             self._settle()
         return self._append_steps(chosen, token_ids[None])
 
+    def extend(self, row: int, token_ids: IntArray) -> None:
+        """The row, all but whose last token is computed, has ``token_ids`` (n,) too, computed but for the last."""
+        known = int(self.num_tokens[row])
+        length = known + len(token_ids)
+        self._tokens[row, known:length] = token_ids
+        self._num_tokens[row] = length
+        self._num_scheduled[row] = self._num_computed[row] = length - 1
+
     def add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
         """Each of ``rows`` (n,), distinct, has one more logical block at the end of its tables; ``blocks`` (n * G,)."""
         if self._noted is not None:

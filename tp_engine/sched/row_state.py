@@ -94,6 +94,10 @@ class RowState(RowArrays):
             self._end(sequence)
         self._end_run()
 
+    def end_run(self) -> None:
+        """Some rows have taken another number of tokens or blocks than the others."""
+        self._end_run()
+
     def at_block_end(self, chosen: RowSet) -> IntArray:
         """Those of the rows ``chosen`` whose next token needs a new block."""
         if self.run is not None and chosen.epoch == self.run.rows.epoch:
@@ -193,12 +197,15 @@ class RowState(RowArrays):
         index = np.flatnonzero(self.phase == SequencePhase.DECODE)
         rows = index.astype(np.int32)
         scheduled = self.num_scheduled[index]
-        steps = self.max_tokens[index] - ONE - scheduled
+        steps = int((self.max_tokens[index] - ONE - scheduled).min(initial=np.iinfo(np.int64).max))
+        room = self.capacity[index] - scheduled
+        if room.max(initial=0) >= self._block_size:  # a block was taken for guesses that were wrong
+            steps = min(steps, self._block_size)
         self._num_runs += 1
         return DecodeRun(
             RowSet(rows, self._look_up(rows), epoch=self._num_runs, is_rising=True),
-            room=self.capacity[index] - scheduled,
-            num_steps=int(steps.min(initial=np.iinfo(np.int64).max)),
+            room=room,
+            num_steps=steps,
             block_size=self._block_size,
         )
 

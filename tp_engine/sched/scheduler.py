@@ -36,6 +36,7 @@ from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.disk_journal import DiskContents
 from tp_engine.sched.disk_tier import TierLinks
 from tp_engine.sched.disk_waits import DiskWaits
+from tp_engine.sched.guesses import Guesser
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
@@ -50,6 +51,7 @@ from tp_engine.sched.outcome import (
 from tp_engine.sched.prefetch import Prefetcher
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.sequence import NO_ROW, RequestGroup, Sequence, SequencePhase
+from tp_engine.sched.speculation import Speculation
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_builder import Batch, StepBuilder, StepDraft
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
@@ -66,15 +68,19 @@ class Scheduler:
         fill_masks: FillMasks | None = None,
         reports: TierReports = NO_REPORTS,
         contents: DiskContents | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
         """``fill_masks`` is for requests with grammars, ``reports`` for tiers that wait for some, ``contents`` for a
-        disk tier: what it has."""
+        disk tier: what it has; ``guesser`` is for speculation, instead of its own."""
         self._limits = limits
         self._fill_masks = fill_masks
         self._batch = Batch(limits, TierLinks(reports, contents))
         self._builder = StepBuilder(self._batch)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._batch, self._stops)
+        self._speculation = (
+            None if limits.speculation is None else Speculation(limits.speculation, self._batch, self._stops, guesser)
+        )
         tier = self._batch.blocks.tier
         self.disk_waits = None if tier is None or tier.disk is None else DiskWaits(tier, tier.disk)
         self._prefetcher = None if tier is None else Prefetcher(self._batch, tier, self.disk_waits)
@@ -115,6 +121,8 @@ class Scheduler:
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
+        if self._speculation is not None:
+            self._speculation.watch(group)
         for sequence in group.sequences:
             if request.is_constrained:
                 sequence.blocked = Blocked.GRAMMAR
@@ -171,10 +179,15 @@ class Scheduler:
         if self.disk_waits is not None:
             for sequence in self.disk_waits.settle():
                 self.ready(sequence, Blocked.READING)
-        plan = self._steady.schedule(self._step_id + 1)
+        speculation = self._speculation
+        if speculation is not None and self._departures and speculation.must_wait():
+            return None
+        has_guesses = speculation is not None and not self._departures and speculation.find()
+        plan = None if has_guesses else self._steady.schedule(self._step_id + 1)
         if plan is None:
             plan = self._schedule_any()
         if plan is not None:
+            plan = plan if speculation is None else speculation.hand_over(plan)
             self._step_id = plan.step_id
             self._departures.append(self._batch.rows.num_departures)
             if self._prefetcher is not None and self._prefetcher.has_work:
@@ -195,6 +208,8 @@ class Scheduler:
             self._admitter.admit(draft)
         if tier is not None and draft.is_empty:
             self._builder.hurry(draft, tier)
+        if self._speculation is not None:
+            self._speculation.add_lanes(draft)
         plan = draft.advance(self._batch, self._fill_masks)
         if plan is None and tier is not None and tier.disk is not None and tier.disk.must_send and not self._departures:
             plan = tier.finish(StepPlan(step_id=draft.step_id))
@@ -238,8 +253,18 @@ class Scheduler:
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
         may_have_left = self._departures.popleft() != self._batch.rows.num_departures
+        if len(plan.lane_rows):
+            return self._update_verified(plan, result, may_have_left)
         output = self._steady.update(plan, result)
         return self._update_any(plan, result, may_have_left) if output is None else output
+
+    def _update_verified(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
+        assert self._speculation is not None, "a plan has lanes without speculation"
+        verified = self._speculation.judge(plan, result)
+        output = self._update_any(verified.plan, verified.result, may_have_left)
+        for sequence in self._speculation.extend(verified, output):
+            self._finish(sequence)
+        return output
 
     def _update_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
         rows = self._batch.rows
@@ -264,7 +289,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queue, pool and totals."""
-        return stats_of(self._batch)
+        return stats_of(self._batch, None if self._speculation is None else self._speculation.stats())
 
     def view(self, limits: ViewLimits) -> SchedulerView:
         """The pool and the running sequences for people to look at; costs nothing until it is called."""

@@ -145,6 +145,8 @@ class StepDraft(msgspec.Struct):
     copies: list[tuple[int, int]] = []
     state_copies: list[tuple[int, int]] = []
     snapshots: list[tuple[int, int]] = []
+    lane_rows: IntArray = NO_IDS
+    lane_tokens: IntArray = NO_IDS
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """New logical blocks of rows (n,) that have been in the batch before; ``block_ids`` (n * G,)."""
@@ -193,16 +195,20 @@ class StepDraft(msgspec.Struct):
         if rows.readiness.num_constrained:
             sampled: IntArray = np.concatenate((decodes.rows, prefill_rows[samples]))
             mask_rows, masks = _masks(sampled, rows, fill_masks)
+        num_lanes = len(self.lane_rows)
+        lanes = (np.arange(num_lanes) + batch.limits.max_num_seqs).astype(np.int32)
         plan = StepPlan(
             step_id=self.step_id,
-            rows_epoch=decodes.epoch,
+            rows_epoch=0 if num_lanes else decodes.epoch,
             released=np.array(released, dtype=np.int32) if released else NO_IDS,
             admitted=tuple(self.admitted),
             block_rows=self.block_rows,
             block_ids=self.block_ids,
             copies=np.array(self.copies, dtype=np.int32) if self.copies else NO_PAIRS,
             state_copies=np.array(self.state_copies, dtype=np.int32) if self.state_copies else NO_PAIRS,
-            decode_rows=decodes.rows,
+            decode_rows=np.concatenate((decodes.rows, lanes)) if num_lanes else decodes.rows,
+            lane_rows=self.lane_rows,
+            lane_tokens=self.lane_tokens,
             prefill_rows=prefill_rows,
             prefill_tokens=prefill_tokens,
             prefill_samples=samples,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.step_builder import Batch
 from tp_engine.units import ceil_div
 
@@ -59,6 +60,7 @@ class SchedulerStats:
     num_disk_read_blocks: int = 0
     num_disk_failed_blocks: int = 0
     num_refused_blocks: int = 0
+    speculation: SpeculationCounters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +118,8 @@ class SchedulerView:
     num_omitted: int
 
 
-def stats_of(batch: Batch) -> SchedulerStats:
-    """The statistics of a batch, which is not changed."""
+def stats_of(batch: Batch, speculation: SpeculationCounters | None) -> SchedulerStats:
+    """The statistics of a batch, which is not changed, with the counters of ``speculation``."""
     blocks, counters = batch.blocks, batch.counters
     held_slots = blocks.pool.num_used * blocks.block_size
     num_live = batch.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
@@ -136,6 +138,7 @@ def stats_of(batch: Batch) -> SchedulerStats:
         num_host_hit_tokens=counters.num_host_hit_tokens,
         num_disk_hit_tokens=counters.num_disk_hit_tokens,
         **({} if blocks.tier is None else blocks.tier.stats()),
+        speculation=speculation,
     )
 
 

@@ -140,6 +140,9 @@ class ChunkWriter:
             self._cached_tokens[number] = update.num_cached_tokens
             self.usage.cached_tokens = sum(self._cached_tokens)
         self.usage.completion_tokens += len(update.token_ids)
+        if update.finish_reason is not None:
+            self.usage.guessed_tokens += update.num_guessed_tokens
+            self.usage.accepted_tokens += update.num_accepted_tokens
 
 
 def _part(index: int, update: SequenceUpdate | None = None) -> CompletionOutput:

@@ -24,6 +24,7 @@ from tp_engine.model_config import (
 )
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes
 from tp_engine.worker.profiling import parse_steps
@@ -61,6 +62,19 @@ class EffectiveConfig:
         """Recurrent states that are kept for the prefix cache."""
         assert self.config.num_state_snapshots is not None
         return self.config.num_state_snapshots
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are guessed, if they are; a step with guesses has at most ``max_num_seqs`` decodes."""
+        found = SpeculativeConfig.of(self.config.speculative_config)
+        if found is None:
+            return None
+        return dataclasses.replace(found, max_step_rows=min(found.max_step_rows, self.config.max_num_seqs))
+
+    @property
+    def num_lanes(self) -> int:
+        """Rows behind those of the batch, for guesses."""
+        return 0 if self.speculation is None else self.speculation.max_step_rows - 1
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -108,6 +122,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
         num_state_snapshots=_resolve_snapshots(config, model),
     )
+    _check_speculation(config, model)
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
@@ -118,6 +133,14 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     return EffectiveConfig(config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts)
+
+
+def _check_speculation(config: EngineConfig, model: ModelSpec) -> None:
+    if config.speculative_config is not None and model.kv_layout.states is not None:
+        raise ConfigError(
+            f"{CONFIG_NAME} is {config.speculative_config!r}, but layers of this {model.architecture} have recurrent "
+            "states, from which a wrong guess can not be taken back: leave it out"
+        )
 
 
 def _check_disk(config: EngineConfig, num_hosts: int) -> None:

@@ -26,6 +26,7 @@ from tp_engine.layers.upload import upload
 from tp_engine.plan import PAD_SLOT, Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div
 from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
+from tp_engine.worker.lanes import Lanes, MirroredTable, places_in_runs
 from tp_engine.worker.step_inputs import BatchLayout, StepInputs, make_layout
 
 SlotArray: TypeAlias = npt.NDArray[np.int64]
@@ -38,20 +39,30 @@ class InputBatch:
     """Owner of the rows.  ``apply`` takes a plan's changes, ``prepare`` makes its inputs, ``advance`` ends the step."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        device: torch.device,
+        num_lanes: int = 0,
     ) -> None:
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
         self._row_stride = max_model_len + 1  # room for a token sampled at the very end, which is never read
-        self._token_ids = torch.zeros((max_num_seqs, self._row_stride), dtype=torch.int32, device=device)
+        self.max_num_seqs = max_num_seqs
+        num_rows = max_num_seqs + num_lanes
+        self._token_ids = torch.zeros((num_rows, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
-        self._block_table = MirroredTable((num_groups, max_num_seqs, ceil_div(max_model_len, block_size)), device)
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
-        self._computed = MirroredTable((max_num_seqs,), device)
+        self._block_table = MirroredTable((num_groups, num_rows, ceil_div(max_model_len, block_size)), device)
+        self._num_blocks = np.zeros(num_rows, dtype=np.int32)
+        self._computed = MirroredTable((num_rows,), device)
         self.num_computed = self._computed.host
-        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_prompt = np.zeros(num_rows, dtype=np.int32)
+        self._lanes = Lanes(self._token_ids, self._block_table, self._computed)
         self.decodes = DecodeBatch(self.row_tables(), max_num_seqs)
 
     @property
@@ -70,13 +81,18 @@ class InputBatch:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Released rows first, then admissions, then new blocks (plan.py)."""
+        """What was kept, then released rows, admissions, new blocks, and lanes (plan.py)."""
+        if len(plan.kept_rows):
+            self._lanes.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
             self._num_blocks[plan.released] = 0
         for admission in plan.admitted:
             self._admit(admission)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows, plan.block_ids)
+        if len(plan.lane_rows):
+            most = int(self._num_blocks[plan.lane_rows].max())
+            self._lanes.fill(plan.lanes, plan.lane_rows, plan.lane_tokens, most)
 
     def _admit(self, admission: Admission) -> None:
         row, num_tokens = admission.row, len(admission.token_ids)
@@ -94,12 +110,9 @@ class InputBatch:
         """
         if not len(rows):
             return
-        first_of_run = np.flatnonzero(np.diff(rows, prepend=-1))
-        run_lengths = np.diff(first_of_run, append=len(rows))
-        place_in_run = np.arange(len(rows)) - np.repeat(first_of_run, run_lengths)
-        columns = (self._num_blocks[rows] if start is None else start) + place_in_run
+        columns = (self._num_blocks[rows] if start is None else start) + places_in_runs(rows)
         self._block_table.host[:, rows, columns] = block_ids.reshape(len(rows), self._num_groups).T
-        self._num_blocks[rows[first_of_run]] = columns[first_of_run + run_lengths - 1] + 1
+        self._num_blocks[rows] = columns + 1  # of a row's entries numpy enters the last
         self._block_table.push(rows, columns)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
@@ -241,24 +254,3 @@ def _behind(room: int, values: SlotArray, width: int) -> SlotArray:
     whole = np.zeros((*values.shape[:-1], width), dtype=np.int64)
     whole[..., room : room + count] = values
     return whole
-
-
-class MirroredTable:
-    """An int32 table of ``shape`` on the device, with a twin on the host: write ``host`` (numpy), then ``push``.
-
-    On a CPU both are the same memory (``is_shared``) and a push costs nothing; on CUDA only the named entries travel.
-    """
-
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.host: IntArray = on_host.numpy()
-        self.device = on_host if device.type == "cpu" else torch.zeros(shape, dtype=torch.int32, device=device)
-        self.is_shared = device.type == "cpu"
-
-    def push(self, *index: npt.NDArray[np.integer]) -> None:
-        """Send ``host[..., *index]`` to the device, without a synchronisation."""
-        if self.is_shared:
-            return
-        on_host: tuple[Any, ...] = (..., *index)
-        on_device: tuple[Any, ...] = (..., *(upload(axis.astype(np.int64), self.device.device) for axis in index))
-        self.device[on_device] = upload(self.host[on_host], self.device.device)

@@ -178,7 +178,7 @@ class ModelRunner:
         return PendingStep(step_id=plan.step_id, token_ids=self._readback.start(token_ids), logprobs=logprobs)
 
     def _apply(self, plan: StepPlan) -> None:
-        """The plan's changes, in its order: releases and admissions, new blocks, moves, then copies."""
+        """The plan's changes, in its order: rows and their lanes, new blocks, moves, then copies."""
         self._batch.apply(plan)
         self._sampling.masks.set(plan.mask_rows, plan.masks)
         if len(plan.released):
@@ -187,6 +187,8 @@ class ModelRunner:
             self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
             self._pooled_rows.admit(admission.row, admission.sampling)
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
+        if len(plan.lane_rows):
+            self._sampling.mirror(plan.lanes, plan.lane_rows)
         if self.tier is not None and (plan.has_moves or self.tier.sees_all_plans):
             self._progress.reach(RankPhase.MOVE)
             self.tier.apply(plan)
@@ -228,7 +230,7 @@ class ModelRunner:
         """
         rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
         wanted = np.flatnonzero(self._scores_prompt[rows] >= 0)
-        max_positions = positions_at_once(len(self._scores_prompt))
+        max_positions = positions_at_once(self._batch.max_num_seqs)
         scores: dict[int, LogprobTensors] = {}
         for request in wanted:
             row = int(rows[request])

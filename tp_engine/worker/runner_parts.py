@@ -118,11 +118,12 @@ class RunnerParts:
             block_size=config.block_size,
             num_groups=len(self.layout.groups),
             device=device,
+            num_lanes=self.effective.num_lanes,
         )
 
     def _make_sampling(self, device: torch.device, **options: bool) -> SamplingState:
         return SamplingState(
-            max_num_seqs=self.effective.config.max_num_seqs,
+            max_num_seqs=self.effective.config.max_num_seqs + self.effective.num_lanes,
             vocab_size=self.effective.model.vocab_size,
             device=device,
             info=self.groups.info,

@@ -33,6 +33,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int | None = None  # None if texts are not searched for reasoning
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
     def as_json(self) -> JsonObject:
         """OpenAI's ``usage``."""
@@ -42,8 +44,14 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        details: JsonObject = {}
         if self.reasoning_tokens is not None:
-            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+            details["reasoning_tokens"] = self.reasoning_tokens
+        if self.guessed_tokens:
+            details["accepted_prediction_tokens"] = self.accepted_tokens
+            details["rejected_prediction_tokens"] = self.guessed_tokens - self.accepted_tokens
+        if details:
+            counts["completion_tokens_details"] = details
         return counts
 
 
@@ -119,6 +127,8 @@ class AnswerShape:
             usage.cached_tokens += output.num_cached_tokens
             sequences = [_emptied(sequence) for sequence in output.outputs] if self.only_echo else output.outputs
             usage.completion_tokens += sum(len(sequence.token_ids) for sequence in sequences)
+            usage.guessed_tokens += sum(sequence.num_guessed_tokens for sequence in sequences)
+            usage.accepted_tokens += sum(sequence.num_accepted_tokens for sequence in sequences)
             echo = echoes[number] if echoes else ""
             choices += [self._whole_choice(number, output, sequence, echo, usage) for sequence in sequences]
         body = self.envelope(choices, usage, chunk=False)

@@ -19,6 +19,7 @@ from tp_engine.engine.report import (
     EngineReport,
     RankReport,
 )
+from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.view import SchedulerStats
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, numbers, prefixed
@@ -101,6 +102,7 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     yield number(f.HOST_USAGE, model_name, stats.num_used_host_slots / max(1, stats.num_host_slots))
     yield number(f.DISK_USAGE, model_name, stats.num_used_disk_slots / max(1, stats.num_disk_slots))
     yield numbers(f.PROMPT_SOURCES, model_name, _prompt_sources(stats))
+    yield from _speculation_metrics(stats.speculation, model_name)
     yield number(f.MISSED, model_name, report.num_missed_steps)
     for family, bounds, spread in (
         (f.ITERATION_TOKENS, STEP_TOKENS, report.step_tokens),
@@ -128,6 +130,17 @@ def _prompt_sources(stats: SchedulerStats) -> list[tuple[tuple[str, ...], float]
     on_host, on_disk, hits = stats.num_host_hit_tokens, stats.num_disk_hit_tokens, stats.num_prefix_hit_tokens
     computed, on_device = stats.num_prefix_query_tokens - hits, hits - on_host - on_disk
     return [(("device",), on_device), (("host",), on_host), (("disk",), on_disk), (("computed",), computed)]
+
+
+def _speculation_metrics(found: SpeculationCounters | None, model_name: str) -> Iterator[Metric]:
+    if found is None:
+        return
+    yield number(f.SPEC_DRAFTS, model_name, found.num_drafts)
+    yield number(f.SPEC_DRAFT_TOKENS, model_name, found.num_draft_tokens)
+    yield number(f.SPEC_ACCEPTED, model_name, found.num_accepted_tokens)
+    places = [((str(place),), count) for place, count in enumerate(found.accepted_at)]
+    yield numbers(f.SPEC_ACCEPTED_AT, model_name, places)
+    yield numbers(f.SPEC_EXCLUDED, model_name, [((reason,), n) for reason, n in found.num_excluded.items()])
 
 
 def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:

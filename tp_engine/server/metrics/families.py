@@ -113,6 +113,18 @@ PROMPT_SOURCES = MetricFamily(
     ("source",),
 )
 PREEMPTIONS = MetricFamily("counter", "num_preemptions", "preemptions of running sequences")
+SPEC_DRAFTS = MetricFamily("counter", "spec_decode_num_drafts", "runs of guessed tokens that a step verified")
+SPEC_DRAFT_TOKENS = MetricFamily("counter", "spec_decode_num_draft_tokens", "guessed tokens that a step verified")
+SPEC_ACCEPTED = MetricFamily("counter", "spec_decode_num_accepted_tokens", "guessed tokens that were right")
+SPEC_ACCEPTED_AT = MetricFamily(
+    "counter",
+    "spec_decode_num_accepted_tokens_per_pos",
+    "guessed tokens that were right, by their place in the run",
+    ("position",),
+)
+SPEC_EXCLUDED = MetricFamily(
+    "counter", "spec_decode_num_excluded_requests", "requests for which no token is guessed, and why", ("reason",)
+)
 ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
 CACHE_CONFIG = MetricFamily(
     "gauge",

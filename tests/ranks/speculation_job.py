@@ -1,0 +1,80 @@
+"""Run one batch of requests with every kind of guesser on the ranks of a job; for ``parity_job.main``.
+
+An engine without speculation runs the batch once: that is the oracle.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from tp_engine import LLM, SamplingParams
+from tp_engine.plan import IntArray
+from tp_engine.sched.guesses import Acceptance, Guess
+
+KINDS = ("ngram", "right", "wrong", "random", "longest", "partly right")
+
+
+class Replay:
+    """Guesses from ``known``, all tokens of sequences that the engine has generated before."""
+
+    most_matched = 3
+
+    def __init__(self, kind: str, known: list[list[int]], vocab_size: int) -> None:
+        self._kind, self._known, self._vocab_size = kind, known, vocab_size
+        self._random = random.Random(len(kind))
+
+    def guess(self, tokens: IntArray, count: int) -> Guess:
+        """See ``Guesser``."""
+        own, rng = tokens.tolist(), self._random
+        found: list[int] = next((one[len(own) :][:count] for one in self._known if one[: len(own)] == own), [])
+        wrong = [(token + 1) % self._vocab_size for token in found]
+        noise = [rng.randrange(self._vocab_size) for _ in range(count)]
+        place = rng.randint(0, len(found))
+        made = {
+            "right": found,
+            "wrong": wrong,
+            "random": noise[: rng.randint(0, count)],
+            "longest": [*found, *noise[len(found) :]],
+            "partly right": [*found[:place], *wrong[place:]],
+        }[self._kind]
+        return Guess(np.array(made, dtype=np.int32), rng.randint(0, self.most_matched))
+
+
+def _whole_keys(params: dict[str, Any]) -> dict[str, Any]:
+    """JSON makes texts of the token ids in ``logit_bias``."""
+    bias = params.get("logit_bias")
+    return params if bias is None else {**params, "logit_bias": {int(key): value for key, value in bias.items()}}
+
+
+def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
+    """For each kind, or for ``none``: tokens and log-probabilities, and what was guessed."""
+    speculation = llm.engine._scheduler._speculation
+    found: dict[str, Any] = {}
+    for kind in KINDS if speculation is not None else ("none",):
+        if speculation is not None and kind != "ngram":
+            speculation._guesser = Replay(kind, found["ngram"]["sequences"], case["vocab_size"])
+            speculation._acceptance = Acceptance(Replay.most_matched, speculation._most_tokens)
+        before = llm.engine.stats().speculation
+        params = [SamplingParams(**_whole_keys(one)) for one in case["params"]]
+        outputs = llm.generate(case["prompts"], params, use_tqdm=False)
+        llm.engine.check_integrity()
+        stats = llm.engine.stats()
+        assert stats.num_used_blocks == 0
+        samples = [sample for output in outputs for sample in output.outputs]
+        found[kind] = {
+            "answers": [[one.token_ids, one.finish_reason, one.stop_reason, one.cumulative_logprob] for one in samples],
+            "logprobs": [
+                [[[token, entry.logprob] for token, entry in place.items()] for place in one.logprobs or ()]
+                for one in samples
+            ],
+            "sequences": [[*output.prompt_token_ids, *one.token_ids] for output in outputs for one in output.outputs],
+            "num_preemptions": stats.num_preemptions,
+            "num_cached_tokens": sum(output.num_cached_tokens for output in outputs),
+        }
+        if before is not None and stats.speculation is not None:
+            found[kind]["num_guessed"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
+            found[kind]["num_accepted"] = stats.speculation.num_accepted_tokens - before.num_accepted_tokens
+    return found

@@ -1,0 +1,72 @@
+"""Guessed tokens change no bit, whoever guesses.  Oracle: the same job without speculation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import parity_job, speculation_job
+from tests.ranks.speculation_job import KINDS
+from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
+from tests.ranks.warm_ranks import warm_ranks
+
+VOCABULARY = 97
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_step_rows": 16}'
+SETTINGS = {
+    "plain": {**PLAIN, "max_num_seqs": 16},
+    "chunks and preemption": {**TIGHT, "max_num_seqs": 16},
+    "prefix hits": {**CACHED, "max_num_seqs": 16, "num_gpu_blocks_override": 90},
+}
+SAMPLERS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 40},
+    {"temperature": 0.0, "max_tokens": 30, "logprobs": 2},
+    {"temperature": 0.8, "seed": 1, "max_tokens": 30},
+    {"temperature": 0.7, "seed": 2, "top_k": 5, "max_tokens": 30, "logprobs": 0},
+    {"temperature": 0.6, "seed": 3, "top_p": 0.7, "max_tokens": 30, "logprobs": 3},
+    {"temperature": 0.5, "seed": 4, "min_p": 0.2, "max_tokens": 30, "n": 2},
+    {"temperature": 0.3, "seed": 5, "logit_bias": {"5": 4.0, "9": 3.0}, "max_tokens": 30},
+    {"temperature": 0.9, "seed": 6, "min_tokens": 9, "stop_token_ids": [3, 8, 13, 21, 34, 55], "max_tokens": 30},
+    {"temperature": 0.4, "seed": 7, "repetition_penalty": 1.2, "max_tokens": 12},
+    {"temperature": 0.4, "seed": 8, "allowed_token_ids": [4, 5, 6, 7], "max_tokens": 30, "logprobs": 1},
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_guess_changes_a_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit, for ten samplers."""
+    window = checkpoint("mistral", num_kv_heads=2, vocab_size=VOCABULARY, sliding_window=20)
+    full = checkpoint("qwen3", num_kv_heads=2, vocab_size=VOCABULARY, head_dim=16)
+    prompts = make_prompts(VOCABULARY, len(SAMPLERS))
+    cases = [
+        {
+            "options": {
+                **options,
+                "model": str(folder),
+                "tensor_parallel_size": world_size,
+                "device": "cpu",
+                "speculative_config": speculation,
+            },
+            "prompts": prompts,
+            "params": [{"ignore_eos": True, **sampler} for sampler in SAMPLERS],
+            "vocab_size": VOCABULARY,
+        }
+        for name, options in SETTINGS.items()
+        for folder in [window if name == "plain" else full]
+        for speculation in (None, SPECULATION)
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    arguments = tmp_path / "cases.json", tmp_path / "out.json", speculation_job.run_kinds
+    warm_ranks(world_size, parity_job.main, *arguments, timeout_s=280)
+    results = json.loads((tmp_path / "out.json").read_text())
+    for plain, guessed in zip(results[::2], results[1::2], strict=True):
+        for kind in KINDS:
+            assert guessed[kind]["answers"] == plain["none"]["answers"], kind
+            assert guessed[kind]["logprobs"] == plain["none"]["logprobs"], kind
+            assert guessed[kind]["num_guessed"] > 0, kind
+        assert guessed["right"]["num_accepted"] > guessed["wrong"]["num_accepted"]
+    assert results[3]["right"]["num_preemptions"] > 0 and results[5]["right"]["num_cached_tokens"] > 0

@@ -1,0 +1,302 @@
+"""Speculation that changes no token: guesses of a row's next tokens, of which one step verifies several.
+
+A sampled token is a function of the tokens before it, its position and the row's parameters; noise too (``noise``).  So
+the step computes the row as always, and beside it a *lane* (plan.py) for each guess, which samples the token behind::
+
+                 position   reads                     samples
+    row          p          the last known token      s0        right in any case
+    lane 0       p + 1      guess 0                   s1        right if guess 0 is s0
+    lane 1       p + 2      guess 1                   s2        right if so, and guess 1 is s1
+
+What is kept is the run up to the first token that a guess does not equal: what steps of one token would have given.
+
+::
+
+    Scheduler.schedule   must_wait -> find -> StepBuilder -> add_lanes -> StepPlan with lanes
+    Scheduler.update     judge -> (the rows' own tokens are entered as always) -> extend
+    the next plan        hand_over: what the ranks must know of the tokens kept
+
+Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
+``max_step_rows`` decodes with its guesses; where the rows alone are more than half of that, there are none, and plans
+go ahead as without speculation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.request import SequenceDelta, StepOutput
+from tp_engine.sched.guesses import Acceptance, Guess, Guesser, NgramGuesser
+from tp_engine.sched.outcome import Ending, StopChecker, ending, slice_logprobs
+from tp_engine.sched.row_state import RowState
+from tp_engine.sched.sequence import RequestGroup, Sequence
+from tp_engine.sched.step_builder import Batch, StepDraft
+from tp_engine.speculative import SpeculativeConfig
+
+_LEAST_LIKELIHOOD = 0.15
+"""A guess pays if it is right more often than a row more costs of a step: 2 to 5 % on CPUs, and what a verified step
+costs beside its rows."""
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Totals since the start: verified runs, their tokens, those that were right, and these by their place in the run;
+    and requests that got no guesses, by reason."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    num_excluded: dict[str, int] = field(default_factory=lambda: {"penalties": 0, "grammar": 0})
+
+
+class Run(msgspec.Struct, gc=False):
+    """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, ``matched`` as in
+    ``Guess``; once the result is there, ``kept`` (a,) are the tokens behind the row's own that were sampled right."""
+
+    row: int
+    tokens: IntArray
+    matched: int
+    first: int = 0
+    kept: IntArray = NO_IDS
+
+
+class Verified(msgspec.Struct, gc=False):
+    """A step with lanes, without them: ``plan`` and ``result`` as if it had had none, the ``runs``, and the
+    log-probabilities of the lanes, the first of which is ``logprobs[first_lane]``."""
+
+    plan: StepPlan
+    result: StepResult
+    runs: list[Run]
+    logprobs: TokenLogprobs | None
+    first_lane: int
+
+
+class Speculation:
+    """The scheduler's guesses.  ``guesser`` replaces that of the configuration, for tests."""
+
+    def __init__(
+        self, config: SpeculativeConfig, batch: Batch, stops: StopChecker, guesser: Guesser | None = None
+    ) -> None:
+        self._most_tokens = config.num_speculative_tokens
+        self._most_rows = config.max_step_rows
+        self._batch = batch
+        self._rows: RowState = batch.rows
+        self._stops = stops
+        self._guesser = guesser or NgramGuesser(config.prompt_lookup_min, config.prompt_lookup_max)
+        self._acceptance = Acceptance(self._guesser.most_matched, self._most_tokens)
+        self._found: list[Run] = []
+        self._verifying: list[Run] = []
+        self._kept: list[Run] = []
+        self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
+
+    def stats(self) -> SpeculationCounters:
+        """A copy of the counters."""
+        own = self.counters
+        return replace(own, accepted_at=own.accepted_at.copy(), num_excluded=own.num_excluded.copy())
+
+    def watch(self, group: RequestGroup) -> None:
+        """A request has come in: count it if it can have no guesses."""
+        reason = _exclusion(group.sequences[0])
+        if reason is not None:
+            self.counters.num_excluded[reason] += 1
+
+    def must_wait(self) -> bool:
+        """Whether the next plan must be made after the results of all steps in flight, because it may have guesses,
+        or one of these steps has some."""
+        if self._verifying:
+            return True
+        rows = self._rows.decoding().rows
+        return 0 < 2 * len(rows) <= self._most_rows and any(map(_may_have, self._rows.decoding().sequences))
+
+    def find(self) -> bool:
+        """Guess for the step to be scheduled, while none is in flight; whether there is anything to verify."""
+        self._found.clear()
+        chosen = self._rows.ready_decodes()
+        if not 0 < 2 * len(chosen.rows) <= self._most_rows:
+            return False
+        runs: list[Run] = []
+        likelihoods: list[float] = []
+        for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
+            known = int(self._rows.num_tokens[row])
+            most = min(self._most_tokens, sequence.max_tokens - known - 1)
+            if most < 1 or not _may_have(sequence):
+                continue
+            guess = self._guesser.guess(self._rows.tokens[row, :known], most)
+            if len(guess.tokens):
+                likely = self._likelihoods(guess)
+                runs.append(Run(row, guess.tokens[: len(likely)], guess.matched))
+                likelihoods += likely
+        self._found += self._likeliest(runs, likelihoods, self._most_rows - len(chosen.rows))
+        return bool(self._found)
+
+    def _likelihoods(self, guess: Guess) -> list[float]:
+        """Those of the guessed tokens that pay; they fall from token to token."""
+        found = self._acceptance.likelihoods(guess.matched, len(guess.tokens))
+        paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
+        return paying
+
+    def _likeliest(self, runs: list[Run], likelihoods: list[float], room: int) -> list[Run]:
+        """The ``room`` likeliest tokens of all runs: a part of each run from its begin on, as likelihoods fall."""
+        if len(likelihoods) > room:
+            owners = np.repeat(np.arange(len(runs)), [len(run.tokens) for run in runs])
+            best = np.argsort(-np.array(likelihoods), kind="stable")[:room]
+            counts = np.bincount(owners[best], minlength=len(runs)).tolist()
+            for run, count in zip(runs, counts, strict=True):
+                run.tokens = run.tokens[:count]
+        return [run for run in runs if len(run.tokens)]
+
+    def add_lanes(self, draft: StepDraft) -> None:
+        """Give the rows that run in this step lanes for what was found, as far as tokens and blocks are left."""
+        if not self._found or not draft.may_preempt:
+            return
+        decoding = set(draft.decodes.rows.tolist())
+        self._verifying, first = [], 0
+        for run in self._found:
+            room = min(self._room(draft, run), draft.budget) if run.row in decoding else 0
+            if room > 0:
+                run.tokens, run.first = run.tokens[:room], first
+                first += len(run.tokens)
+                draft.budget -= len(run.tokens)
+                self._verifying.append(run)
+        self._found.clear()
+        self._rows.end_run()
+        if self._verifying:
+            owners = np.repeat([run.row for run in self._verifying], [len(run.tokens) for run in self._verifying])
+            draft.lane_rows = owners.astype(np.int32)
+            draft.lane_tokens = np.concatenate([run.tokens for run in self._verifying])
+
+    def _room(self, draft: StepDraft, run: Run) -> int:
+        """Guesses for which the row has slots behind that of its own token; it gets free blocks for them."""
+        blocks, row = self._batch.blocks, run.row
+        end = int(self._rows.num_scheduled[row]) + 1
+        count = blocks.blocks_for(end + len(run.tokens)) - int(self._rows.num_blocks[row])
+        if count > 0 and row not in draft.block_rows and blocks.has_room(count * blocks.num_groups):
+            draft.add_blocks(np.full(count, row, dtype=np.int32), blocks.grow(row, count))
+        return int(self._rows.capacity[row]) - end
+
+    def judge(self, plan: StepPlan, result: StepResult) -> Verified:
+        """What the result of a plan with lanes says of their guesses."""
+        runs, self._verifying = self._verifying, []
+        num_lanes, first = len(plan.lane_rows), len(plan.decode_rows) - len(plan.lane_rows)
+        lanes = slice(first, first + num_lanes)
+        sampled = result.token_ids
+        own = dict(zip(plan.decode_rows[:first].tolist(), sampled[:first].tolist(), strict=True))
+        for run in runs:
+            behind = sampled[lanes][run.first : run.first + len(run.tokens)]
+            before = np.concatenate(([own[run.row]], behind[:-1]))
+            num_right = int((run.tokens == before).cumprod().sum())
+            run.kept = behind[:num_right].copy()
+            self._count(plan, run, num_right)
+        logprobs = result.logprobs
+        return Verified(
+            plan=msgspec.structs.replace(
+                plan, decode_rows=plan.decode_rows[:first], lane_rows=NO_IDS, lane_tokens=NO_IDS
+            ),
+            result=replace(
+                result,
+                token_ids=np.delete(sampled, lanes),
+                logprobs=None if logprobs is None else _without(logprobs, lanes),
+            ),
+            runs=runs,
+            logprobs=logprobs,
+            first_lane=first,
+        )
+
+    def _count(self, plan: StepPlan, run: Run, num_right: int) -> None:
+        self._acceptance.note(run.matched, len(run.tokens), num_right)
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.num_draft_tokens += len(run.tokens)
+        counters.num_accepted_tokens += num_right
+        for place in range(num_right):
+            counters.accepted_at[place] += 1
+        sequence = self._rows.sequences[run.row]
+        if sequence is not None and self._rows.since_step[run.row] <= plan.step_id:
+            sequence.num_guessed_tokens += len(run.tokens)
+            sequence.num_accepted_tokens += num_right
+
+    def extend(self, verified: Verified, output: StepOutput) -> list[Sequence]:
+        """The rows' own tokens are entered: enter those behind them, with a record in ``output`` for each row.
+
+        Returns the sequences that end with them.
+        """
+        ended: list[Sequence] = []
+        for run in verified.runs:
+            sequence = self._rows.sequences[run.row]
+            if not len(run.kept) or sequence is None or self._rows.since_step[run.row] > verified.plan.step_id:
+                continue
+            end = self._cut(run, sequence)
+            self._rows.extend(run.row, run.kept)
+            delta = SequenceDelta(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                new_token_ids=run.kept.tolist(),
+                logprobs=self._logprobs(verified, run),
+                first_scheduled_s=sequence.first_scheduled_s,
+                num_guessed_tokens=sequence.num_guessed_tokens,
+                num_accepted_tokens=sequence.num_accepted_tokens,
+            )
+            if end is None:
+                self._kept.append(run)
+            else:
+                end.enter(delta, sequence)
+                ended.append(sequence)
+            output.deltas.append(delta)
+        self._rows.end_run()
+        return ended
+
+    def _cut(self, run: Run, sequence: Sequence) -> Ending | None:
+        """How the sequence ends within ``run.kept``, if it does; what is behind the end is cut off."""
+        known, count = int(self._rows.num_tokens[run.row]), len(run.kept)
+        may_end = self._stops.may_stop(run.kept)
+        may_end[-1] = True
+        for place in np.flatnonzero(may_end).tolist():
+            end = ending(sequence, int(run.kept[place]), known + place + 1, sequence.max_tokens)
+            if end is not None and place < count:
+                run.kept = run.kept[: place + 1]
+                return end
+        return None
+
+    def _logprobs(self, verified: Verified, run: Run) -> TokenLogprobs | None:
+        asked = int(self._rows.num_logprobs[run.row])
+        if asked < 0 or verified.logprobs is None:
+            return None
+        first = verified.first_lane + run.first
+        return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
+
+    def hand_over(self, plan: StepPlan) -> StepPlan:
+        """The next plan: it begins with the tokens that were kept since the last one."""
+        if not self._kept:
+            return plan
+        kept, self._kept = self._kept, []
+        return msgspec.structs.replace(
+            plan,
+            kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
+            kept_tokens=np.concatenate([run.kept for run in kept]),
+        )
+
+
+def _may_have(sequence: Sequence) -> bool:
+    return _exclusion(sequence) is None
+
+
+def _exclusion(sequence: Sequence) -> str | None:
+    """Why a sequence gets no guesses: what its next token may be depends on more than its parameters and position."""
+    if sequence.group.request.is_constrained:
+        return "grammar"
+    sampling = sequence.sampling
+    is_penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+    return "penalties" if is_penalised else None
+
+
+def _without(logprobs: TokenLogprobs, lanes: slice) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=np.delete(logprobs.token_ids, lanes, axis=0),
+        logprobs=np.delete(logprobs.logprobs, lanes, axis=0),
+        ranks=np.delete(logprobs.ranks, lanes),
+    )
