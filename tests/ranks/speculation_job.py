@@ -1,4 +1,4 @@
-"""Run one batch of requests with every kind of guesser on the ranks of a job; for ``parity_job.main``.
+"""Run one batch of requests with every kind of source of guesses on the ranks of a job; for ``parity_job.main``.
 
 An engine without speculation runs the batch once: that is the oracle.
 """
@@ -12,22 +12,24 @@ import numpy as np
 
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import IntArray
-from tp_engine.sched.guesses import Acceptance, Guess
+from tp_engine.sched.guess_sources import Guess, GuessSource, GuessSources
+from tp_engine.sched.sequence import Sequence
 
 KINDS = ("ngram", "right", "wrong", "random", "longest", "partly right")
 
 
-class Replay:
+class Replay(GuessSource):
     """Guesses from ``known``, all tokens of sequences that the engine has generated before."""
 
+    name = "replay"
     most_matched = 3
 
     def __init__(self, kind: str, known: list[list[int]], vocab_size: int) -> None:
         self._kind, self._known, self._vocab_size = kind, known, vocab_size
         self._random = random.Random(len(kind))
 
-    def guess(self, tokens: IntArray, count: int) -> Guess:
-        """See ``Guesser``."""
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
         own, rng = tokens.tolist(), self._random
         found: list[int] = next((one[len(own) :][:count] for one in self._known if one[: len(own)] == own), [])
         wrong = [(token + 1) % self._vocab_size for token in found]
@@ -55,8 +57,8 @@ def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in KINDS if speculation is not None else ("none",):
         if speculation is not None and kind != "ngram":
-            speculation._guesser = Replay(kind, found["ngram"]["sequences"], case["vocab_size"])
-            speculation._acceptance = Acceptance(Replay.most_matched, speculation._most_tokens)
+            source = Replay(kind, found["ngram"]["sequences"], case["vocab_size"])
+            speculation.sources = GuessSources([source], speculation._most_tokens)
         before = llm.engine.stats().speculation
         params = [SamplingParams(**_whole_keys(one)) for one in case["params"]]
         outputs = llm.generate(case["prompts"], params, use_tqdm=False)

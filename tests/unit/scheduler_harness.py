@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.guesses import Guesser
+from tp_engine.sched.guess_sources import GuessSource
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 
 VOCABULARY = 50
@@ -256,13 +256,13 @@ class Simulation:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True, guesser: Guesser | None = None
+        self, limits: SchedulerLimits, *, ahead: int = 0, checks: bool = True, guess_source: GuessSource | None = None
     ) -> None:
         self.limits = limits
         self.ahead = ahead
         self.checks = checks
         self.in_flight: deque[StepPlan] = deque()
-        self.scheduler = Scheduler(limits, guesser=guesser)
+        self.scheduler = Scheduler(limits, guess_sources=None if guess_source is None else [guess_source])
         self.worker = FakeWorker(limits)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[tuple[str, int], Output] = {}

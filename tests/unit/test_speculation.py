@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -13,20 +14,30 @@ from tests.unit.scheduler_harness import VOCABULARY, RandomLoad, Simulation, exp
 from tp_engine.api.openai.answer_shape import Usage
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.plan import IntArray
+from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
-from tp_engine.sched.guesses import NO_GUESS, Acceptance, Guess, NgramGuesser
+from tp_engine.sched.guess_sources import (
+    NO_GUESS,
+    Acceptance,
+    Guess,
+    GuessSource,
+    GuessSources,
+    NgramSource,
+    make_sources,
+)
+from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.speculation import SpeculationCounters
-from tp_engine.speculative import SpeculativeConfig
+from tp_engine.speculative import METHODS, SpeculativeConfig
 from tp_engine.worker.effective_config import resolve
 
 MOST = 6
 PROMPT = [8, 36, 48, 4, 16, 7, 31, 48, 28]  # the fake model answers with different tokens, with seed 3
 
 
-class ScriptedGuesser:
+class ScriptedSource(GuessSource):
     """``make`` turns the tokens that are right, and how many are wanted, into the guess."""
 
+    name = "scripted"
     most_matched = 3
 
     def __init__(self, make: Callable[[list[int], int, random.Random], list[int]]) -> None:
@@ -34,8 +45,8 @@ class ScriptedGuesser:
         self._make = make
         self._random = random.Random(5)
 
-    def guess(self, tokens: IntArray, count: int) -> Guess:
-        """See ``Guesser``."""
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
         made = self._make(self._right(tokens.tolist(), count), count, self._random)
         return Guess(np.array(made[:count], dtype=np.int32), self._random.randint(0, self.most_matched))
 
@@ -70,10 +81,10 @@ GUESSERS: dict[str, Callable[[list[int], int, random.Random], list[int]]] = {
 
 def simulate(kind: str, *, ahead: int = 0, most_rows: int = 24, **changes: object) -> Simulation:
     """A simulation whose guesses are those of ``GUESSERS``."""
-    guesser = ScriptedGuesser(GUESSERS[kind])
+    source = ScriptedSource(GUESSERS[kind])
     config = SpeculativeConfig(num_speculative_tokens=MOST, max_step_rows=most_rows)
-    simulation = Simulation(limits(speculation=config, **changes), ahead=ahead, guesser=guesser)
-    guesser.simulation = simulation
+    simulation = Simulation(limits(speculation=config, **changes), ahead=ahead, guess_source=source)
+    source.simulation = simulation
     return simulation
 
 
@@ -170,19 +181,73 @@ def test_what_gets_no_guesses_is_counted() -> None:
 
 def test_ngrams() -> None:
     """By hand: the longest match, the last of equal ones, a period at the end, and none."""
-    guesser = NgramGuesser(2, 3)
+    source = NgramSource(2, 3)
 
     def look(text: str, count: int = 4) -> tuple[str, int]:
-        found = guesser.guess(np.array([ord(c) for c in text], dtype=np.int32), count)
+        found = source.guess(ANY, np.array([ord(c) for c in text], dtype=np.int32), count)
         return "".join(map(chr, found.tokens)), found.matched
 
     assert look("abcdefgabc") == ("defg", 3)
     assert look("abcd-xbce-ybc") == ("e-yb", 2)
     assert look("xyxyx") == ("yxyx", 3)
     assert look("zzzz", 3) == ("zzz", 3)
-    assert guesser.guess(np.array([1, 2, 3], dtype=np.int32), 4) is NO_GUESS
-    assert guesser.guess(np.array([1, 2, 4, 2], dtype=np.int32), 4) is NO_GUESS
-    assert guesser.guess(np.array([1], dtype=np.int32), 4) is NO_GUESS
+    assert source.guess(ANY, np.array([1, 2, 3], dtype=np.int32), 4) is NO_GUESS
+    assert source.guess(ANY, np.array([1, 2, 4, 2], dtype=np.int32), 4) is NO_GUESS
+    assert source.guess(ANY, np.array([1], dtype=np.int32), 4) is NO_GUESS
+
+
+class Fixed(GuessSource):
+    """Always guesses ``tokens``, and keeps what it is told."""
+
+    most_matched = 3
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.name = name
+        self.tokens = np.array(tokens, dtype=np.int32)
+        self.results: list[int] = []
+        self.ended: list[list[int]] = []
+
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
+        return Guess(self.tokens[:count], 2)
+
+    def take(self, result: StepResult) -> None:
+        """See ``GuessSource``."""
+        self.results.append(result.step_id)
+
+    def learn(self, sequence: Sequence) -> None:
+        """See ``GuessSource``."""
+        self.ended.append(sequence.token_ids.tolist())
+
+
+def test_the_likelier_source_is_verified() -> None:
+    """By hand: the longer guess at first, and the other source once the first one has been wrong."""
+    sources = GuessSources([Fixed("long", [1, 2, 3, 4]), Fixed("short", [8, 9])], most_tokens=4)
+    assert sources.names == ["long", "short"]
+    tokens = np.array([5], dtype=np.int32)
+    best = sources.best(ANY, tokens, 4)
+    assert best is not None and best.source == "long" and len(best.guess.tokens) == len(best.likelihoods) == 4
+    for _ in range(9):
+        sources.note("long", 2, 4, 0)
+        sources.note("short", 2, 2, 1)
+    best = sources.best(ANY, tokens, 4)
+    assert best is not None and best.source == "short"
+
+
+def test_sources_are_told_results_and_ends() -> None:
+    """By hand: every step's result, and a sequence's tokens at its end."""
+    source = Fixed("fixed", [1])
+    simulation = Simulation(limits(speculation=SpeculativeConfig()), guess_source=source)
+    simulation.add([1, 2, 3], max_tokens=5, ignore_eos=True)
+    simulation.run()
+    assert source.results == [plan.step_id for plan in simulation.plans]
+    assert source.ended == [[1, 2, 3, *simulation.outputs["r0", 0].token_ids]]
+
+
+def test_every_method_has_sources() -> None:
+    """Oracle: the option's methods."""
+    for method in METHODS:
+        assert make_sources(SpeculativeConfig(method=method))
 
 
 def test_acceptance_falls_with_failures_and_is_forgotten() -> None:

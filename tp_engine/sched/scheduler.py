@@ -36,7 +36,7 @@ from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.disk_journal import DiskContents
 from tp_engine.sched.disk_tier import TierLinks
 from tp_engine.sched.disk_waits import DiskWaits
-from tp_engine.sched.guesses import Guesser
+from tp_engine.sched.guess_sources import GuessSource
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
@@ -68,19 +68,19 @@ class Scheduler:
         fill_masks: FillMasks | None = None,
         reports: TierReports = NO_REPORTS,
         contents: DiskContents | None = None,
-        guesser: Guesser | None = None,
+        guess_sources: Iterable[GuessSource] | None = None,
     ) -> None:
         """``fill_masks`` is for requests with grammars, ``reports`` for tiers that wait for some, ``contents`` for a
-        disk tier: what it has; ``guesser`` is for speculation, instead of its own."""
+        disk tier: what it has; ``guess_sources`` are for speculation, instead of its own."""
         self._limits = limits
         self._fill_masks = fill_masks
         self._batch = Batch(limits, TierLinks(reports, contents))
         self._builder = StepBuilder(self._batch)
         self._stops = StopChecker()
         self._steady = SteadySteps(self._batch, self._stops)
-        self._speculation = (
-            None if limits.speculation is None else Speculation(limits.speculation, self._batch, self._stops, guesser)
-        )
+        self._speculation: Speculation | None = None
+        if limits.speculation is not None:
+            self._speculation = Speculation(limits.speculation, self._batch, self._stops, guess_sources)
         tier = self._batch.blocks.tier
         self.disk_waits = None if tier is None or tier.disk is None else DiskWaits(tier, tier.disk)
         self._prefetcher = None if tier is None else Prefetcher(self._batch, tier, self.disk_waits)
@@ -253,6 +253,8 @@ class Scheduler:
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
         may_have_left = self._departures.popleft() != self._batch.rows.num_departures
+        if self._speculation is not None:
+            self._speculation.sources.take(result)
         if len(plan.lane_rows):
             return self._update_verified(plan, result, may_have_left)
         output = self._steady.update(plan, result)
@@ -381,6 +383,8 @@ class Scheduler:
                 self._batch.waiting.forget(sequence)
         else:
             self._batch.leave(sequence, SequencePhase.FINISHED)
+            if self._speculation is not None:
+                self._speculation.sources.learn(sequence)
             if self._prefetcher is not None:
                 self._prefetcher.note_end(sequence)
         group = sequence.group

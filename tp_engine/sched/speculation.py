@@ -13,7 +13,7 @@ What is kept is the run up to the first token that a guess does not equal: what 
 ::
 
     Scheduler.schedule   must_wait -> find -> StepBuilder -> add_lanes -> StepPlan with lanes
-    Scheduler.update     judge -> (the rows' own tokens are entered as always) -> extend
+    Scheduler.update     sources.take -> judge -> (the rows' own tokens are entered as always) -> extend
     the next plan        hand_over: what the ranks must know of the tokens kept
 
 Guesses need the last token, so a plan that may have some is not sent ahead of a result.  A step has at most
@@ -23,6 +23,7 @@ go ahead as without speculation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -30,16 +31,12 @@ import numpy as np
 
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.request import SequenceDelta, StepOutput
-from tp_engine.sched.guesses import Acceptance, Guess, Guesser, NgramGuesser
+from tp_engine.sched.guess_sources import GuessSource, GuessSources, make_sources
 from tp_engine.sched.outcome import Ending, StopChecker, ending, slice_logprobs
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import RequestGroup, Sequence
 from tp_engine.sched.step_builder import Batch, StepDraft
 from tp_engine.speculative import SpeculativeConfig
-
-_LEAST_LIKELIHOOD = 0.15
-"""A guess pays if it is right more often than a row more costs of a step: 2 to 5 % on CPUs, and what a verified step
-costs beside its rows."""
 
 
 @dataclass(slots=True)
@@ -55,11 +52,13 @@ class SpeculationCounters:
 
 
 class Run(msgspec.Struct, gc=False):
-    """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, ``matched`` as in
-    ``Guess``; once the result is there, ``kept`` (a,) are the tokens behind the row's own that were sampled right."""
+    """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, found by
+    ``source`` with a match of ``matched`` tokens (``Guess``); once the result is there, ``kept`` (a,) are the tokens
+    behind the row's own that were sampled right."""
 
     row: int
     tokens: IntArray
+    source: str
     matched: int
     first: int = 0
     kept: IntArray = NO_IDS
@@ -77,18 +76,21 @@ class Verified(msgspec.Struct, gc=False):
 
 
 class Speculation:
-    """The scheduler's guesses.  ``guesser`` replaces that of the configuration, for tests."""
+    """The scheduler's guesses.  ``sources`` replace those of the configuration, for tests."""
 
     def __init__(
-        self, config: SpeculativeConfig, batch: Batch, stops: StopChecker, guesser: Guesser | None = None
+        self,
+        config: SpeculativeConfig,
+        batch: Batch,
+        stops: StopChecker,
+        sources: Iterable[GuessSource] | None = None,
     ) -> None:
         self._most_tokens = config.num_speculative_tokens
         self._most_rows = config.max_step_rows
         self._batch = batch
         self._rows: RowState = batch.rows
         self._stops = stops
-        self._guesser = guesser or NgramGuesser(config.prompt_lookup_min, config.prompt_lookup_max)
-        self._acceptance = Acceptance(self._guesser.most_matched, self._most_tokens)
+        self.sources = GuessSources(make_sources(config) if sources is None else sources, self._most_tokens)
         self._found: list[Run] = []
         self._verifying: list[Run] = []
         self._kept: list[Run] = []
@@ -126,19 +128,12 @@ class Speculation:
             most = min(self._most_tokens, sequence.max_tokens - known - 1)
             if most < 1 or not _may_have(sequence):
                 continue
-            guess = self._guesser.guess(self._rows.tokens[row, :known], most)
-            if len(guess.tokens):
-                likely = self._likelihoods(guess)
-                runs.append(Run(row, guess.tokens[: len(likely)], guess.matched))
-                likelihoods += likely
+            found = self.sources.best(sequence, self._rows.tokens[row, :known], most)
+            if found is not None:
+                runs.append(Run(row, found.guess.tokens, found.source, found.guess.matched))
+                likelihoods += found.likelihoods
         self._found += self._likeliest(runs, likelihoods, self._most_rows - len(chosen.rows))
         return bool(self._found)
-
-    def _likelihoods(self, guess: Guess) -> list[float]:
-        """Those of the guessed tokens that pay; they fall from token to token."""
-        found = self._acceptance.likelihoods(guess.matched, len(guess.tokens))
-        paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
-        return paying
 
     def _likeliest(self, runs: list[Run], likelihoods: list[float], room: int) -> list[Run]:
         """The ``room`` likeliest tokens of all runs: a part of each run from its begin on, as likelihoods fall."""
@@ -208,7 +203,7 @@ class Speculation:
         )
 
     def _count(self, plan: StepPlan, run: Run, num_right: int) -> None:
-        self._acceptance.note(run.matched, len(run.tokens), num_right)
+        self.sources.note(run.source, run.matched, len(run.tokens), num_right)
         counters = self.counters
         counters.num_drafts += 1
         counters.num_draft_tokens += len(run.tokens)

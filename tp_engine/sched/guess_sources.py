@@ -1,0 +1,188 @@
+"""Where guesses come from: the *sources* of an engine, and how often each of them was right.
+
+::
+
+    source       its guesses come from                                          files
+    ngram        the request's own text (prompt lookup)                         here
+
+A source is a ``GuessSource`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
+sources a method has; of all guesses for a row the one is verified of which most is likely to be kept.
+
+*A new source* is a class in a file of its own, a line in ``_SOURCES``, and its method in ``_OF_METHOD`` and in
+``tp_engine.speculative.METHODS``.  One whose guesses are made by the ranks, and come with a step's result, overrides
+``take``: it reads there what the ranks drafted behind each row's newest token, keeps it by row in place of all that it
+kept before, and ``guess`` hands it out.  That is in time: a plan that may have guesses is made when no step is in
+flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its prompt first, in a
+step whose result replaces the old drafts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tp_engine.plan import NO_IDS, IntArray, StepResult
+from tp_engine.sched.sequence import Sequence
+from tp_engine.speculative import SpeculativeConfig
+
+_LEAST_LIKELIHOOD = 0.15
+"""A guess pays if it is right more often than a row more costs of a step: 2 to 5 % on CPUs, and what a verified step
+costs beside its rows."""
+
+_PRIOR_RIGHT, _PRIOR_TRIED = 2.0, 2.5
+_KEPT = 1 - 1 / 64  # of what was measured, when a guess of the kind is considered again
+
+
+class Guess(NamedTuple):
+    """``tokens`` (n,) that may follow; they are as likely as others of the same source that were found by a match of so
+    many tokens."""
+
+    tokens: IntArray
+    matched: int
+
+
+NO_GUESS = Guess(NO_IDS, 0)
+
+
+class GuessSource(ABC):
+    """Guesses how texts go on.  ``matched`` of its guesses is at most ``most_matched``."""
+
+    name: str
+    most_matched: int
+
+    @abstractmethod
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """Up to ``count`` tokens that may follow ``tokens`` (n,), n >= 1, all known ones of ``sequence``."""
+
+    def take(self, result: StepResult) -> None:  # noqa: B027  # most sources need nothing of it
+        """The result of a step has come; its tokens are entered next."""
+
+    def learn(self, sequence: Sequence) -> None:  # noqa: B027  # most sources need nothing of it
+        """A sequence has ended, with ``sequence.token_ids``."""
+
+
+class NgramSource(GuessSource):
+    """What followed the last tokens where they stood before in the same text::
+
+        tokens   a b c d e f a b c          the last 3 stand at the beginning too
+                       ^^^^^                guess: d e f, and behind the end of the text again a b c ...
+
+    It looks the last ``longest`` tokens up, or fewer down to ``shortest``; of equal matches it takes the last.  It
+    keeps nothing: one look costs a comparison of all tokens with the last one, and of the few found with those before.
+    """
+
+    name = "ngram"
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self.most_matched = longest
+
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+        """See ``GuessSource``."""
+        length, matched = len(tokens), 1
+        found = ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        while matched < self.most_matched and len(ends):
+            ends = ends[ends >= matched]
+            ends = ends[tokens[ends - matched] == tokens[length - 1 - matched]]
+            if len(ends):
+                found, matched = ends, matched + 1
+        if not len(found) or matched < self._shortest:
+            return NO_GUESS
+        end = int(found[-1])
+        # A guess that reaches the end of the text goes on with itself: the text repeats with this period.
+        places = end + 1 + np.arange(count) % (length - 1 - end)
+        return Guess(tokens[places], matched)
+
+
+_SOURCES: Mapping[str, Callable[[SpeculativeConfig], GuessSource]] = MappingProxyType(
+    {
+        "ngram": lambda config: NgramSource(config.prompt_lookup_min, config.prompt_lookup_max),
+    }
+)
+_OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType({"ngram": ("ngram",)})
+
+
+def make_sources(config: SpeculativeConfig) -> list[GuessSource]:
+    """The sources of the configuration's method."""
+    return [_SOURCES[name](config) for name in _OF_METHOD[config.method]]
+
+
+class Acceptance:
+    """How often guesses of a source were right, by the length of their match and by their place in the run.
+
+    Both counts, of right and of tried ones, fade, so that what was bad once is tried again.
+
+    A guess is tried only where all before it in its run were right: the share is that of a single place.
+    """
+
+    def __init__(self, most_matched: int, most_tokens: int) -> None:
+        self._right: npt.NDArray[np.float64] = np.zeros((most_matched + 1, most_tokens))
+        self._tried: npt.NDArray[np.float64] = np.zeros((most_matched + 1, most_tokens))
+
+    def likelihoods(self, matched: int, count: int) -> npt.NDArray[np.float64]:
+        """For each of ``count`` guesses the share of runs in which it and all before it are right."""
+        self._right[matched] *= _KEPT
+        self._tried[matched] *= _KEPT
+        share = (self._right[matched, :count] + _PRIOR_RIGHT) / (self._tried[matched, :count] + _PRIOR_TRIED)
+        found: npt.NDArray[np.float64] = share.cumprod()
+        return found
+
+    def note(self, matched: int, count: int, num_right: int) -> None:
+        """Of a run of ``count`` guesses the first ``num_right`` were right."""
+        self._right[matched, :num_right] += 1.0
+        self._tried[matched, : min(num_right + 1, count)] += 1.0
+
+
+class Candidate(NamedTuple):
+    """A guess of ``source`` for a row, cut where it does not pay any more; ``likelihoods`` (n) of its tokens fall from
+    token to token."""
+
+    source: str
+    guess: Guess
+    likelihoods: list[float]
+
+
+class GuessSources:
+    """The sources of an engine, and the acceptance of each, measured for up to ``most_tokens`` guesses of a row."""
+
+    def __init__(self, sources: Iterable[GuessSource], most_tokens: int) -> None:
+        self._sources = list(sources)
+        self._acceptance = {one.name: Acceptance(one.most_matched, most_tokens) for one in self._sources}
+
+    @property
+    def names(self) -> list[str]:
+        """The sources' names."""
+        return list(self._acceptance)
+
+    def best(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate | None:
+        """Of the guesses for ``sequence`` the one that is likely to give most tokens, of equal ones the first source's;
+        None if none pays.  See ``GuessSource.guess``."""
+        best, most = None, 0.0
+        for source in self._sources:
+            guess = source.guess(sequence, tokens, count)
+            if not len(guess.tokens):
+                continue
+            found = self._acceptance[source.name].likelihoods(guess.matched, len(guess.tokens))
+            paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
+            if (expected := sum(paying)) > most:
+                best, most = Candidate(source.name, Guess(guess.tokens[: len(paying)], guess.matched), paying), expected
+        return best
+
+    def note(self, source: str, matched: int, count: int, num_right: int) -> None:
+        """Of a run of ``count`` guesses of ``source`` the first ``num_right`` were right."""
+        self._acceptance[source].note(matched, count, num_right)
+
+    def take(self, result: StepResult) -> None:
+        """The result of a step has come."""
+        for source in self._sources:
+            source.take(result)
+
+    def learn(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        for source in self._sources:
+            source.learn(sequence)
