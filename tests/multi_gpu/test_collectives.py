@@ -45,7 +45,14 @@ def both() -> Iterator[tuple[SymmetricCommunicator, Communicator]]:
     )
     nccl = groups.communicator
     device = torch.device("cuda", LAUNCHED.local_rank)
-    groups.use_symmetric_memory(machine, device, largest_bytes=LARGEST_BYTES, shares_devices=False, is_required=True)
+    groups.use_symmetric_memory(
+        machine,
+        device,
+        largest_bytes=LARGEST_BYTES,
+        shares_devices=False,
+        is_required=True,
+        wait=torch.cuda.synchronize,
+    )
     assert isinstance(groups.communicator, SymmetricCommunicator)
     yield groups.communicator, nccl
     torch.cuda.synchronize()

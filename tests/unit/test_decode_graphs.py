@@ -12,7 +12,7 @@ from tests.repeating_recorder import RepeatingRecorder
 from tp_engine.errors import ConfigError
 from tp_engine.worker.captured_decodes import DecodeGraphs
 from tp_engine.worker.graph_capture import capture_sizes
-from tp_engine.worker.model_runner import Readback
+from tp_engine.worker.readback import Readback
 
 
 @pytest.mark.parametrize(

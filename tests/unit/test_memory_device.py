@@ -12,7 +12,9 @@ import torch
 
 from tests.unit.memory_cases import FakeDevice
 from tp_engine.device_map import DeviceMap
+from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.ranks.rank import RankInfo
 from tp_engine.units import MIB
 from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
@@ -109,6 +111,27 @@ def test_make_device() -> None:
     assert make_device("cuda", shared, local_rank=1, local_world_size=2).torch_device == torch.device("cuda", 3)
 
 
+class HostOf:
+    """What all ranks report: their kinds."""
+
+    info = RankInfo()
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [kind.encode() for kind in (payload.decode(), *self._kinds)]
+
+
+def test_devices_of_several_kinds_are_refused() -> None:
+    """Oracle: both names in the error; equal devices pass, and this CPU has a name."""
+    kind = device.kind_of_device(torch.device("cpu"))
+    assert kind
+    device.check_kinds(HostOf(kind, kind), kind)
+    with pytest.raises(ConfigError, match=r"rank 0 runs on A, 9\.0, and rank 2 on B: .*devices of one kind.*devices,"):
+        device.check_kinds(HostOf("A, 9.0", "B"), "A, 9.0")
+
+
 def test_a_driver_that_says_nothing() -> None:
     """Oracle: no figure without the library, or for a GPU that it does not know."""
     assert device.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
@@ -165,6 +188,7 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sha
     }
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(device, "record_event", lambda: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(device, "process_bytes", lambda uuid: None if own is None else own * GB)
     assert CudaDevice(0, 2, num_sharing).snapshot() == MemorySnapshot(
         total=80 * GB // num_sharing,

@@ -21,6 +21,7 @@ from tp_engine.sampling import logprobs
 from tp_engine.worker import model_runner, prompt_scores
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_prompt
+from tp_engine.worker.readback import Readback
 from tp_engine.worker.trial_steps import run_largest_step
 
 Checkpoint = Callable[..., Path]
@@ -120,7 +121,9 @@ def test_parts_of_a_prompt(checkpoint: Checkpoint, world_size: int, num_position
     def body(model: Any, backend: Any, effective: Any, communicator: Communicator) -> tuple[Any, Any]:
         scores = score_prompt(model, hidden, following, 2, 16)
         assert (scores is None) == (communicator.info.rank > 0)
-        return (None if scores is None else scores.to_host()), model.compute_logits(hidden)
+        return (None if scores is None else scores.to_host(Readback(1, hidden.device).fetch)()), model.compute_logits(
+            hidden
+        )
 
     found, logits = on_ranks(checkpoint("qwen3", vocab_size=101), world_size, body)
     assert isinstance(found, TokenLogprobs)

@@ -9,6 +9,7 @@ import torch
 from tests.unit.sampler_cases import ids, sample, sampler_for
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.logprobs import logprobs_of
+from tp_engine.worker.readback import Readback
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -17,7 +18,7 @@ def test_logprobs_of_matches_log_softmax(dtype: torch.dtype, k: int) -> None:
     """Oracle: log_softmax, sorted, over a vocabulary of 50 (a larger k is cut to it)."""
     logits = (torch.randn(13, 50) * 3).to(dtype)
     following = torch.randint(0, 50, (13,), dtype=torch.int32)
-    scored = logprobs_of(logits, following, k).to_host()
+    scored = logprobs_of(logits, following, k).to_host(Readback(1, logits.device).fetch)()
     wanted = logits.float().log_softmax(-1)
     order = wanted.sort(dim=-1, descending=True, stable=True)
     assert scored.token_ids.dtype == np.int32

@@ -18,6 +18,7 @@ from tp_engine.sampling import shares
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
+from tp_engine.worker.readback import Readback
 
 STEPS = 3
 Answers = list[tuple[list[int], TokenLogprobs | None]]
@@ -50,7 +51,7 @@ def run_steps(sampler: Sampler | ParallelSampler, make_logits: Callable[[int], t
     for step in range(STEPS):
         tokens, scores = sampler.sample(make_logits(step), rows, np.full(count, 9 + step, np.int32))
         assert tokens.dtype is torch.int32
-        answers.append((tokens.tolist(), None if scores is None else scores.to_host()))
+        answers.append((tokens.tolist(), None if scores is None else scores.to_host(Readback(1, CPU).fetch)()))
     return answers
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -14,13 +16,19 @@ from tp_engine.errors import ConfigError, RankError
 from tp_engine.kernels.layer_ops import NormRule, add_norm
 from tp_engine.layers.residual import Composed, Fused, reduce_add_norm
 from tp_engine.progress import RankProgress
+from tp_engine.ranks import symmetric_memory
 from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.ranks.reduce_plan import Machine, ReducePlan, plan_reduces, why_not
-from tp_engine.ranks.symmetric_memory import SymmetricCommunicator, with_symmetric_memory
+from tp_engine.ranks.symmetric_memory import (
+    SymmetricCommunicator,
+    has_native_atomics,
+    probe_machine,
+    with_symmetric_memory,
+)
 from tp_engine.units import KIB, MIB
-from tp_engine.worker.all_reduce import probe_devices, uses_symmetric_memory
+from tp_engine.worker.all_reduce import agreed_machine, probe_devices, uses_symmetric_memory
 
-H200 = Machine(world_size=4, capability=(9, 0), has_peer_access=True, has_multicast=True)
+H200 = Machine(world_size=4, capability=(9, 0), has_peer_access=True, has_peer_atomics=True, has_multicast=True)
 SMALL = ReducePlan(one_shot_bytes=64, two_shot_bytes=128, multimem_bytes=0)
 
 
@@ -100,12 +108,77 @@ def test_the_method_follows_from_size_and_machine(change: dict[str, Any], larges
         ({}, "float16", "dtype is float16"),
         ({"capability": (7, 5)}, "bfloat16", "capability 8.0, and one is of 7.5"),
         ({"has_peer_access": False}, "bfloat16", "can not read each other's memory"),
+        ({"has_peer_atomics": False}, "bfloat16", r"signals to each other may be lost.*p2p a\)"),
     ],
 )
 def test_what_keeps_ranks_from_it(change: dict[str, Any], dtype: str, message: str | None) -> None:
     """Oracle: the reason, or None."""
     found = why_not(dataclasses.replace(H200, **change), dtype)
-    assert found is None if message is None else found is not None and message in found
+    assert found is None if message is None else found is not None and re.search(message, found)
+
+
+class FakeDriver:
+    """The CUDA driver of two GPUs: 1 can change words of 0, not the other way round.  ``status``: what calls return."""
+
+    def __init__(self, status: int = 0) -> None:
+        self._status = status
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self._status
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = index + 10
+        return self._status
+
+    def cuDeviceGetP2PAttribute(self, value: Any, attribute: int, source: Any, target: Any) -> int:  # noqa: N802
+        assert attribute == 3
+        value._obj.value = int((source.value, target.value) == (11, 10))
+        return self._status
+
+
+def test_atomics_between_gpus_are_the_driver_s_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a stand-in for the driver.  Without a driver, or if a call fails, there are none; one direction is not
+    enough, and a GPU of several ranks has no link."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    assert has_native_atomics(1, 0) and not has_native_atomics(0, 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
+    found = probe_machine((0, 1))
+    assert found.has_peer_access and not found.has_peer_atomics
+    assert probe_machine((0, 0)).has_peer_atomics
+    monkeypatch.setattr(symmetric_memory, "has_native_atomics", lambda a, b: True)
+    assert probe_machine((0, 1)).has_peer_atomics
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(status=100))
+    assert not has_native_atomics(1, 0)
+    monkeypatch.undo()
+    assert not torch.cuda.is_available() and not has_native_atomics(1, 0)
+
+
+@pytest.mark.parametrize("chosen", ["CUDA", "NVSHMEM", None])
+def test_memory_is_of_the_backend_whose_handles_have_addresses(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    """Oracle: what a stand-in for torch was asked; a backend that is set already is left alone."""
+    asked: list[str] = []
+    torch_module = symmetric_memory._symmetric_memory
+    monkeypatch.setattr(torch_module, "get_backend", lambda device: chosen)
+    monkeypatch.setattr(torch_module, "set_backend", asked.append)
+    monkeypatch.setattr(
+        torch_module._SymmetricMemory, "empty_strided_p2p", lambda *shape: asked.append("memory"), raising=False
+    )
+    symmetric_memory.TorchOwnMemory(64, torch.device("cuda", 0), None)  # type: ignore[arg-type]
+    assert asked == (["memory"] if chosen == "CUDA" else ["CUDA", "memory"])
+
+
+def test_ranks_agree_on_what_their_gpus_can_do() -> None:
+    """Oracle: what holds on every rank, the least of two answers by hand."""
+
+    class Lowest:
+        def all_reduce_min(self, values: list[int]) -> list[int]:
+            return [min(pair) for pair in zip(values, [8006, 1, 0], strict=True)]
+
+    found = agreed_machine(H200, Lowest())  # type: ignore[arg-type]
+    assert found == dataclasses.replace(H200, capability=(8, 6), has_peer_atomics=False)
 
 
 CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 4}
@@ -193,6 +266,7 @@ def set_up(library: Communicator, allocate: Any, *, is_required: bool = False) -
         device=torch.device("cpu"),
         largest_bytes=4 * KIB,
         is_required=is_required,
+        wait=lambda: None,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +129,20 @@ def test_a_tensor_goes_through_a_smaller_room(dtype: torch.dtype) -> None:
         copy(source, same)
         copy(source, wider)
         assert torch.equal(same, source) and torch.equal(wider, source.float())
+
+
+def test_copies_wait_for_memory_that_kernels_may_still_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the side stream's orders, recorded by a stand-in: first of all it waits for the default stream."""
+    orders: list[str] = []
+    stream = SimpleNamespace(wait_stream=orders.append, synchronize=lambda: orders.append("synchronise"))
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: plain(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    target = torch.zeros(4)
+    StagedCopy(torch.device("cuda", 1), room_bytes=1000)(torch.ones(4), target)
+    assert orders == ["default of cuda:1", "synchronise"] and torch.equal(target, torch.ones(4))
 
 
 def test_threads_raise_what_went_wrong() -> None:

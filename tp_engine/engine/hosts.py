@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import platform
 import secrets
 import socket
 import time
@@ -39,6 +38,7 @@ from tp_engine.log import get_logger
 from tp_engine.ranks.store import Store, WatchedStore
 from tp_engine.topology import Topology
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
+from tp_engine.worker.device import kind_of_device
 from tp_engine.worker.effective_config import EffectiveConfig
 
 logger = get_logger(__name__)
@@ -192,7 +192,7 @@ def identity_of(effective: EffectiveConfig) -> dict[str, str]:
         "tp_engine": tp_engine.__version__,
         "torch": str(torch.__version__),
         "weights": _weights(effective),
-        "kind of device": _kind_of_device(effective.config),
+        "kind of device": kind_of_device(torch.device(effective.config.device)),
     }
 
 
@@ -200,13 +200,6 @@ def _weights(effective: EffectiveConfig) -> str:
     if effective.config.load_format == "dummy":
         return "dummy"
     return checkpoint_fingerprint(effective.model_path)
-
-
-def _kind_of_device(config: EngineConfig) -> str:
-    if config.device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _own_address(store: Store, launched: env.LaunchedRank, topology: Topology) -> str:

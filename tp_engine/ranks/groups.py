@@ -94,7 +94,7 @@ class RankGroups:
         self.progress = progress
         self._owns_default = owns_default
         self._device_group = device_group
-        self._check = check
+        self.check = check
         self._collective_s = collective_s
         self._store = store
 
@@ -108,7 +108,7 @@ class RankGroups:
             self.communicator,
             self.host,
             self.progress,
-            self._check,
+            self.check,
             timeout_s=self._collective_s + _AFTER_WATCHDOG_S,
             is_required=is_required,
             swap=swap,
@@ -130,12 +130,13 @@ class RankGroups:
         largest_bytes: int,
         shares_devices: bool,
         is_required: bool,
+        wait: Callable[[], None],
         fuses_norm: bool = False,
     ) -> None:
         """Let ``communicator`` all-reduce through symmetric memory if all ranks can.
 
         A collective.  ``device`` is this rank's current device; ``largest_bytes`` is the size of a step's largest
-        tensor.  ``RankError`` if ``is_required`` and a rank can not.
+        tensor.  ``RankError`` if ``is_required`` and a rank can not.  ``wait`` as in ``with_symmetric_memory``.
         """
         group = self._device_group
         assert group is not None, "a world of one has nothing to share"
@@ -150,6 +151,7 @@ class RankGroups:
             device=device,
             largest_bytes=largest_bytes,
             is_required=is_required,
+            wait=wait,
             fuses_norm=fuses_norm,
         )
 

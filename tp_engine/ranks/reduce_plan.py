@@ -49,12 +49,16 @@ class Method(enum.Enum):
 class Machine:
     """The ranks' GPUs: their lowest compute ``capability``, and whether each can read the memory of all others.
 
-    ``has_multicast``: a switch between them adds and distributes; known once memory is shared.
+    ``has_peer_atomics``: each can change a word of another's memory in one indivisible operation, as all signals
+    between kernels do.  Links between GPUs (NVLink) have it; over PCI Express memory can often be read, but a signal
+    may be lost, and the kernel that waits for it never ends.  ``has_multicast``: a switch between them adds and
+    distributes; known once memory is shared.
     """
 
     world_size: int
     capability: tuple[int, int]
     has_peer_access: bool
+    has_peer_atomics: bool
     has_multicast: bool = False
 
 
@@ -114,4 +118,6 @@ def why_not(machine: Machine, dtype: str) -> str | None:
         return f"symmetric memory needs GPUs of compute capability 8.0, and one is of {major}.{minor}"
     if not machine.has_peer_access:
         return "the GPUs can not read each other's memory (nvidia-smi topo -p2p r)"
+    if not machine.has_peer_atomics:
+        return "the GPUs' signals to each other may be lost: their link has no atomics (nvidia-smi topo -p2p a)"
     return None

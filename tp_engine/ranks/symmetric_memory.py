@@ -7,6 +7,7 @@ overwrite the buffers.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from tp_engine.ranks.reduce_plan import ALIGNMENT, Machine, Method, ReducePlan, 
 logger = get_logger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def with_symmetric_memory(
@@ -37,13 +39,15 @@ def with_symmetric_memory(
     device: torch.device,
     largest_bytes: int,
     is_required: bool,
+    wait: Callable[[], None],
     fuses_norm: bool = False,
 ) -> Communicator:
     """``library`` with its smaller all-reduces through symmetric memory, or ``library`` itself if a rank can not.
 
     ``allocate(num_bytes)`` creates a rank's own buffer.  All ranks have one before the first maps those of the others,
     because mapping waits for a missing rank until torch's store gives up.  ``largest_bytes`` is the size of the largest
-    tensor of a step.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.
+    tensor of a step.  If ``is_required``, a rank that can not raises ``RankError`` on all ranks.  ``wait`` waits for
+    the device, and raises if another rank has ended.
     """
     together = partial(all_do, host, "symmetric memory", "symm_mem", is_required=is_required)
     num_bytes = plan_reduces(replace(machine, has_multicast=True), largest_bytes).buffer_bytes
@@ -54,7 +58,7 @@ def with_symmetric_memory(
     multicasts = all(word == b"1" for word in host.all_gather_bytes(b"1" if buffer.has_multicast else b"0"))
     plan = plan_reduces(replace(machine, has_multicast=multicasts), largest_bytes)
     made = SymmetricCommunicator(library, buffer, plan, progress, fuses_norm=fuses_norm)
-    if together(lambda: check_sums(made, library, device)) is None:
+    if together(lambda: check_sums(made, library, device, wait)) is None:
         return library
     if host.info.is_first:
         logger.info("all-reduces of up to %d bytes use symmetric memory: %s", plan.buffer_bytes, plan)
@@ -90,6 +94,9 @@ class TorchOwnMemory:
     """``num_bytes`` of ``device``, allocated outside of torch's caching allocator, for the ranks of ``group``."""
 
     def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        # Its handles have addresses; those of torch's other backends, which the environment may choose, may not.
+        if _symmetric_memory.get_backend(device) != "CUDA":
+            _symmetric_memory.set_backend("CUDA")
         self._bytes = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self._group = group
 
@@ -191,10 +198,33 @@ def probe_machine(indices: Sequence[int]) -> Machine:
         world_size=len(indices),
         capability=min(torch.cuda.get_device_capability(index) for index in distinct),
         has_peer_access=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs),
+        has_peer_atomics=all(has_native_atomics(a, b) for a, b in pairs),
     )
 
 
-def check_sums(communicator: SymmetricCommunicator, library: Communicator, device: torch.device) -> int:
+def has_native_atomics(source: int, target: int) -> bool:
+    """Whether GPU ``source`` can change a word of GPU ``target`` in one indivisible operation; False if unknown.
+
+    Torch does not tell, so this asks the driver, which counts GPUs as torch does (CUDA Driver API,
+    cuDeviceGetP2PAttribute).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    devices = (ctypes.c_int(), ctypes.c_int())
+    calls = [driver.cuInit(0)]
+    calls += [
+        driver.cuDeviceGet(ctypes.byref(one), index) for one, index in zip(devices, (source, target), strict=True)
+    ]
+    found = ctypes.c_int()
+    calls.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *devices))
+    return not any(calls) and found.value == 1
+
+
+def check_sums(
+    communicator: SymmetricCommunicator, library: Communicator, device: torch.device, wait: Callable[[], None]
+) -> int:
     """Sum one tensor of each method and dtype; a collective.  Returns the number of sums, all equal to ``library``'s.
 
     The tensors hold whole numbers, so every order of summation gives the same bits.  A rank that finds a difference
@@ -208,6 +238,7 @@ def check_sums(communicator: SymmetricCommunicator, library: Communicator, devic
             expected = library.all_reduce(mine.clone())
             sums = [communicator.all_reduce(mine.clone()) for _ in range(2)]
             num_sums += len(sums)
+            wait()
             if not all(torch.equal(one, expected) for one in sums):
                 wrong.append(f"{plan.choose(num_bytes).name} of {num_bytes} bytes of {dtype} gave another sum")
     if wrong:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy.typing as npt
 import torch
 
 from tp_engine.plan import TokenLogprobs
 from tp_engine.sampling.groups import StepGroups
 from tp_engine.sampling.ranking import rank_candidates, row_chunks
+
+Fetch: TypeAlias = Callable[[Sequence[torch.Tensor]], Callable[[], list[npt.NDArray[Any]]]]
+"""Begins to copy tensors to the host; the returned function waits for them and gives their arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +36,15 @@ class LogprobTensors:
             ranks=torch.cat([part.ranks for part in parts]),
         )
 
-    def to_host(self) -> TokenLogprobs:
-        """Wait for the device and copy."""
-        return TokenLogprobs(
-            token_ids=self.token_ids.cpu().numpy(),
-            logprobs=self.logprobs.cpu().numpy(),
-            ranks=self.ranks.cpu().numpy(),
-        )
+    def to_host(self, fetch: Fetch) -> Callable[[], TokenLogprobs]:
+        """Begin to copy; the returned function waits."""
+        fetched = fetch((self.token_ids, self.logprobs, self.ranks))
+
+        def wait() -> TokenLogprobs:
+            token_ids, logprobs, ranks = fetched()
+            return TokenLogprobs(token_ids=token_ids, logprobs=logprobs, ranks=ranks)
+
+        return wait
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:

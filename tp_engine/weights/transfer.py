@@ -37,6 +37,8 @@ class StagedCopy:
         is_cuda = device.type == "cuda"
         self._room = torch.empty(room_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:  # what was freed for the parameters' memory may still be in use there
+            self._stream.wait_stream(torch.cuda.default_stream(device))
 
     def __call__(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Copy ``values`` to ``target``, of the same shape; returns when that is done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +11,17 @@ import torch
 from tp_engine.config import EngineConfig
 from tp_engine.device_map import parse_devices, shares_devices
 from tp_engine.errors import ConfigError
-from tp_engine.ranks.groups import RankGroups
+from tp_engine.log import get_logger
+from tp_engine.ranks.groups import HostGroup, RankGroups
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import FUSION_CAPABILITY, Machine, why_not
 from tp_engine.ranks.symmetric_memory import probe_machine
+from tp_engine.worker.device import Device
 
 if TYPE_CHECKING:
     from tp_engine.worker.effective_config import EffectiveConfig
+
+logger = get_logger(__name__)
 
 CPU_CHOICES = ("gloo", "shm")
 
@@ -94,7 +99,7 @@ def share_memory(
     effective: EffectiveConfig,
     groups: RankGroups,
     run_phase: Callable[[str, Callable[[], None]], None],
-    device: torch.device,
+    device: Device,
 ) -> None:
     """Let ``groups`` all-reduce through shared memory if enabled and possible; a collective.
 
@@ -106,16 +111,37 @@ def share_memory(
         is_required = config.all_reduce == "shm"
         run_phase("sharing memory", lambda: groups.use_shared_memory(is_required=is_required))
     machine = probe_devices(config, effective.num_hosts)
-    if machine is None or not uses_symmetric_memory(config, machine):
+    if machine is None:
+        return
+    machine = agreed_machine(machine, groups.host)
+    if not uses_symmetric_memory(config, machine):
+        obstacle = why_not(machine, config.dtype)
+        if groups.info.is_first and config.all_reduce != "nccl" and obstacle is not None:
+            logger.info("all-reduces do not use symmetric memory: %s", obstacle)
         return
     run_phase(
         "sharing memory between GPUs",
         lambda: groups.use_symmetric_memory(
             machine,
-            device,
+            device.torch_device,
             largest_bytes=config.max_num_batched_tokens * effective.model.hidden_size * effective.dtype.itemsize,
             shares_devices=effective.device_map.is_shared,
             is_required=config.all_reduce == "symm_mem",
+            wait=device.synchronize,
             fuses_norm=config.fuse_all_reduce_norm,
         ),
+    )
+
+
+def agreed_machine(machine: Machine, host: HostGroup) -> Machine:
+    """What holds on every rank: ranks that chose different collectives would wait for each other for ever."""
+    major, minor = machine.capability
+    capability, access, atomics = host.all_reduce_min(
+        [major * 1000 + minor, int(machine.has_peer_access), int(machine.has_peer_atomics)]
+    )
+    return replace(
+        machine,
+        capability=divmod(capability, 1000),
+        has_peer_access=access == 1,
+        has_peer_atomics=atomics == 1,
     )

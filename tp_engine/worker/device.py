@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tp_engine.device_map import DeviceMap
+from tp_engine.errors import ConfigError
+from tp_engine.ranks.rank import Agreeing
 from tp_engine.worker.host_memory import host_memory, process_memory, reset_peak
+from tp_engine.worker.readback import Check, never_fails, record_event, wait_for
 
 _LIBC = ctypes.CDLL(None)
 _SUCCESS = 0
@@ -63,13 +67,15 @@ class CudaDevice:
     ``non_torch`` counts this process only, if the driver reports the memory of each process.  If not (in some
     containers), it counts all memory of the GPU that torch does not hold, so a change by another process during the
     measurement counts as this one's; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.  Ranks that
-    share the GPU are alike, so each then counts an equal part.
+    share the GPU are alike, so each then counts an equal part.  ``check`` raises if another rank has ended, whose part
+    of a collective the GPU may wait for.
     """
 
     type = "cuda"
 
-    def __init__(self, index: int, local_world_size: int, num_sharing: int = 1) -> None:
+    def __init__(self, index: int, local_world_size: int, num_sharing: int = 1, check: Check = never_fails) -> None:
         self.torch_device = torch.device("cuda", index)
+        self._check = check
         self._num_sharing = num_sharing
         self._local_world_size = local_world_size
 
@@ -91,6 +97,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def synchronize(self) -> None:
+        wait_for(record_event(), self._check)
         torch.cuda.synchronize(self.torch_device)
 
     def empty_cache(self) -> None:
@@ -140,11 +147,37 @@ class CpuDevice:
         _share_cores(self._local_world_size)
 
 
-def make_device(device_type: str, devices: DeviceMap, *, local_rank: int, local_world_size: int) -> Device:
-    """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``; ``devices`` says which GPU."""
+def make_device(
+    device_type: str, devices: DeviceMap, *, local_rank: int, local_world_size: int, check: Check = never_fails
+) -> Device:
+    """The device of a rank: ``device_type`` is ``cuda`` or ``cpu``; ``devices`` says which GPU; ``check`` as there."""
     if device_type == "cpu":
         return CpuDevice(local_world_size)
-    return CudaDevice(devices.indices[local_rank], local_world_size, devices.num_sharing(local_rank))
+    return CudaDevice(devices.indices[local_rank], local_world_size, devices.num_sharing(local_rank), check)
+
+
+def kind_of_device(device: torch.device) -> str:
+    """The hardware of ``device`` as text: devices of one kind compute the same bits.  A GPU without an index is the
+    current one.
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def check_kinds(host: Agreeing, kind: str) -> None:
+    """``ConfigError`` on all ranks if their devices are not all of one ``kind``.  A collective.
+
+    Each rank decides by itself which token was sampled, and only equal devices decide from equal bits.
+    """
+    kinds = [report.decode() for report in host.all_gather_bytes(kind.encode())]
+    other = next((rank for rank, found in enumerate(kinds) if found != kinds[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank 0 runs on {kinds[0]}, and rank {other} on {kinds[other]}: ranks sample alike only on devices of one "
+            "kind; choose equal ones (devices, or CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def _share_cores(local_world_size: int) -> None:

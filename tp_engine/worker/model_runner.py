@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.attention import forward_context
 from tp_engine.layers.upload import upload
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -27,6 +26,7 @@ from tp_engine.worker.kv_cache import KvBlocks
 from tp_engine.worker.pooled_rows import PooledRows, PooledTensors
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
+from tp_engine.worker.readback import Check, Readback, never_fails
 from tp_engine.worker.row_states import RowStates
 from tp_engine.worker.step_inputs import BatchLayout, StepInputs, digest_inputs
 
@@ -36,29 +36,31 @@ NoteInputs: TypeAlias = Callable[[int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """A launched step.  Only ``result`` waits for the device, and ``token_ids`` for the ids."""
+    """A launched step, whose results are on their way to the host; its functions wait for them."""
 
     step_id: int
     token_ids: Callable[[], IntArray] | None = None
-    logprobs: LogprobTensors | None = None
-    prompt_logprobs: dict[int, LogprobTensors] = field(default_factory=dict)
-    pooled: PooledTensors | None = None
+    logprobs: Callable[[], TokenLogprobs] | None = None
+    prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
+    pooled: Callable[[], dict[int, FloatArray]] | None = None
 
     def result(self) -> StepResult:
         """The step's ids and log-probabilities on the host."""
         ids = NO_IDS if self.token_ids is None else self.token_ids()
-        logprobs: TokenLogprobs | None = None if self.logprobs is None else self.logprobs.to_host()
-        prompts = {row: found.to_host() for row, found in self.prompt_logprobs.items()}
-        pooled = {} if self.pooled is None else self.pooled.to_host()
         return StepResult(
-            step_id=self.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompts, pooled=pooled
+            step_id=self.step_id,
+            token_ids=ids,
+            logprobs=None if self.logprobs is None else self.logprobs(),
+            prompt_logprobs={row: wait() for row, wait in self.prompt_logprobs.items()},
+            pooled={} if self.pooled is None else self.pooled(),
         )
 
 
 class ModelRunner:
     """One rank's model, persistent batch, KV cache (``blocks``, and a host ``tier`` if there is one) and sampler.
 
-    ``states`` are the rows' recurrent ones, if some layers have one.
+    ``states`` are the rows' recurrent ones, if some layers have one.  ``check`` raises if another rank has ended, while
+    this one waits for its device.
 
     ``backends`` has one entry per group of layers (``kv_layout``), as the tables of ``batch``.  ``named`` names the
     parts of a step for profilers.
@@ -77,6 +79,7 @@ class ModelRunner:
         note_inputs: NoteInputs | None = None,
         tier: HostTier | None = None,
         states: RowStates | None = None,
+        check: Check = never_fails,
     ) -> None:
         self._model = model
         self._backends = backends
@@ -87,7 +90,7 @@ class ModelRunner:
         self._progress = progress
         self._note_inputs = note_inputs
         self._sampler = make_sampler(sampling, communicator)
-        self._readback = Readback(len(batch.num_prompt), blocks.raw.device)
+        self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._captured: CapturedDecodes | None = None
         self.named: Named = unnamed
         self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
@@ -156,10 +159,14 @@ class ModelRunner:
             sampled = hidden.index_select(0, inputs.layout.logit_index) if is_scored else hidden
             token_ids, logprobs, pooled = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
-            ids = None if token_ids is None else self._readback.start(token_ids)
-        return PendingStep(
-            step_id=plan.step_id, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled
-        )
+            fetch = self._readback.fetch
+            return PendingStep(
+                step_id=plan.step_id,
+                token_ids=None if token_ids is None else self._readback.start(token_ids),
+                logprobs=None if logprobs is None else logprobs.to_host(fetch),
+                prompt_logprobs={row: found.to_host(fetch) for row, found in prompt_logprobs.items()},
+                pooled=None if pooled is None else pooled.to_host(fetch),
+            )
 
     def _prepare(self, plan: StepPlan) -> StepInputs:
         inputs = self._batch.prepare(plan)
@@ -175,7 +182,11 @@ class ModelRunner:
         with self.named("replay"):
             token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1, plan.rows_epoch)
         self._batch.count_decodes(rows)
-        return PendingStep(step_id=plan.step_id, token_ids=self._readback.start(token_ids), logprobs=logprobs)
+        return PendingStep(
+            step_id=plan.step_id,
+            token_ids=self._readback.start(token_ids),
+            logprobs=None if logprobs is None else logprobs.to_host(self._readback.fetch),
+        )
 
     def _apply(self, plan: StepPlan) -> None:
         """The plan's changes, in its order: rows and their lanes, new blocks, moves, then copies."""
@@ -245,48 +256,3 @@ class ModelRunner:
             if found is not None:
                 scores[row] = found
         return scores
-
-
-class Readback:
-    """Copies sampled ids to the host without waiting for later launches; ``num_in_flight`` copies at once.
-
-    A copy has at most ``max_num_ids`` ids.  On CUDA it goes to pinned memory behind the kernels that make the ids, and
-    an event tells when it has arrived; a plain ``.cpu()`` would also wait for the next step, which is launched by
-    then.
-    """
-
-    def __init__(self, max_num_ids: int, device: torch.device, *, num_in_flight: int = 3) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._buffers = cycle(
-            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True) for _ in range(num_in_flight)]
-            if self._is_cuda
-            else [None]
-        )
-        self._seen: tuple[torch.Tensor | None, IntArray] = (None, NO_IDS)
-
-    def start(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
-        """Begin to copy ``token_ids`` (n,) int32; the returned function waits for them only.
-
-        Its array may be read until ``num_in_flight`` further copies have begun.
-        """
-        buffer = next(self._buffers)
-        if buffer is None:
-            return self._view(token_ids)
-        target = buffer[: len(token_ids)]
-        target.copy_(token_ids, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-
-        def wait() -> IntArray:
-            arrived.synchronize()
-            found: IntArray = target.numpy()
-            return found
-
-        return wait
-
-    def _view(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
-        """The tensor's own memory; recorded steps leave their ids in the same tensor every time."""
-        if token_ids is not self._seen[0]:
-            self._seen = token_ids, token_ids.numpy()
-        ids = self._seen[1]
-        return lambda: ids

@@ -14,6 +14,8 @@ so the ranks add up a small table in which each has written the columns that it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -21,6 +23,7 @@ from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload
 from tp_engine.plan import FloatArray, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator
+from tp_engine.sampling.logprobs import Fetch
 
 
 class PooledTensors:
@@ -32,13 +35,18 @@ class PooledTensors:
     ) -> None:
         self._rows, self._states, self._logits, self._num_logits = rows, states, logits, num_logits
 
-    def to_host(self) -> dict[int, FloatArray]:
-        """Wait for the device and copy: float32, by row."""
-        parts: list[FloatArray] = [] if self._states is None else list(self._states.cpu().numpy())
-        if self._logits is not None:
-            tables = self._logits.cpu().numpy()
-            parts += [table[:count] for table, count in zip(tables, self._num_logits, strict=True)]
-        return dict(zip(self._rows, parts, strict=True))
+    def to_host(self, fetch: Fetch) -> Callable[[], dict[int, FloatArray]]:
+        """Begin to copy; the returned function waits, and gives float32 by row."""
+        fetched = fetch([one for one in (self._states, self._logits) if one is not None])
+
+        def wait() -> dict[int, FloatArray]:
+            arrays = fetched()
+            parts: list[FloatArray] = [] if self._states is None else list(arrays[0])
+            if self._logits is not None:
+                parts += [table[:count] for table, count in zip(arrays[-1], self._num_logits, strict=True)]
+            return dict(zip(self._rows, parts, strict=True))
+
+        return wait
 
 
 class PooledRows:

@@ -87,6 +87,7 @@ class RunnerParts:
             sampling=self._make_sampling(torch_device),
             progress=progress,
             note_inputs=note_inputs,
+            check=self.groups.check,
         )
 
     @property

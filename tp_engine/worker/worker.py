@@ -28,7 +28,7 @@ from tp_engine.units import format_gib
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
-from tp_engine.worker.device import Device, make_device
+from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
 from tp_engine.worker.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
@@ -96,9 +96,10 @@ class Worker:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
         effective, info = self._effective, self._groups.info
         device = self._start_up.run_together("opening the device", self._open_device)
+        check_kinds(self._groups.host, kind_of_device(device.torch_device))
         meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
         gc.freeze()  # garbage collections skip the libraries' objects from now on
-        share_memory(effective, self._groups, self._start_up.run, device.torch_device)
+        share_memory(effective, self._groups, self._start_up.run, device)
         model = self._start_up.run_together("loading weights", lambda: self._load(device.torch_device))
         self._start_up.run_together("packing weights", model.finish_loading)
         parts = RunnerParts(
@@ -223,6 +224,7 @@ class Worker:
             self._effective.device_map,
             local_rank=info.local_rank,
             local_world_size=info.local_world_size,
+            check=self._groups.check,
         )
         device.set_current()
         return device

@@ -1,0 +1,118 @@
+"""Copies of a step's results to the host, which wait for that step only, and end if another rank does.
+
+On CUDA a copy goes to pinned memory behind the kernels that make its content, and an event tells when it has arrived.
+A plain ``.cpu()`` would also wait for the next step, which is launched by then.
+
+The wait looks at the event again and again instead of sleeping in the driver: kernels that wait for a rank that has
+died never end, and nothing can end them, so neither would a wait for them.  ``check`` raises then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from time import monotonic, sleep
+from typing import Any, Protocol, TypeAlias
+
+import numpy.typing as npt
+import torch
+
+from tp_engine.plan import NO_IDS, IntArray
+
+Check: TypeAlias = Callable[[], None]
+"""Raises if another rank has died, failed or hung."""
+
+# A decode step ends within a few milliseconds, and the wait for it is part of each step: only longer ones sleep.
+_BUSY_S = 0.005
+_NAP_S = 0.0001
+_CHECK_S = 0.1
+
+
+class Event(Protocol):
+    """What the device will reach."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+
+def never_fails() -> None:
+    """The check of a rank that has no others."""
+
+
+def wait_for(event: Event, check: Check) -> None:
+    """Return when the device has reached ``event``; raises what ``check`` raises, which is asked every 0.1 s."""
+    began_s = checked_s = monotonic()
+    while not event.query():
+        now_s = monotonic()
+        if now_s - checked_s > _CHECK_S:
+            check()
+            checked_s = now_s
+        sleep(0.0 if now_s - began_s < _BUSY_S else _NAP_S)  # even 0 lets other threads of the process run
+
+
+class Readback:
+    """Copies sampled ids, ``num_in_flight`` copies at once of at most ``max_num_ids`` ids, and other results.
+
+    ``check`` is asked while this rank waits.
+    """
+
+    def __init__(
+        self, max_num_ids: int, device: torch.device, check: Check = never_fails, *, num_in_flight: int = 3
+    ) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._check = check
+        self._buffers = cycle(
+            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True) for _ in range(num_in_flight)]
+            if self._is_cuda
+            else [None]
+        )
+        self._seen: tuple[torch.Tensor | None, IntArray] = (None, NO_IDS)
+
+    def start(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
+        """Begin to copy ``token_ids`` (n,) int32; the returned function waits for them only.
+
+        Its array may be read until ``num_in_flight`` further copies have begun.
+        """
+        buffer = next(self._buffers)
+        if buffer is None:
+            return self._view(token_ids)
+        target = buffer[: len(token_ids)]
+        target.copy_(token_ids, non_blocking=True)
+        arrived = record_event()
+
+        def wait() -> IntArray:
+            wait_for(arrived, self._check)
+            found: IntArray = target.numpy()
+            return found
+
+        return wait
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[npt.NDArray[Any]]]:
+        """Begin to copy ``tensors`` of any shapes; the returned function waits for them only, and gives arrays."""
+        if not self._is_cuda:
+            return lambda: [tensor.cpu().numpy() for tensor in tensors]
+        targets = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+        for target, source in zip(targets, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+        arrived = record_event()
+
+        def wait() -> list[npt.NDArray[Any]]:
+            wait_for(arrived, self._check)
+            return [target.numpy() for target in targets]
+
+        return wait
+
+    def _view(self, token_ids: torch.Tensor) -> Callable[[], IntArray]:
+        """The tensor's own memory; recorded steps leave their ids in the same tensor every time."""
+        if token_ids is not self._seen[0]:
+            self._seen = token_ids, token_ids.numpy()
+        ids = self._seen[1]
+        return lambda: ids
+
+
+def record_event() -> Event:
+    """An event behind everything that the current stream has been given."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    found: Event = event
+    return found
