@@ -160,7 +160,8 @@ def test_memory_is_of_the_backend_whose_handles_have_addresses(
 ) -> None:
     """Oracle: what a stand-in for torch was asked; a backend that is set already is left alone."""
     asked: list[str] = []
-    torch_module = symmetric_memory._symmetric_memory
+    from torch.distributed import _symmetric_memory as torch_module
+
     monkeypatch.setattr(torch_module, "get_backend", lambda device: chosen)
     monkeypatch.setattr(torch_module, "set_backend", asked.append)
     monkeypatch.setattr(
