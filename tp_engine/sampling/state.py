@@ -15,7 +15,7 @@ import torch
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.layers.embedding import VocabSlice
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload_all
 from tp_engine.plan import IntArray, RowSampling
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.processors import PenaltyCounts, StepMasks
@@ -135,9 +135,10 @@ class SamplingState:
             self.presence_penalty,
         )
         numbers = np.array([column[row] for column in floats], dtype=np.float32)
-        self.tables.floats[row] = upload(numbers, self.device)
-        self.tables.top_k[row : row + 1] = upload(self.top_k[row : row + 1].copy(), self.device)
-        self.tables.seeds[row : row + 1] = upload(self.seed[row : row + 1].view(np.int64).copy(), self.device)
+        top_k, seed = self.top_k[row : row + 1].copy(), self.seed[row : row + 1].view(np.int64).copy()
+        floats_of_row, *others = upload_all((numbers, top_k, seed), self.device)
+        self.tables.floats[row] = floats_of_row
+        self.tables.top_k[row : row + 1], self.tables.seeds[row : row + 1] = others
 
     def _admit_token_lists(self, row: int, sampling: RowSampling) -> None:
         self.token_lists.pop(row, None)

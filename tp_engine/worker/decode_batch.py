@@ -11,7 +11,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import PAD_ROW, DecodeInputs, RowTables
 from tp_engine.kernels.ops import op
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload_into
 from tp_engine.plan import IntArray
 
 GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -66,7 +66,7 @@ class DecodeBatch:
         wanted: IntArray = np.full(size, PAD_ROW, dtype=np.int32)
         wanted[: len(rows)] = rows
         if not np.array_equal(wanted, self._rows[:size]):
-            self._inputs.rows[:size].copy_(upload(wanted, self._inputs.rows.device), non_blocking=True)
+            upload_into(self._inputs.rows[:size], wanted)
             self._rows[:size] = wanted
 
     def prepare(self, size: int) -> DecodeInputs:

@@ -14,6 +14,7 @@ so a step can be prepared before the last one has ended.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.decode_inputs import RowTables, padded_room
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload_all
 from tp_engine.plan import PAD_SLOT, Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div
 from tp_engine.worker.decode_batch import DecodeBatch, PrefillInputs
@@ -86,31 +87,35 @@ class InputBatch:
             self._lanes.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
             self._num_blocks[plan.released] = 0
-        for admission in plan.admitted:
-            self._admit(admission)
+        if plan.admitted:
+            self._admit(plan.admitted)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows, plan.block_ids)
         if len(plan.lane_rows):
             most = int(self._num_blocks[plan.lane_rows].max())
             self._lanes.fill(plan.lanes, plan.lane_rows, plan.lane_tokens, most)
 
-    def _admit(self, admission: Admission) -> None:
-        row, num_tokens = admission.row, len(admission.token_ids)
-        num_blocks = len(admission.block_ids) // self._num_groups
-        self._token_ids[row, :num_tokens] = upload(admission.token_ids, self._device)
-        self.num_prompt[row] = admission.num_prompt_tokens
-        self.num_computed[row] = admission.num_computed_tokens
-        self._computed.push(np.array([row]))
-        self._append_blocks(np.full(num_blocks, row, dtype=np.int32), admission.block_ids, start=0)
+    def _admit(self, admitted: Sequence[Admission]) -> None:
+        rows = np.array([admission.row for admission in admitted], dtype=np.int32)
+        prompts = upload_all([admission.token_ids for admission in admitted], self._device)
+        for row, admission, token_ids in zip(rows.tolist(), admitted, prompts, strict=True):
+            self._token_ids[row, : len(token_ids)] = token_ids
+            self.num_prompt[row] = admission.num_prompt_tokens
+            self.num_computed[row] = admission.num_computed_tokens
+        self._computed.push(rows)
+        self._num_blocks[rows] = 0
+        block_ids = [admission.block_ids for admission in admitted]
+        counts = [len(ids) // self._num_groups for ids in block_ids]
+        self._append_blocks(rows.repeat(counts), np.concatenate(block_ids))
 
-    def _append_blocks(self, rows: IntArray, block_ids: IntArray, start: int | None = None) -> None:
-        """Append a block to the table of each of ``rows`` (n,), which are grouped; ``start`` overrides the column.
+    def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
+        """Append a block to the table of each of ``rows`` (n,), which are grouped.
 
         ``block_ids`` (n x G,): each block's ids, group by group.
         """
         if not len(rows):
             return
-        columns = (self._num_blocks[rows] if start is None else start) + places_in_runs(rows)
+        columns = self._num_blocks[rows] + places_in_runs(rows)
         self._block_table.host[:, rows, columns] = block_ids.reshape(len(rows), self._num_groups).T
         self._num_blocks[rows] = columns + 1  # of a row's entries numpy enters the last
         self._block_table.push(rows, columns)
@@ -134,11 +139,9 @@ class InputBatch:
 
     def _with_prefills(self, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
         """The host makes the inputs of the prefills, the device those of the decodes before them."""
-        first, stride = layout.num_decodes, np.int64(self._row_stride)
-        prefills = self._prefills(layout, seq_lens[first:])
+        first = layout.num_decodes
+        prefills, sampled_places = self._prefills(layout, seq_lens[first:])
         lengths = self.decodes.prepare_before(layout.rows[:first], prefills)
-        is_sampled = layout.samples[first:]
-        places = layout.prefill_rows[is_sampled] * stride + seq_lens[first:][is_sampled]
         tables = (table for _, table in self.decodes.groups(len(layout.rows)))
         return StepInputs(
             layout=layout,
@@ -160,24 +163,28 @@ class InputBatch:
                 for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)
             ),
             sampled_positions=seq_lens[layout.samples],
-            prefill_places=upload(places, self._device) if len(places) else None,
+            prefill_places=sampled_places if len(sampled_places) else None,
         )
 
-    def _prefills(self, layout: BatchLayout, ends: IntArray) -> PrefillInputs:
-        """The inputs of the chunks, which end at ``ends`` (P,)."""
-        room, chunks, rows, device = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._device
+    def _prefills(self, layout: BatchLayout, ends: IntArray) -> tuple[PrefillInputs, torch.Tensor]:
+        """The inputs of the chunks, which end at ``ends`` (P,), and ``StepInputs.prefill_places``."""
+        room, chunks, rows, stride = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._row_stride
         positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
         slots = slots_for(self._block_table.host, rows, positions, self._block_size)
-        places = rows * self._row_stride + positions
+        is_sampled = layout.samples[room:]
+        sampled_places = layout.prefill_rows[is_sampled] * np.int64(stride) + ends[is_sampled]
         num_tokens = room + len(rows)
         num_slots = padded_room(num_tokens, self._num_groups)
-        return PrefillInputs(
-            input_ids=self._flat_token_ids.index_select(0, upload(_behind(room, places, num_tokens), device)),
-            positions=upload(_behind(room, positions, num_tokens), device),
-            slot_mapping=upload(_behind(room, slots, num_slots), device)[:, :num_tokens],
+        behind = [_behind(room, values, num_tokens) for values in (rows * stride + positions, positions)]
+        on_device = upload_all((*behind, _behind(room, slots, num_slots), ends, sampled_places), self._device)
+        prefills = PrefillInputs(
+            input_ids=self._flat_token_ids.index_select(0, on_device[0]),
+            positions=on_device[1],
+            slot_mapping=on_device[2][:, :num_tokens],
             rows=layout.prefill_index,
-            seq_lens=upload(ends, device),
+            seq_lens=on_device[3],
         )
+        return prefills, on_device[4]
 
     def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
         """Token ids (count,) int32 of ``row`` from position ``first`` on."""

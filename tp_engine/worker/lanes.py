@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload_all
 from tp_engine.plan import IntArray
 
 
@@ -33,8 +33,10 @@ class MirroredTable:
         if self.is_shared:
             return
         on_host: tuple[Any, ...] = (..., *index)
-        on_device: tuple[Any, ...] = (..., *(upload(axis.astype(np.int64), self.device.device) for axis in index))
-        self.device[on_device] = upload(self.host[on_host], self.device.device)
+        axes = (axis.astype(np.int64) for axis in index)
+        values, *places = upload_all((self.host[on_host], *axes), self.device.device)
+        on_device: tuple[Any, ...] = (..., *places)
+        self.device[on_device] = values
 
 
 def places_in_runs(rows: IntArray) -> npt.NDArray[np.int64]:
@@ -70,10 +72,9 @@ class Lanes:
         tables = self._block_table
         tables.host[:, lanes, :num_blocks] = tables.host[:, rows, :num_blocks]
         if not tables.is_shared:
-            device = tables.device.device
-            targets, sources = upload(lanes.astype(np.int64), device), upload(rows.astype(np.int64), device)
+            targets, sources = upload_all((lanes.astype(np.int64), rows.astype(np.int64)), tables.device.device)
             tables.device[:, targets, :num_blocks] = tables.device[:, sources, :num_blocks]
 
     def _write(self, rows: IntArray, positions: npt.NDArray[np.int64], tokens: IntArray) -> None:
-        places, device = rows.astype(np.int64) * self._stride + positions, self._flat_token_ids.device
-        self._flat_token_ids.index_copy_(0, upload(places, device), upload(tokens.copy(), device))
+        places = rows.astype(np.int64) * self._stride + positions
+        self._flat_token_ids.index_copy_(0, *upload_all((places, tokens.copy()), self._flat_token_ids.device))

@@ -11,7 +11,7 @@ import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.attention import forward_context
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.progress import RankPhase, RankProgress
@@ -210,11 +210,9 @@ class ModelRunner:
             assert self.states is not None, "the model has no recurrent states"
             self.states.copy(*self._upload(plan.state_copies))
 
-    def _upload(self, pairs: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _upload(self, pairs: IntArray) -> list[torch.Tensor]:
         """The sources and the targets of ``pairs`` (n, 2), each (n,) int64 on the device."""
-        sources, targets = pairs.T.astype(np.int64)
-        device = self.blocks.raw.device
-        return upload(sources, device), upload(targets, device)
+        return upload_all(tuple(pairs.T.astype(np.int64)), self.blocks.raw.device)
 
     def _sample(
         self, inputs: StepInputs, hidden: torch.Tensor

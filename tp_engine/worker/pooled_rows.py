@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tp_engine.layers.embedding import VocabSlice
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import FloatArray, IntArray, RowSampling
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import Fetch
@@ -93,8 +93,9 @@ class PooledRows:
         held = self._vocab.holds(token_ids)
         table = torch.zeros((len(wanted), int(lengths.max())), device=logits.device)
         source = (np.array(places)[row[held]], token_ids[held] - self._vocab.first)
-        values = logits[tuple(upload(axis.astype(np.int64), logits.device) for axis in source)].float()
-        table[tuple(upload(axis.astype(np.int64), logits.device) for axis in (row[held], column[held]))] = values
+        axes = (axis.astype(np.int64) for axis in (*source, row[held], column[held]))
+        rows, columns, *targets = upload_all(tuple(axes), logits.device)
+        table[tuple(targets)] = logits[rows, columns].float()
         return self._communicator.all_reduce(table)
 
 

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from tp_engine.attention.base import AttentionMetadata
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload_all
 from tp_engine.plan import BoolArray, IntArray, StepPlan
 
 
@@ -101,17 +101,19 @@ def make_layout(plan: StepPlan, device: torch.device) -> BatchLayout:
     prefill_rows = plan.prefill_rows.astype(np.int64)
     rows = np.concatenate((plan.decode_rows, plan.prefill_rows))
     starts, num_tokens = query_start[num_decodes:-1], int(query_start[-1])
+    logit_index = query_start[1:][samples].astype(np.int64) - 1
+    on_device = upload_all((query_start, logit_index, prefill_rows), device)
     return BatchLayout(
         num_decodes=num_decodes,
         rows=rows,
         query_lens=query_lens,
         samples=samples,
         sampled_rows=rows[samples],
-        query_start=upload(query_start, device),
-        logit_index=upload(query_start[1:][samples].astype(np.int64) - 1, device),
+        query_start=on_device[0],
+        logit_index=on_device[1],
         token_rows=prefill_rows.repeat(chunks),
         offsets=np.arange(num_decodes, num_tokens, dtype=np.int32) - starts.repeat(chunks),
-        prefill_index=upload(prefill_rows, device),
+        prefill_index=on_device[2],
     )
 
 
