@@ -209,13 +209,20 @@ class KvLayout:
         raise AssertionError(f"layer {layer} is in no group")
 
 
-def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1) -> KvLayout:
+def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1, beside: KvKind | None = None) -> KvLayout:
     """The layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``, at least one with K/V.
+
+    ``beside`` is one more layer, of a draft head: it joins the smallest group that it fits, if there is one, because it
+    is no reason to cut the model's layers into other groups.
 
     All layers of the kind with the fewest elements make one group, and the other kinds are cut into groups of about as
     many elements, so that blocks have little unused room.  Blocks are larger where that would need more than
     ``MAX_GROUPS`` tables per row; if none does, layers of one shape make one group.
     """
+    if beside is not None:
+        return _with_layer(lay_out(kinds, world_size), len(kinds), beside, world_size) or lay_out(
+            [*kinds, beside], world_size
+        )
     layers_of: dict[KvKind, list[int]] = {}
     states: list[tuple[int, StateKind]] = []
     for layer, kind in enumerate(kinds):
@@ -245,6 +252,23 @@ def lay_out(kinds: Sequence[KvKind | StateKind], world_size: int = 1) -> KvLayou
                 )
             )
     return KvLayout(tuple(groups), StateGroup(tuple(states)) if states else None)
+
+
+def _with_layer(layout: KvLayout, layer: int, kind: KvKind, world_size: int) -> KvLayout | None:
+    """``layout`` with a ``layer`` of ``kind`` in the smallest group of its shape; None if there is no such group."""
+    own = KvGroup(
+        layers=(),
+        window=kind.window,
+        local_num_kv_heads=local_num_kv_heads(kind.num_kv_heads, world_size),
+        head_dim=kind.head_dim,
+        num_parts=kind.num_parts,
+    )
+    fitting = [group for group in layout.groups if replace(group, layers=()) == own]
+    if not fitting:
+        return None
+    joined = min(fitting, key=lambda group: len(group.layers))
+    larger = replace(joined, layers=(*joined.layers, layer))
+    return replace(layout, groups=tuple(larger if group is joined else group for group in layout.groups))
 
 
 def _group_sizes(kinds: dict[KvKind, tuple[int, int]]) -> dict[KvKind, int] | None:

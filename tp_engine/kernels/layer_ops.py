@@ -63,6 +63,11 @@ def add(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scal
         residual.copy_((widened(residual) + widened(x) * scale) * stream_scale)
 
 
+def copy_rows(rows: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy ``rows`` to ``target`` (both (N, size)); rows of either may lie apart."""
+    target.copy_(rows)
+
+
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, rule: NormRule, scale: float = 1.0, stream_scale: float = 1.0
 ) -> torch.Tensor:

@@ -51,6 +51,7 @@ OPS: dict[str, Op] = {
     "norm": Op(layer_ops.norm, "norm_triton:norm_triton", "ops:norm"),
     "add_norm": Op(layer_ops.add_norm, "norm_triton:add_norm_triton", "ops:add_norm"),
     "add": Op(layer_ops.add, "norm_triton:add_triton", "ops:add"),
+    "copy_rows": Op(layer_ops.copy_rows, None, "ops:copy_rows"),
     "gate": Op(layer_ops.gate, "elementwise_triton:gate_triton", "ops:gate"),
     "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton:sigmoid_gate_triton", "delta:sigmoid_gate"),
     "delta_step": Op(delta_rule.delta_step, "delta_rule_triton:delta_step_triton", "delta:delta_step"),

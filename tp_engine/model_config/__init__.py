@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tp_engine.model_config.source import (
     CONFIG_FILE,
     MODEL_FILES,
     QUANTIZATION_FILE,
+    read_json,
     resolve_model_folder,
     stored_names,
 )
@@ -41,29 +41,19 @@ def load_model_config(
     ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
-    values = _read_json(folder / CONFIG_FILE)
+    values = read_json(folder / CONFIG_FILE)
     beside = folder / QUANTIZATION_FILE
     if beside.is_file() and not values.get("quantization_config"):
-        values["quantization_config"] = {"quant_method": "modelopt", **_read_json(beside)}
+        values["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
     config = read_model(values)
     if config.quantization is not None and config.quantization.is_found_by_tensors:
         found = config.quantization.found_among(stored_names(folder))
         config = dataclasses.replace(config, quantization=found)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        extra = ConfigJson(_read_json(generation), "generation_config.json").take_token_ids("eos_token_id")
+        extra = ConfigJson(read_json(generation), "generation_config.json").take_token_ids("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
     return config, folder
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can not be read as JSON: {error}; is the model complete?") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}; it must be a JSON object")
-    return values
 
 
 def resolve_max_model_len(model: ModelSpec, requested: int | None) -> int:

@@ -36,6 +36,17 @@ def resolve_model_folder(model: str, revision: str | None = None, files: Sequenc
     return _download(model, revision, files)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model.  Raises ``ConfigError``."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can not be read as JSON: {error}; is the model complete?") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}; it must be a JSON object")
+    return values
+
+
 def stored_names(folder: Path) -> set[str]:
     """The names of the tensors in the safetensors files of ``folder``: from the index, or from the files' headers.
 

@@ -230,7 +230,8 @@ LANGUAGE_MODEL_NAMES = CheckpointNames(
 class ModelSpec:
     """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
 
-    ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.
+    ``max_position_key`` is what bounds its positions, ``max_position``, in config.json.  ``beside`` is what a draft
+    head keeps in the cache, as one more layer behind the model's.
     """
 
     architecture: str
@@ -249,6 +250,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     names: CheckpointNames = USUAL_NAMES
     quantization: QuantizationSpec | None = None
+    beside: KvKind | None = None
 
     def scheme_of(self, *modules: str) -> WeightScheme | None:
         """How the checkpoint stores ``modules``, the parts of one product, named in the usual spelling.
@@ -273,7 +275,7 @@ class ModelSpec:
 
     def kv_layout_on(self, world_size: int) -> KvLayout:
         """Which layers share block tables, on each of ``world_size`` ranks."""
-        return lay_out([layer.attention.kv_kind for layer in self.layers], world_size)
+        return lay_out([layer.attention.kv_kind for layer in self.layers], world_size, self.beside)
 
     @property
     def attentions(self) -> list[AttentionSpec]:

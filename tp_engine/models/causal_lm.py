@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +27,20 @@ from tp_engine.ranks.collectives import Communicator
 class CausalLM(nn.Module):
     """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
+    A draft head reads the inputs of ``state_layers``.
+
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.
     """
 
-    def __init__(self, spec: ModelSpec, *, backends: Backends, max_model_len: int, context: LayerContext) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        backends: Backends,
+        max_model_len: int,
+        context: LayerContext,
+        state_layers: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         model, layout = context.at("model"), spec.kv_layout_on(context.world_size)
         sizes = (spec.vocab_size, spec.hidden_size)
@@ -61,6 +72,8 @@ class CausalLM(nn.Module):
         self._specs = spec.layers
         self._joins = _make_joins(layers, spec.layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
+        self._state_layers = state_layers
+        self._copy_rows = context.op("copy_rows")
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -103,18 +116,27 @@ class CausalLM(nn.Module):
             self._run = run
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``input_ids`` and ``positions`` (N,) -> (N, hidden), normalised.  Call it inside of ``forward_context``.
 
         With ``wanted`` (n,) int64, the tokens whose outputs are read: (n, hidden), only theirs.  For the other tokens
         the last layer only stores keys and values, and attends.
+
+        ``states`` (N, layers * hidden) takes the inputs of the ``state_layers``, of all tokens.
         """
         rotations = [rope(positions) for rope in self.ropes]
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
         for index in self._run:
             join, own = self._joins[index], wanted if index == last else None
             x = join(part, residual) if own is not None else join.for_readers(part, residual)
+            if states is not None and index in self._state_layers:
+                first = self._state_layers.index(index) * residual.shape[1]
+                self._copy_rows(residual, states[:, first : first + residual.shape[1]])
             part, residual = self.layers[index](x, residual, rotations, own)
         return self._joins[-1](part, residual)
 
@@ -160,6 +182,7 @@ def build_model(
     max_model_len: int,
     quantization: str | None = None,
     enable_expert_parallel: bool = False,
+    state_layers: Sequence[int] = (),
 ) -> CausalLM:
     """This rank's part of the model, its weights allocated on ``device`` but not yet set.
 
@@ -172,4 +195,5 @@ def build_model(
         format_of=choose_formats(quantization, spec),
         splits_experts=not enable_expert_parallel,
     )
-    return CausalLM(spec, backends=backends, max_model_len=max_model_len, context=context).eval()
+    options: dict[str, Any] = {"backends": backends, "max_model_len": max_model_len, "state_layers": state_layers}
+    return CausalLM(spec, context=context, **options).eval()

@@ -27,7 +27,9 @@ from tp_engine.weights.source import Source, Span, equal_share
 
 
 class SelfAttention(Layer):
-    """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``."""
+    """Projections, rotation, attention, this rank's part of the output projection; its blocks are in KV ``group``.
+
+    It reads rows of ``in_size``, ``hidden_size`` unless said otherwise."""
 
     def __init__(
         self,
@@ -38,10 +40,11 @@ class SelfAttention(Layer):
         backend: AttentionBackend,
         group: int,
         context: LayerContext,
+        in_size: int | None = None,
     ) -> None:
         super().__init__()
         order = order_of(rope, spec.head_dim)
-        self.qkv_proj = QKVParallelLinear(hidden_size, spec, order, context=context)
+        self.qkv_proj = QKVParallelLinear(in_size or hidden_size, spec, order, context=context)
         self.o_proj = RowParallelLinear(
             spec.num_heads * spec.head_dim, hidden_size, bias=spec.out_bias, context=context.at("o_proj")
         )

@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "paged_attention": (ctypes.POINTER(Step), ctypes.POINTER(Layer), *[_POINTER] * 4, *[_INT] * 3),
     "norm_rows": (*[_POINTER] * 4, *[_INT] * 3, *[_FLOAT] * 4, *[_INT] * 3),
     "add_scaled": (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _INT, _INT),
+    "copy_rows": (_POINTER, _POINTER, *[_INT] * 4),
     "gate_rows": (_POINTER, _POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
     "cap_logits": (_POINTER, *[_INT] * 3, _FLOAT, _FLOAT, _INT, _INT),
     "prepare_heads": (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, *[_INT] * 7),

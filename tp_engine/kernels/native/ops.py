@@ -101,6 +101,16 @@ def add(
     library.add_scaled(x.data_ptr(), residual.data_ptr(), x.numel(), *scales, DTYPE_CODES[x.dtype], threads)
 
 
+def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) -> None:
+    """See ``layer_ops.copy_rows``."""
+    if not (rows.stride(1) == target.stride(1) == 1 and rows.dtype is target.dtype):
+        twins.copy_rows(rows, target)
+        return
+    size = rows.itemsize
+    strides = rows.stride(0) * size, target.stride(0) * size
+    library.copy_rows(rows.data_ptr(), target.data_ptr(), len(rows), rows.shape[1] * size, *strides)
+
+
 def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
     """See ``layer_ops.gate``."""
     dtype = DTYPE_CODES.get(gate_up.dtype)

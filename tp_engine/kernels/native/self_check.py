@@ -89,6 +89,9 @@ def _rows(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) 
         ops.add(library, x, found, 0.25)
         layer_ops.add(x, expected, 0.25)
         yield "add", found, expected
+    target = torch.zeros_like(x)
+    ops.copy_rows(library, x[:, :8], target[:, 20:28])
+    yield "copy_rows", target, F.pad(x[:, :8], (20, 12))
     for kind in _ACTIVATIONS:
         yield f"gate by {kind.kind}", ops.gate(library, x, kind), layer_ops.gate(x, kind)
     ids = torch.tensor([1, 4, 2], dtype=torch.int32)

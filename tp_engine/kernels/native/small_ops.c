@@ -118,6 +118,14 @@ int add_scaled(const char *x, char *residual, int64_t count, float scale, float 
     return 0;
 }
 
+/* Rows of `bytes`, which lie apart by strides in bytes. */
+int copy_rows(const char *from, char *to, int64_t rows, int64_t bytes, int64_t from_stride, int64_t to_stride)
+{
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(to + row * to_stride, from + row * from_stride, (size_t)bytes);
+    return 0;
+}
+
 /* gate_up (rows, 2 * width) -> out (rows, width). */
 int gate_rows(const char *gate_up, char *out, int64_t rows, int64_t width, int64_t kind, float alpha, float limit, int64_t dtype,
               int64_t num_threads)
@@ -153,6 +161,11 @@ int play_norm_rows(const Word *a)
 int play_add_scaled(const Word *a)
 {
     return add_scaled(a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].number, a[5].integer, a[6].integer);
+}
+
+int play_copy_rows(const Word *a)
+{
+    return copy_rows(a[0].pointer, a[1].pointer, a[2].integer, a[3].integer, a[4].integer, a[5].integer);
 }
 
 int play_gate_rows(const Word *a)

@@ -1,0 +1,158 @@
+"""A draft head on one rank: a model's states and the tokens behind them in, guesses of the tokens after those out.
+
+It is split over the ranks as the model is (``model_config/draft_head.py`` draws it)::
+
+    fc            this rank's columns of the states; one all-reduce
+    attention     this rank's heads, whose K/V are one more layer of the KV cache
+    lm_head       this rank's part of the drafts' vocabulary
+
+The K/V of position p are made of the model's states at p and of token p + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tp_engine.attention.base import Backends
+from tp_engine.errors import WeightError
+from tp_engine.layers.attention import Attention, only
+from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.formats import choose_formats
+from tp_engine.layers.linear import RowParallelLinear
+from tp_engine.layers.norm import Norm
+from tp_engine.layers.residual import Join
+from tp_engine.layers.rotary import RotaryEmbedding
+from tp_engine.model_config.draft_head import DraftHeadSpec
+from tp_engine.model_config.spec import AttentionSpec
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.decoder import SelfAttention
+from tp_engine.models.mlp import make_mlp
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.weights.source import Source, equal_share, whole
+
+
+class DraftHead(nn.Module):
+    """The head that ``spec`` describes, of a ``model``, whose embedding it uses if it has none.
+
+    ``backend`` attends for its layer, whose blocks are in KV ``group``.  Weights are allocated but not set: load them,
+    then call ``finish_loading``.
+    """
+
+    def __init__(
+        self,
+        spec: DraftHeadSpec,
+        model: CausalLM,
+        *,
+        backends: Backends,
+        group: int,
+        max_model_len: int,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        self._spec, head = spec, spec.model
+        (layer,) = head.layers
+        attention, layer_context, hidden = layer.attention, context.at(spec.layer_path), head.hidden_size
+        assert isinstance(attention, AttentionSpec) and layer.input_norm is not None and layer.mlp_norm is not None
+        self.fc = RowParallelLinear(spec.state_size, hidden, bias=False, context=context.at("fc"))
+        self._columns = equal_share(spec.state_size, context.rank, context.world_size)
+        width = spec.state_size // len(spec.state_layers)
+        states, parts = spec.states_norm, spec.state_norms
+        self.states_norm = None if states is None else Norm(states, spec.state_size, context=context.at(states.name))
+        self.state_norms = nn.ModuleList(Norm(one, width, context=context.at(one.name)) for one in parts)
+        self.own_embedding = (
+            VocabParallelEmbedding(spec.vocab_size, hidden, context=context.at("embed_tokens"))
+            if spec.has_embedding
+            else None
+        )
+        self._embed = (model.embed_tokens if self.own_embedding is None else self.own_embedding).__call__
+        self.input_norm = Norm(layer.input_norm, hidden, context=layer_context.at(layer.input_norm.name))
+        self.hidden_norm = Norm(spec.hidden_norm, hidden, context=layer_context.at(spec.hidden_norm.name))
+        self.rope = RotaryEmbedding(head.ropes[0], max_model_len, dtype=context.dtype, device=context.device)
+        self.self_attn = SelfAttention(
+            attention,
+            hidden,
+            head.ropes[0],
+            backend=backends[group],
+            group=group,
+            context=layer_context.at("self_attn"),
+            in_size=2 * hidden,
+        )
+        self.mlp_norm = Norm(layer.mlp_norm, hidden, context=layer_context.at(layer.mlp_norm.name))
+        self.mlp = make_mlp(layer, hidden, context=layer_context)
+        self.norm = Norm(head.final_norm, hidden, context=context.at(head.final_norm.name))
+        self.lm_head = ParallelLMHead(head.vocab_size, hidden, context=context.at("lm_head"))
+        self.d2t: nn.Parameter | None = None
+        if spec.has_map:
+            size = (head.vocab_size,)
+            source = Source(name="d2t", shape=size, taken=whole(size), target=whole(size), dtype=torch.int64, init=0.0)
+            self.d2t = context.parameter(size, (source,), dtype=torch.int64)
+        self._joins = (Join(None, self.mlp_norm, 1.0, context=context), Join(None, self.norm, 1.0, context=context))
+
+    @property
+    def attention_layer(self) -> Attention:
+        """Its layer with K/V."""
+        return self.self_attn.attention
+
+    def finish_loading(self) -> None:
+        """Prepare the layers for running, once, after all weights have their values; raises ``WeightError``."""
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.finish_loading()
+        if self.d2t is not None:
+            targets, size = self.tokens_of(torch.arange(len(self.d2t), device=self.d2t.device)), self._spec.vocab_size
+            if not bool(((targets >= 0) & (targets < size)).all()):
+                raise WeightError(f"d2t of the draft head leads to tokens outside of the vocabulary of {size}")
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """The model's ``states`` (N, layers * hidden) -> (N, hidden), in the place of the head's own output."""
+        if self.states_norm is not None:
+            states = self.states_norm(states)
+        if len(self.state_norms):
+            parts = states.chunk(len(self.state_norms), dim=1)
+            states = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], dim=1)
+        own: torch.Tensor = self.fc(states.narrow(1, *self._columns).contiguous())
+        return own
+
+    def forward(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` (N, hidden) of ``positions`` (N,), which may change, and the tokens behind, ``input_ids`` (N,).
+
+        Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next guess takes as
+        ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
+        """
+        normalised = self.hidden_norm(hidden)
+        residual = normalised if self._spec.norm_before_residual else hidden
+        x = torch.cat((self.input_norm(self._embed(input_ids)), normalised), dim=1)
+        part = self.self_attn(x, self.rope(positions), wanted)
+        residual = only(wanted, residual)
+        part = self.mlp(self._joins[0](part, residual))
+        out = self._joins[1](part, residual)
+        return out, out if self._spec.norm_output else residual
+
+    def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:
+        """The model's tokens (n,) of the same type for ids ``drafts`` (n,) of the drafts' vocabulary."""
+        return drafts if self.d2t is None else drafts + self.d2t[drafts].to(drafts.dtype)
+
+
+def build_draft_head(
+    spec: DraftHeadSpec,
+    model: CausalLM,
+    *,
+    communicator: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: Backends,
+    group: int,
+    max_model_len: int,
+) -> DraftHead:
+    """This rank's part of the head, its weights allocated on ``device`` but not yet set."""
+    context = LayerContext(
+        communicator=communicator, dtype=dtype, device=device, format_of=choose_formats(None, spec.model)
+    )
+    options: dict[str, Any] = {"backends": backends, "group": group, "max_model_len": max_model_len}
+    return DraftHead(spec, model, context=context, **options).eval()
