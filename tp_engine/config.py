@@ -147,8 +147,8 @@ class EngineConfig:
     )
     speculative_config: str | None = option(
         None,
-        "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram), "
-        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, max_step_rows (default: none)",
+        "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, suffix), "
+        "num_speculative_tokens, and the keys of docs/serving.md (default: none)",
     )
     max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
     seed: int = option(0, "seed of requests without one, and of dummy weights", flags=("--random-seed",))

@@ -10,9 +10,11 @@ from typing import Any
 from tp_engine.errors import ConfigError
 
 CONFIG_NAME = "speculative_config"
-METHODS = ("ngram",)
-_MOST_TOKENS = 16
+METHODS = ("ngram", "suffix")
 _SHORTEST, _LONGEST = 2, 5
+
+
+_LARGEST = {"num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 64, "suffix_decoding_min_token_prob": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,10 @@ class SpeculativeConfig:
 
     ``ngram``: the last ``prompt_lookup_max`` tokens, or fewer down to ``prompt_lookup_min``, are looked up in the
     request's own prompt and answer; what followed them there is the guess, of up to ``num_speculative_tokens``.
+
+    ``suffix``: so they are, and the last ``suffix_decoding_max_tree_depth`` tokens or fewer are looked up in the last
+    ``suffix_decoding_max_cached_requests`` answers.  A guess has at most ``suffix_decoding_max_spec_factor`` times as
+    many tokens as the match, each of which followed in a share of ``suffix_decoding_min_token_prob`` of the matches.
 
     A step has at most ``max_step_rows`` decodes, guesses included; where more requests decode, none are guessed.
 
@@ -31,19 +37,18 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 4
     prompt_lookup_min: int = _SHORTEST
     prompt_lookup_max: int = _LONGEST
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
     max_step_rows: int = 24
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"{CONFIG_NAME} has the method {self.method!r}; choose one of {', '.join(METHODS)}")
         for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if spec.name != "method" and (type(value) is not int or value < 1):
-                raise ConfigError(f"{CONFIG_NAME} has {spec.name} {value!r}; it must be an integer, at least 1")
-        if self.num_speculative_tokens > _MOST_TOKENS:
-            raise ConfigError(
-                f"{CONFIG_NAME} has num_speculative_tokens {self.num_speculative_tokens}; at most {_MOST_TOKENS} pay"
-            )
+            if spec.name != "method":
+                _check_number(spec.name, getattr(self, spec.name), is_whole=isinstance(spec.default, int))
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"{CONFIG_NAME} has prompt_lookup_min {self.prompt_lookup_min} above prompt_lookup_max "
@@ -80,3 +85,16 @@ class SpeculativeConfig:
         if shortest is None and type(longest) is int:
             values["prompt_lookup_min"] = min(longest, _SHORTEST)
         return cls(**values)
+
+
+def _check_number(name: str, value: Any, *, is_whole: bool) -> None:
+    largest = _LARGEST.get(name)
+    if is_whole:
+        fits, rule = type(value) is int and value >= 1, "an integer, at least 1"
+    else:
+        fits, rule = type(value) in (int, float) and value > 0, "a number above 0"
+    if not fits or (largest is not None and value > largest):
+        raise ConfigError(
+            f"{CONFIG_NAME} has {name} {value!r}; it must be {rule}"
+            + ("" if largest is None else f", at most {largest}")
+        )

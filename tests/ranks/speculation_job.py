@@ -12,10 +12,12 @@ import numpy as np
 
 from tp_engine import LLM, SamplingParams
 from tp_engine.plan import IntArray
-from tp_engine.sched.guess_sources import Guess, GuessSource, GuessSources
+from tp_engine.sched.guess_sources import GuessSources
+from tp_engine.sched.guesses import Guess, GuessSource
 from tp_engine.sched.sequence import Sequence
 
-KINDS = ("ngram", "right", "wrong", "random", "longest", "partly right")
+OWN = ("own", "own again")  # those of the engine's method; at the second time it knows the answers
+KINDS = (*OWN, "right", "wrong", "random", "longest", "partly right")
 
 
 class Replay(GuessSource):
@@ -56,8 +58,8 @@ def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     speculation = llm.engine._scheduler._speculation
     found: dict[str, Any] = {}
     for kind in KINDS if speculation is not None else ("none",):
-        if speculation is not None and kind != "ngram":
-            source = Replay(kind, found["ngram"]["sequences"], case["vocab_size"])
+        if speculation is not None and kind not in OWN:
+            source = Replay(kind, found["own"]["sequences"], case["vocab_size"])
             speculation.sources = GuessSources([source], speculation._most_tokens)
         before = llm.engine.stats().speculation
         params = [SamplingParams(**_whole_keys(one)) for one in case["params"]]

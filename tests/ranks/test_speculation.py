@@ -15,7 +15,7 @@ from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
 from tests.ranks.warm_ranks import warm_ranks
 
 VOCABULARY = 97
-SPECULATION = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_step_rows": 16}'
+SPECULATION = '{"method": "suffix", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_step_rows": 16}'
 SETTINGS = {
     "plain": {**PLAIN, "max_num_seqs": 16},
     "chunks and preemption": {**TIGHT, "max_num_seqs": 16},
@@ -68,5 +68,6 @@ def test_no_guess_changes_a_bit(world_size: int, checkpoint: Callable[..., Path]
             assert guessed[kind]["answers"] == plain["none"]["answers"], kind
             assert guessed[kind]["logprobs"] == plain["none"]["logprobs"], kind
             assert guessed[kind]["num_guessed"] > 0, kind
+        assert guessed["own again"]["num_accepted"] > guessed["own"]["num_accepted"]
         assert guessed["right"]["num_accepted"] > guessed["wrong"]["num_accepted"]
     assert results[3]["right"]["num_preemptions"] > 0 and results[5]["right"]["num_cached_tokens"] > 0

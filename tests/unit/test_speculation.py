@@ -16,15 +16,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
-from tp_engine.sched.guess_sources import (
-    NO_GUESS,
-    Acceptance,
-    Guess,
-    GuessSource,
-    GuessSources,
-    NgramSource,
-    make_sources,
-)
+from tp_engine.sched.guess_sources import Acceptance, GuessSources, make_sources
+from tp_engine.sched.guesses import NO_GUESS, Guess, GuessSource, NgramSource
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.speculative import METHODS, SpeculativeConfig
@@ -244,6 +237,16 @@ def test_sources_are_told_results_and_ends() -> None:
     assert source.ended == [[1, 2, 3, *simulation.outputs["r0", 0].token_ids]]
 
 
+def test_past_answers_are_guessed() -> None:
+    """By hand: a request comes again, and its answer is found behind the end of its prompt."""
+    simulation = Simulation(limits(speculation=SpeculativeConfig(method="suffix", num_speculative_tokens=MOST)))
+    num_steps = []
+    for _ in range(2):
+        simulation.add(PROMPT, max_tokens=15, seed=3, ignore_eos=True)
+        num_steps.append(simulation.run())
+    assert num_steps[1] <= num_steps[0] / 2, num_steps
+
+
 def test_every_method_has_sources() -> None:
     """Oracle: the option's methods."""
     for method in METHODS:
@@ -272,11 +275,13 @@ def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
         ("{", "which is not JSON"),
         ("4", "it must be a JSON object, such as"),
         ('{"metod": "ngram"}', "names 'metod'; it can set method,"),
-        ('{"method": "eagle3"}', "has the method 'eagle3'; choose one of ngram"),
+        ('{"method": "eagle3"}', "has the method 'eagle3'; choose one of ngram, suffix"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens 0; it must be an integer, at least 1"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens True; it must be an integer"),
-        ('{"num_speculative_tokens": 17}', "num_speculative_tokens 17; at most 16 pay"),
+        ('{"num_speculative_tokens": 17}', "num_speculative_tokens 17; it must be an integer, at least 1, at most 16"),
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min 4 above prompt_lookup_max 3"),
+        ('{"suffix_decoding_min_token_prob": 1.5}', "prob 1.5; it must be a number above 0, at most 1"),
+        ('{"suffix_decoding_max_spec_factor": "x"}', "factor 'x'; it must be a number above 0"),
         ('{"max_step_rows": 1}', "max_step_rows 1, which leaves no room for a guess"),
     ],
 )

@@ -3,7 +3,8 @@
 ::
 
     source       its guesses come from                                          files
-    ngram        the request's own text (prompt lookup)                         here
+    ngram        the request's own text (prompt lookup)                         guesses.py
+    suffix       other requests' answers                                        suffix_source.py
 
 A source is a ``GuessSource`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
 sources a method has; of all guesses for a row the one is verified of which most is likely to be kept.
@@ -18,7 +19,6 @@ step whose result replaces the old drafts.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,8 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import NO_IDS, IntArray, StepResult
+from tp_engine.plan import IntArray, StepResult
+from tp_engine.sched.guesses import Guess, GuessSource, NgramSource
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.suffix_source import SuffixSource
 from tp_engine.speculative import SpeculativeConfig
 
 _LEAST_LIKELIHOOD = 0.15
@@ -38,73 +40,13 @@ _PRIOR_RIGHT, _PRIOR_TRIED = 2.0, 2.5
 _KEPT = 1 - 1 / 64  # of what was measured, when a guess of the kind is considered again
 
 
-class Guess(NamedTuple):
-    """``tokens`` (n,) that may follow; they are as likely as others of the same source that were found by a match of so
-    many tokens."""
-
-    tokens: IntArray
-    matched: int
-
-
-NO_GUESS = Guess(NO_IDS, 0)
-
-
-class GuessSource(ABC):
-    """Guesses how texts go on.  ``matched`` of its guesses is at most ``most_matched``."""
-
-    name: str
-    most_matched: int
-
-    @abstractmethod
-    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
-        """Up to ``count`` tokens that may follow ``tokens`` (n,), n >= 1, all known ones of ``sequence``."""
-
-    def take(self, result: StepResult) -> None:  # noqa: B027  # most sources need nothing of it
-        """The result of a step has come; its tokens are entered next."""
-
-    def learn(self, sequence: Sequence) -> None:  # noqa: B027  # most sources need nothing of it
-        """A sequence has ended, with ``sequence.token_ids``."""
-
-
-class NgramSource(GuessSource):
-    """What followed the last tokens where they stood before in the same text::
-
-        tokens   a b c d e f a b c          the last 3 stand at the beginning too
-                       ^^^^^                guess: d e f, and behind the end of the text again a b c ...
-
-    It looks the last ``longest`` tokens up, or fewer down to ``shortest``; of equal matches it takes the last.  It
-    keeps nothing: one look costs a comparison of all tokens with the last one, and of the few found with those before.
-    """
-
-    name = "ngram"
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = shortest
-        self.most_matched = longest
-
-    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
-        """See ``GuessSource``."""
-        length, matched = len(tokens), 1
-        found = ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-        while matched < self.most_matched and len(ends):
-            ends = ends[ends >= matched]
-            ends = ends[tokens[ends - matched] == tokens[length - 1 - matched]]
-            if len(ends):
-                found, matched = ends, matched + 1
-        if not len(found) or matched < self._shortest:
-            return NO_GUESS
-        end = int(found[-1])
-        # A guess that reaches the end of the text goes on with itself: the text repeats with this period.
-        places = end + 1 + np.arange(count) % (length - 1 - end)
-        return Guess(tokens[places], matched)
-
-
 _SOURCES: Mapping[str, Callable[[SpeculativeConfig], GuessSource]] = MappingProxyType(
     {
         "ngram": lambda config: NgramSource(config.prompt_lookup_min, config.prompt_lookup_max),
+        "suffix": SuffixSource,
     }
 )
-_OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType({"ngram": ("ngram",)})
+_OF_METHOD: Mapping[str, tuple[str, ...]] = MappingProxyType({"ngram": ("ngram",), "suffix": ("suffix", "ngram")})
 
 
 def make_sources(config: SpeculativeConfig) -> list[GuessSource]:

@@ -36,7 +36,7 @@ from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.disk_journal import DiskContents
 from tp_engine.sched.disk_tier import TierLinks
 from tp_engine.sched.disk_waits import DiskWaits
-from tp_engine.sched.guess_sources import GuessSource
+from tp_engine.sched.guesses import GuessSource
 from tp_engine.sched.host_tier import HostTier
 from tp_engine.sched.intake import build_group
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports

@@ -31,7 +31,8 @@ import numpy as np
 
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.request import SequenceDelta, StepOutput
-from tp_engine.sched.guess_sources import GuessSource, GuessSources, make_sources
+from tp_engine.sched.guess_sources import GuessSources, make_sources
+from tp_engine.sched.guesses import GuessSource
 from tp_engine.sched.outcome import Ending, StopChecker, ending, slice_logprobs
 from tp_engine.sched.row_state import RowState
 from tp_engine.sched.sequence import RequestGroup, Sequence
