@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from tp_engine.engine.service import EngineLike, EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
 from tp_engine.kv_layout import DiskCounters, MoveCounters
-from tp_engine.plan import Control, FloatArray, TokenLogprobs
+from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
@@ -219,7 +219,7 @@ class FakeEngine:
     expected: list[tuple[str, str]] = field(default_factory=list)
     added: list[EngineRequest] = field(default_factory=list)
     trace_folder: str | None = None
-    profiled: list[Control] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
     _sequences: list[_Sequence] = field(default_factory=list)
 
     @property
@@ -300,10 +300,12 @@ class FakeEngine:
     def reset_prefix_cache(self) -> bool:
         return not self._sequences
 
-    def profile(self, control: Control) -> list[StepOutput]:
-        if self.trace_folder is None:
-            raise RequestError("there is no folder for traces; start the engine with --profile FOLDER")
-        self.profiled.append(control)
+    def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        self.orders.append(kind)
+        return {}
+
+    def drained(self) -> list[StepOutput]:
+        """No step is ever in flight."""
         return []
 
     def configuration(self) -> dict[str, Any]:

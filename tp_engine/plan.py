@@ -56,13 +56,16 @@ Disk reads are pairs (slot on disk, slot of the host tier), disk writes pairs (s
 They begin when the moves of this plan have ended, and no step waits for them: the reads of all plans end in their
 order, so do the writes, and ranks report how far they are (``tier_progress``).  Until then no plan uses their slots
 otherwise.
+
+An *order* asks all ranks for something that is no step, such as new weights.  It travels alone: its plan has no rows,
+is sent when nothing is in flight, and has no result.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -83,15 +86,17 @@ NO_MASKS: IntArray = np.empty((0, 0), dtype=np.int32)
 
 
 class Control(enum.IntFlag):
-    """Orders that are not part of a forward pass.  A plan with ``START_PROFILE`` or ``STOP_PROFILE`` has no rows."""
+    """What a rank does instead of going on with the next plan."""
 
     NONE = 0
     STOP = 1
-    START_PROFILE = 2
-    STOP_PROFILE = 4
 
 
-PROFILE_ORDERS = Control.START_PROFILE | Control.STOP_PROFILE
+class Order(msgspec.Struct, frozen=True):
+    """What all ranks are to do together; ``kind`` is a name in ``worker/orders.py``, the arguments are JSON's types."""
+
+    kind: str
+    arguments: dict[str, Any]
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -171,6 +176,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loads: IntArray = NO_PAIRS
     disk_reads: IntArray = NO_PAIRS
     disk_writes: IntArray = NO_PAIRS
+    order: bytes = b""  # an ``Order`` as JSON
     wait_load: int = 0
 
     @property

@@ -25,6 +25,8 @@ class RankPhase(IntEnum):
     COLLECTIVE = 9
     SAMPLE = 10
     SHUTDOWN = 11
+    PREPARE = 12
+    COMMIT = 13
 
     @property
     def label(self) -> str:

@@ -39,7 +39,8 @@ class EngineRequest:
     first, equal priorities run in order of arrival.  ``will_continue``: prompts that begin with all its tokens will
     follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
     ``params.bad_words``, in every spelling.  A request with ``pooling`` ends with its prompt: its params are greedy and
-    of one token, which means nothing.
+    of one token, which means nothing.  ``adapter_generation`` is a number that no other load of any adapter has, 0 for
+    the model alone: its K/V are never taken for those of another.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class EngineRequest:
     will_continue: bool = False
     banned_words: tuple[tuple[int, ...], ...] = ()
     pooling: Pooling | None = None
+    adapter_generation: int = 0
 
     @property
     def is_constrained(self) -> bool:

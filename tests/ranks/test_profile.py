@@ -10,7 +10,6 @@ import pytest
 
 from tests.unit.test_profiling import names_in
 from tp_engine import AsyncLLM, RequestError, SamplingParams
-from tp_engine.engine.messages import Action
 
 PROMPT = [5, 9, 13, 7]
 
@@ -42,16 +41,16 @@ def test_every_rank_writes_traces_of_the_same_steps(checkpoint: Callable[..., Pa
             parts = ["prepare", "model", "sample"]
             assert [parts_in(path) for path in chosen] == [["step 2", *parts, "step 3", *parts]] * 2
             running = asyncio.create_task(tokens_of(llm, 40))
-            assert await llm.engine.act(Action.START_PROFILE) == {"folder": str(folder)}
+            assert await llm.engine.act("start_profile") == {"folder": str(folder)}
             with pytest.raises(RequestError, match="requests are running"):
                 while not running.done():
-                    await llm.engine.act(Action.RESET_PREFIX_CACHE)
+                    await llm.engine.act("reset_prefix_cache")
             assert await running == plain
-            await llm.engine.act(Action.STOP_PROFILE)
+            await llm.engine.act("stop_profile")
             ordered = [parts_in(path) for path in sorted(folder.iterdir()) if path not in chosen]
             assert len(ordered) == 2 and ordered[0] == ordered[1] and len(ordered[0]) >= 4 * 5
-            assert await llm.engine.act(Action.RESET_PREFIX_CACHE) == {}
-            assert (await llm.engine.act(Action.DESCRIBE))["tensor_parallel_size"] == 2
+            assert await llm.engine.act("reset_prefix_cache") == {}
+            assert (await llm.engine.act("describe"))["tensor_parallel_size"] == 2
             assert await tokens_of(llm, 40) == plain
 
     asyncio.run(asyncio.wait_for(scenario(), 100))

@@ -288,11 +288,15 @@ class Simulation:
             priority=priority,
             will_continue=will_continue,
         )
-        self.scheduler.add(request)
-        self.requests[request_id] = request
-        self.outputs.update({(request_id, index): Output() for index in range(request.params.n)})
-        self._check()
+        self.add_request(request)
         return request
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request as it is."""
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.outputs.update({(request.request_id, index): Output() for index in range(request.params.n)})
+        self._check()
 
     def abort(self, *request_ids: str) -> None:
         """Abort, and note the outputs that end."""

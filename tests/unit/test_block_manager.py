@@ -9,6 +9,7 @@ from tests.unit.scheduler_harness import limits
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.intake import build_group
+from tp_engine.sched.roots import Roots
 from tp_engine.sched.sequence import Entry, Sequence, SequencePhase
 from tp_engine.sched.step_builder import Batch
 
@@ -23,7 +24,7 @@ def make(batch: Batch, prompt: list[int], number: int = 0, n: int = 1, salt: str
     """The waiting sequences of a request."""
     params = SamplingParams(n=n, cache_salt=salt)
     request = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params)
-    return build_group(request, batch.limits, number).sequences
+    return build_group(request, batch.limits, number, Roots()).sequences
 
 
 def seat(batch: Batch, sequence: Sequence) -> list[int]:

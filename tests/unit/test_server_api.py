@@ -12,7 +12,6 @@ from tests.asgi import App, Exchange, Reply, run_served, until
 from tests.fake_engine import FakeEngine, arith, echo
 from tests.tiny_server import chat_tokenizer
 from tp_engine import __version__
-from tp_engine.plan import Control
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
@@ -187,7 +186,7 @@ def test_operators_endpoints() -> None:
         assert [one["rank"] for one in info.json()["memory_bytes"]] == [0, 1]
 
     engine = serve(scenario, config=ServerConfig(api_key=("sesame",)))
-    assert engine.profiled == [Control.START_PROFILE, Control.STOP_PROFILE]
+    assert engine.orders == ["start_profile", "stop_profile"]
 
 
 @pytest.mark.parametrize(

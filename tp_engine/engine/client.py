@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from tp_engine.engine import messages
-from tp_engine.engine.messages import Action, ModelInfo, ToEngine
+from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
@@ -104,9 +104,9 @@ class EngineClient:
         report: EngineReport = await self._ask(messages.GetReport(view=view), timeout_s)
         return report
 
-    async def act(self, action: Action, *, timeout_s: float = 150.0) -> dict[str, Any]:
-        """Let the engine do ``action``; ``RequestError`` if it refuses."""
-        acted: messages.Acted = await self._ask(messages.Act(action=action), timeout_s)
+    async def act(self, action: str, *, timeout_s: float = 150.0, **arguments: Any) -> dict[str, Any]:
+        """Let the engine do ``action``, a name in ``acts.py``; ``RequestError`` if it refuses."""
+        acted: messages.Acted = await self._ask(messages.Act(action=action, arguments=arguments), timeout_s)
         if acted.refusal is not None:
             raise RequestError(acted.refusal)
         return acted.result

@@ -15,8 +15,10 @@ On a device that runs by itself (CUDA), the host launches the next step before i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from tp_engine.engine.disk_upkeep import DiskUpkeep
 from tp_engine.engine.grammar_queue import GrammarQueue
@@ -27,7 +29,7 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.rank_slot import StepRecorder
-from tp_engine.plan import Control, StepPlan, StepResult
+from tp_engine.plan import Control, Order, StepPlan, StepResult
 from tp_engine.progress import RankPhase
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
@@ -36,7 +38,6 @@ from tp_engine.worker.model_runner import PendingStep
 from tp_engine.worker.worker import Worker
 
 _COMPILING_SLICE_S = 0.005
-_TRACE_S = 120.0
 
 
 class Engine:
@@ -72,6 +73,7 @@ class Engine:
         self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._drained: deque[StepOutput] = deque()
         self._job = job
         self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
@@ -84,7 +86,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running, or a plan was made whose step has not ended."""
-        return self._scheduler.has_unfinished or self._num_in_flight > 0
+        return self._scheduler.has_unfinished or self._num_in_flight > 0 or bool(self._drained)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a ``RequestError`` leaves the engine unchanged."""
@@ -110,6 +112,8 @@ class Engine:
         If all requests wait for their grammars or for the disk tier, this waits a few milliseconds at most.
         """
         self._check_alive()
+        if self._drained:
+            return self._drained.popleft()
         try:
             if failed := self._grammars.settle(self._scheduler):
                 return StepOutput(deltas=failed)
@@ -160,28 +164,35 @@ class Engine:
         """Forget all cached blocks; False if requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
 
-    def profile(self, control: Control) -> list[StepOutput]:
-        """Begin or end a trace of all ranks' steps, wait until it is written, and return the output of steps in flight.
+    def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; what rank 0 made of it.
 
-        ``RequestError`` if no folder for traces is configured.
+        ``RequestError`` if a rank can not: then nothing has changed on any.  ``drained`` has the output of the steps
+        that were in flight.
         """
         self._check_alive()
-        if self.configuration()["profile"] is None:
-            raise RequestError("there is no folder for traces; start the engine with --profile FOLDER")
         try:
-            outputs = []
             while self._num_in_flight:
-                outputs.append(self._scheduler.update(*self._finish_oldest()))
-            plan = StepPlan(step_id=self._scheduler.skip_step(), control=control)
+                self._drained.append(self._scheduler.update(*self._finish_oldest()))
+            order = msgspec.json.encode(Order(kind, dict(arguments)))
+            plan = StepPlan(step_id=self._scheduler.skip_step(), order=order)
             self._publish(plan)
             self._recorder.begin(plan.step_id)
-            self._worker.trace(control)
+            outcome = self._worker.obey(order)
             self._recorder.done(plan.step_id)
-            self._job.wait_step(plan.step_id, timeout_s=_TRACE_S)
+            self._job.wait_step(plan.step_id, timeout_s=self.configuration()["startup_timeout_s"])
         except BaseException as error:
             self._failure = error
             self._job.blame(error)
             raise
+        if outcome.refusal:
+            raise RequestError(outcome.refusal)
+        return outcome.result
+
+    def drained(self) -> list[StepOutput]:
+        """Take the output of steps that an order waited for; else the next ``step`` gives it."""
+        outputs = [*self._drained]
+        self._drained.clear()
         return outputs
 
     def configuration(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import enum
 from functools import cache
 from typing import Any, TypeAlias, get_args
 
@@ -88,19 +87,11 @@ class GetReport(_Message, frozen=True, kw_only=True):
     view: ViewLimits | None = None
 
 
-class Action(enum.StrEnum):
-    """What an operator may ask of an engine, and what ``Acted.result`` then holds."""
-
-    RESET_PREFIX_CACHE = "reset_prefix_cache"  #: {}; refused while requests hold blocks
-    START_PROFILE = "start_profile"  #: {"folder"}
-    STOP_PROFILE = "stop_profile"  #: {"folder"}; the traces are written
-    DESCRIBE = "describe"  #: the effective ``EngineConfig``, by field
-
-
 class Act(_Message, frozen=True, kw_only=True):
-    """Asks for ``Acted``."""
+    """Asks for ``Acted``; ``action`` is a name in ``acts.py``."""
 
-    action: Action
+    action: str
+    arguments: dict[str, Any] = {}
 
 
 class Stop(_Message, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from tp_engine.ipc.plan_channel import MessageSource, PlanSubscriber
 from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.log import configure_logging, get_logger
-from tp_engine.plan import FIRST_STEP_ID, PROFILE_ORDERS, Control
+from tp_engine.plan import FIRST_STEP_ID, Control
 from tp_engine.progress import RankPhase, RankProgress
 
 if TYPE_CHECKING:  # torch: it takes seconds to import, and the job's watchdog must see the rank before that
@@ -118,8 +118,8 @@ def _run_plans(worker: Worker, subscriber: PlanSubscriber, job: Job) -> None:
             job.progress.reach(RankPhase.SHUTDOWN)
             return
         recorder.begin(plan.step_id)
-        if plan.control & PROFILE_ORDERS:
-            worker.trace(plan.control)
+        if plan.order:
+            worker.obey(plan.order)
         else:
             worker.execute(plan)
         recorder.launched(plan.step_id)

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import msgspec
 
 from tp_engine.engine import messages
-from tp_engine.engine.messages import CODE_UNAVAILABLE, Action, ModelInfo
+from tp_engine.engine.acts import Actor, act
+from tp_engine.engine.messages import CODE_UNAVAILABLE, ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.service_socket import ServiceSocket
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
-from tp_engine.plan import Control
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 
@@ -34,7 +34,7 @@ _IDLE_SLICE_S = 1.0
 _IDLE_WORK_SLICE_S = 0.001
 
 
-class EngineLike(Protocol):
+class EngineLike(Actor, Protocol):
     """What the service drives: ``Engine``, or a stand-in."""
 
     @property
@@ -47,9 +47,6 @@ class EngineLike(Protocol):
     def step(self) -> StepOutput: ...
     def stats(self) -> SchedulerStats: ...
     def report(self, view: ViewLimits | None = None) -> EngineReport: ...
-    def reset_prefix_cache(self) -> bool: ...
-    def profile(self, control: Control) -> list[StepOutput]: ...
-    def configuration(self) -> dict[str, Any]: ...
     def check_health(self) -> None: ...
     def work_when_idle(self) -> bool: ...
 
@@ -162,8 +159,8 @@ class EngineService:
                 self._socket.send(messages.Stats(stats=self._engine.stats()))
             case messages.GetReport(view=view):
                 self._socket.send(messages.Report(report=self._engine.report(view)))
-            case messages.Act(action=action):
-                self._act(action)
+            case messages.Act(action=action, arguments=arguments):
+                self._act(action, arguments)
             case messages.Hello():
                 self._connected = True
                 self._socket.hide()
@@ -181,23 +178,16 @@ class EngineService:
         else:
             self._unfinished[request.request_id] = request.params.n
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: str, arguments: dict[str, Any]) -> None:
         """Do ``action`` before anything else; the output of steps in flight is sent first."""
         result: dict[str, Any] = {}
         refusal = None
         try:
-            if action is Action.DESCRIBE:
-                result = self._engine.configuration()
-            elif action is Action.RESET_PREFIX_CACHE:
-                if not self._engine.reset_prefix_cache():
-                    raise RequestError("requests are running; the prefix cache can be reset when none is")
-            else:
-                control = Control.START_PROFILE if action is Action.START_PROFILE else Control.STOP_PROFILE
-                for output in self._engine.profile(control):
-                    self._publish(output)
-                result = {"folder": self._engine.configuration().get("profile")}
+            result = act(self._engine, action, arguments)
         except RequestError as error:
             refusal = str(error)
+        for output in self._engine.drained():
+            self._publish(output)
         self._socket.send(messages.Acted(result=result, refusal=refusal))
 
     def _reject(self, request_id: str, error: RequestError) -> None:

@@ -1,9 +1,9 @@
 """The sections of an encoded step plan: one table, from which the codec, the sizes and the checks are made.
 
-A section is a field of ``StepPlan``: an array, the admissions, or a number.  A plan has only those that are not empty,
-or 0.  To add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``; to add
-one of a row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either makes
-another ``plan_codec.VERSION``.
+A section is a field of ``StepPlan``: an array, the admissions, bytes, or a number.  A plan has only those that are not
+empty, or 0.  To add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``;
+to add one of a row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either
+makes another ``plan_codec.VERSION``.
 """
 
 from __future__ import annotations
@@ -179,6 +179,28 @@ class AdmissionSection:
             raise PlanError(f"malformed step plan: its {self.name} have {place} array items, {len(items)} are there")
 
 
+class BytesSection:
+    """Bytes as they are."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def num_bytes(self, value: bytes) -> int:
+        """See ``Section``."""
+        return len(value)
+
+    def encode(self, value: bytes, parts: list[Part]) -> int:
+        """See ``Section``."""
+        parts.append(value)
+        return len(value)
+
+    def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> bytes:
+        """See ``Section``."""
+        if not size:
+            raise PlanError(f"malformed step plan: its {self.name} is there, and is empty")
+        return bytes(memoryview(buffer)[offset : offset + size])
+
+
 class NumberSection:
     """An int of 64 bits; 0 is absent."""
 
@@ -265,6 +287,7 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("lane_tokens", per="lane_rows"),
     ArraySection("kept_rows"),
     ArraySection("kept_tokens", per="kept_rows"),
+    BytesSection("order"),
     NumberSection("wait_load"),
 )
 """A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

@@ -137,7 +137,7 @@ class Admitter:
         sequence.num_cached_tokens = sequence.group.sequences[0].num_cached_tokens
         shared, source = donation.shared, donation.source
         sequence.snapshots_at = ()
-        entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.salt)
+        entry = Entry(sequence, shared, end - 1, end, source, 0, sequence.group.root)
         if self._batch.limits.has_states:
             entry.state_source = donation.row
         self._enter(draft, entry)

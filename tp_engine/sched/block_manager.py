@@ -129,23 +129,23 @@ class BlockManager:
     def find_hits(self, sequence: Sequence) -> Hits:
         """The cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
         if not self._caching or sequence.wants_prompt_logprobs:
-            return Hits(self._nothing, sequence.group.salt)
-        return self.find_prefix(sequence.group.salt, sequence.token_ids, reads_disk=sequence.reads_disk)
+            return Hits(self._nothing, sequence.group.root)
+        return self.find_prefix(sequence.group.root, sequence.token_ids, reads_disk=sequence.reads_disk)
 
-    def find_prefix(self, salt: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
-        """As ``find_hits``, for any tokens behind a salt; unless it ``reads_disk``, of what is above the disk."""
+    def find_prefix(self, root: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
+        """As ``find_hits``, for any tokens behind a root; unless it ``reads_disk``, of what is above the disk."""
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable: int = (len(token_ids) - 1) // self.block_size
         parted: tuple[int, int] | None = None
         if self.snapshots is not None:
-            usable, parted = self.snapshots.longest(self.cache.stretches(salt, token_bytes, usable), self.block_size)
-        blocks, place = self.cache.match(salt, token_bytes, usable)
+            usable, parted = self.snapshots.longest(self.cache.stretches(root, token_bytes, usable), self.block_size)
+        blocks, place = self.cache.match(root, token_bytes, usable)
         may_use = None if self.tier is None else self.tier.may_use(blocks, reads_disk=reads_disk)
         if self._has_windows or may_use is not None:
             is_there = blocks != NO_BLOCK
             sufficient = windows.longest_hit(is_there if may_use is None else is_there & may_use)
             if sufficient < len(blocks):
-                blocks, place = self.cache.match(salt, token_bytes, sufficient)
+                blocks, place = self.cache.match(root, token_bytes, sufficient)
         num_tokens = len(blocks) * self.block_size
         name = self.cache.next_name(place, token_bytes, num_tokens)
         tail, found = None, self.cache.match_tail(place, token_bytes, num_tokens)
@@ -268,7 +268,7 @@ class BlockManager:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
                 if is_lost(sequence.place) and not self.windows.has_full:
-                    first, sequence.place = 0, sequence.group.salt  # the blocks before were left behind, and evicted
+                    first, sequence.place = 0, sequence.group.root  # the blocks before were left behind, and evicted
                 blocks = self._rows.block_table[row, first:end].astype(np.intp)
                 if self._has_windows:
                     blocks = _without(blocks, self._rows.first_block[row] - first, NO_BLOCK)

@@ -13,13 +13,14 @@ from tp_engine.plan import NO_FLOATS, NO_IDS, IntArray, RowSampling
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.roots import Roots
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
 _INT64_RANGE = 1 << 64
 _INT64_HALF = 1 << 63
 
 
-def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) -> RequestGroup:
+def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, roots: Roots) -> RequestGroup:
     """The sequences of a request, the ``number``-th of this engine.  ``RequestError`` if it can never fit."""
     prompt = _prompt_array(request)
     _check_length(request, limits)
@@ -28,7 +29,7 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int) ->
     group = RequestGroup(
         request=request,
         number=number,
-        salt=params.cache_salt or "",
+        root=roots.of(params.cache_salt or "", request.adapter_generation),
         eos_token_ids=eos,
         stop_token_ids=frozenset(params.stop_token_ids),
         num_unfinished=params.n,

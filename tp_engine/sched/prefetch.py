@@ -41,7 +41,7 @@ _PATIENCE_STEPS = 1024  # how long a session that was announced may be late
 _IDLE_SHARE = _NUM_CANDIDATES + 1
 
 SessionKey: TypeAlias = tuple[str, str]
-"""The name that clients gave the session, and the salt of its prefixes."""
+"""The name that clients gave the session, and the root of its prefixes."""
 
 
 class Sessions:
@@ -75,7 +75,7 @@ class Sessions:
 class Returning:
     """A session whose next request will come soon, and the tokens that it ended with; see ``Sequence`` for the rest."""
 
-    salt: str
+    root: str
     token_ids: IntArray
     until_step: int
     looked_at_step: int = NEVER
@@ -146,7 +146,7 @@ class Prefetcher:
         candidates do not push each other out.  Nothing is dropped for them.
         """
         blocks, tier = self._batch.blocks, self._tier
-        hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.salt, one.token_ids)
+        hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.root, one.token_ids)
         shared = hits.shared
         on_host = tier.on_host(shared.held)
         if not on_host.any():
@@ -172,7 +172,7 @@ class Prefetcher:
 def session_of(sequence: Sequence) -> SessionKey | None:
     """The session that the request belongs to, if it names one."""
     name = sequence.group.request.params.prompt_cache_key
-    return None if name is None else (name, sequence.group.salt)
+    return None if name is None else (name, sequence.group.root)
 
 
 def _is_over(one: Sequence | Returning, step_id: int) -> bool:

@@ -50,6 +50,7 @@ from tp_engine.sched.outcome import (
 )
 from tp_engine.sched.prefetch import Prefetcher
 from tp_engine.sched.readiness import Blocked
+from tp_engine.sched.roots import Roots
 from tp_engine.sched.sequence import NO_ROW, RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.speculation import Speculation
 from tp_engine.sched.steady_steps import SteadySteps
@@ -83,6 +84,7 @@ class Scheduler:
             self._speculation = Speculation(limits.speculation, self._batch, self._stops, guess_sources)
         tier = self._batch.blocks.tier
         self.disk_waits = None if tier is None or tier.disk is None else DiskWaits(tier, tier.disk)
+        self._roots = Roots(None if self.disk_waits is None else self.disk_waits.salt)
         self._prefetcher = None if tier is None else Prefetcher(self._batch, tier, self.disk_waits)
         self._admitter = Admitter(self._batch, self.disk_waits)
         self._groups: dict[str, RequestGroup] = {}
@@ -115,9 +117,7 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use; choose one that no unfinished request has",
                 param="request_id",
             )
-        group = build_group(request, self._limits, self._num_requests)
-        if self.disk_waits is not None:
-            group.salt = self.disk_waits.salt(group.salt)
+        group = build_group(request, self._limits, self._num_requests, self._roots)
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
@@ -132,12 +132,11 @@ class Scheduler:
         if self._prefetcher is not None:
             self._prefetcher.arrive(group.sequences[0])
 
-    def expect(self, session: str, salt: str) -> None:
+    def expect(self, session: str, salt: str, adapter_generation: int = 0) -> None:
         """A client's session (``SamplingParams.prompt_cache_key``) will go on soon: what it ended with is brought back
         from the host or the disk, as far as there is room."""
         if self._prefetcher is not None:
-            salt = salt if self.disk_waits is None else self.disk_waits.salt(salt)
-            self._prefetcher.expect((session, salt), self.next_step_id)
+            self._prefetcher.expect((session, self._roots.of(salt, adapter_generation)), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """A request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""

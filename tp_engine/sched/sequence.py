@@ -54,11 +54,14 @@ class SequencePhase(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """A request and its sequences; ``running`` are those with a row, in order of admission."""
+    """A request and its sequences; ``running`` are those with a row, in order of admission.
+
+    ``root`` is what precedes the first block of its sequences in the prefix cache (``Roots``).
+    """
 
     request: EngineRequest
     number: int
-    salt: str
+    root: str
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from tp_engine import __version__
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.engine.messages import Action
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server.bodies import json_reply, read_body
 from tp_engine.server.openapi import ANSWERS, takes
@@ -115,17 +114,17 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
     @app.post("/reset_prefix_cache", responses=ANSWERS)
     async def reset_prefix_cache() -> Response:
         """Forget all cached prefixes; 400 while requests run."""
-        return json_reply(await state.llm.engine.act(Action.RESET_PREFIX_CACHE, timeout_s=_QUICK_S))
+        return json_reply(await state.llm.engine.act("reset_prefix_cache", timeout_s=_QUICK_S))
 
     @app.post("/start_profile", responses=ANSWERS)
     async def start_profile() -> Response:
         """Record the steps of all ranks from now on, into the folder of ``--profile``."""
-        return json_reply(await state.llm.engine.act(Action.START_PROFILE))
+        return json_reply(await state.llm.engine.act("start_profile"))
 
     @app.post("/stop_profile", responses=ANSWERS)
     async def stop_profile() -> Response:
         """End the record; the answer comes when every rank has written its trace."""
-        return json_reply(await state.llm.engine.act(Action.STOP_PROFILE))
+        return json_reply(await state.llm.engine.act("stop_profile"))
 
     @app.get("/server_info", responses=ANSWERS)
     async def server_info() -> Response:
@@ -133,7 +132,7 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
 
         The first three fields have SGLang's names: its router learns the model's name from them.
         """
-        engine = await state.llm.engine.act(Action.DESCRIBE, timeout_s=_QUICK_S)
+        engine = await state.llm.engine.act("describe", timeout_s=_QUICK_S)
         report = await state.llm.report(timeout_s=_QUICK_S)
         model = state.llm.model_info
         return json_reply(

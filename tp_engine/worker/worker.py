@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +14,13 @@ import torch
 
 from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.registry import key_lanes, select_backend
-from tp_engine.errors import RankError
 from tp_engine.kv_codec import is_lossy, may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
 from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.plan import Control, StepPlan
-from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ranks.groups import HostGroup, RankGroups
+from tp_engine.plan import StepPlan
+from tp_engine.progress import RankPhase
+from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import load_weights
@@ -38,13 +36,13 @@ from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks, settle_slots
 from tp_engine.worker.memory_ledger import MemoryLedger, memory_lines
 from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
+from tp_engine.worker.orders import Outcome, obey
 from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.runner_parts import RunnerParts
+from tp_engine.worker.together import StartUp
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, warm_up, warms_up
 
 logger = get_logger(__name__)
-
-Result = TypeVar("Result")
 
 
 class Worker:
@@ -67,7 +65,7 @@ class Worker:
         self._effective = effective
         self._channels = channels
         self._note_inputs = note_inputs
-        self._groups = groups
+        self.groups = groups
         self._start_up = StartUp(groups.host, groups.progress)
         config, model = effective.config, effective.model
         self._layout = model.kv_layout_on(config.tensor_parallel_size)
@@ -90,21 +88,21 @@ class Worker:
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
         self.disk: DiskStart | None = None
-        self._profiler = make_step_profiler(config, groups.info.rank)
+        self.profiler = make_step_profiler(config, groups.info.rank)
 
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
-        effective, info = self._effective, self._groups.info
+        effective, info = self._effective, self.groups.info
         device = self._start_up.run_together("opening the device", self._open_device)
-        check_kinds(self._groups.host, kind_of_device(device.torch_device))
+        check_kinds(self.groups.host, kind_of_device(device.torch_device))
         meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
         gc.freeze()  # garbage collections skip the libraries' objects from now on
-        share_memory(effective, self._groups, self._start_up.run, device)
+        share_memory(effective, self.groups, self._start_up.run, device)
         model = self._start_up.run_together("loading weights", lambda: self._load(device.torch_device))
         self._start_up.run_together("packing weights", model.finish_loading)
         parts = RunnerParts(
             effective=effective,
-            groups=self._groups,
+            groups=self.groups,
             model=model,
             layout=self._layout,
             backends=self._backends,
@@ -114,7 +112,7 @@ class Worker:
             device=device,
             note_inputs=self._note_inputs,
         )
-        graphs = graph_plan(effective.config, self._backends[0], self._groups.communicator, model)
+        graphs = graph_plan(effective.config, self._backends[0], self.groups.communicator, model)
         graph_bytes = self._try_steps(parts, graphs) if warms_up(device.type) else 0
         meter.weights_loaded()
         ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
@@ -125,7 +123,7 @@ class Worker:
         )
         if runner.tier is not None and effective.config.kv_disk_path is not None:
             together = self._start_up.run_together
-            self.disk = open_disk_tier(effective, self._groups, together, parts, runner.tier, self._channels)
+            self.disk = open_disk_tier(effective, self.groups, together, parts, runner.tier, self._channels)
         if graphs is not None:
             self._start_up.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
         self._monitor = MemoryMonitor(device, *runner.kv_memory)
@@ -135,7 +133,7 @@ class Worker:
             kv_host_bytes=0 if self._codec is None else num_slots * self._codec.blob_bytes,
         )
         names = names_for(effective.config.device)
-        runner.named = names if self._profiler is None else self._profiler.named(names)
+        runner.named = names if self.profiler is None else self.profiler.named(names)
         log_memory(ledger, self._kv_shape, self._capacity, info, num_blocks=num_blocks)
         self._keep_out_of_garbage_collection()
         return num_blocks
@@ -143,18 +141,15 @@ class Worker:
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self._runner is not None, "start() comes first"
-        self._groups.progress.reach(RankPhase.STEP_BEGIN)
-        if self._profiler is None:
+        self.groups.progress.reach(RankPhase.STEP_BEGIN)
+        if self.profiler is None:
             return self._runner.run(plan)
-        with self._profiler.step(plan.step_id):
+        with self.profiler.step(plan.step_id):
             return self._runner.run(plan)
 
-    def trace(self, control: Control) -> None:
-        """Begin or end a trace, as a plan orders; does nothing without a folder for traces."""
-        if self._profiler is not None and control & Control.START_PROFILE:
-            self._profiler.start()
-        elif self._profiler is not None:
-            self._profiler.stop()
+    def obey(self, order: bytes) -> Outcome:
+        """Follow a plan's order, together with all other ranks."""
+        return obey(self, order)
 
     @property
     def block_bytes(self) -> int:
@@ -199,8 +194,8 @@ class Worker:
 
         Call it before the process groups are destroyed, because recorded steps hold collectives.
         """
-        if self._profiler is not None:
-            self._profiler.close()
+        if self.profiler is not None:
+            self.profiler.close()
         gc.unfreeze()
         if self._runner is not None:
             self._runner.forget_captured()
@@ -218,13 +213,13 @@ class Worker:
         gc.freeze()
 
     def _open_device(self) -> Device:
-        info = self._groups.info
+        info = self.groups.info
         device = make_device(
             self._effective.config.device,
             self._effective.device_map,
             local_rank=info.local_rank,
             local_world_size=info.local_world_size,
-            check=self._groups.check,
+            check=self.groups.check,
         )
         device.set_current()
         return device
@@ -233,11 +228,11 @@ class Worker:
         return MemoryMeter(device, utilization=self._effective.gpu_memory_utilization)
 
     def _load(self, device: torch.device) -> CausalLM:
-        self._groups.progress.reach(RankPhase.LOAD)
+        self.groups.progress.reach(RankPhase.LOAD)
         effective, config = self._effective, self._effective.config
         model = build_model(
             effective.model,
-            communicator=self._groups.communicator,
+            communicator=self.groups.communicator,
             dtype=effective.dtype,
             device=device,
             backends=self._backends,
@@ -249,7 +244,7 @@ class Worker:
             dict(model.named_parameters()),
             effective.model,
             effective.model_path,
-            info=self._groups.info,
+            info=self.groups.info,
             load_format=config.load_format,
             seed=config.seed,
         )
@@ -265,7 +260,7 @@ class Worker:
         total, active = (
             local_weight_bytes(
                 self._effective.model,
-                self._groups.info.world_size,
+                self.groups.info.world_size,
                 dtype=config.dtype,
                 quantization=config.quantization,
                 active_only=only,
@@ -277,7 +272,7 @@ class Worker:
 
     def _log_kv_scales(self) -> None:
         """Log that the checkpoint's scales of a KV cache are not used, if it has any."""
-        own, info = self._effective.model.quantization, self._groups.info
+        own, info = self._effective.model.quantization, self.groups.info
         if own is not None and own.has_kv_scales and info.rank == 0:
             logger.info(
                 "the checkpoint's scales of an fp8 KV cache do not apply to a cache of %s",
@@ -295,13 +290,13 @@ class Worker:
             )
 
     def _measure_memory(self, parts: RunnerParts, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
-        self._groups.progress.reach(RankPhase.PROFILE)
+        self.groups.progress.reach(RankPhase.PROFILE)
         device, table_bytes = parts.device, parts.table_bytes
         with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
                 meter.steps_begin()
             run_largest_step(
-                parts.model, self._backends, self._effective, device.torch_device, self._groups.communicator
+                parts.model, self._backends, self._effective, device.torch_device, self.groups.communicator
             )
             if runner is not None:
                 run_largest_decodes(runner, self._effective.config)
@@ -313,19 +308,19 @@ class Worker:
         config = self._effective.config
 
         def choose() -> int:
-            self._groups.progress.reach(RankPhase.AGREE)
+            self.groups.progress.reach(RankPhase.AGREE)
             num_blocks = choose_blocks(
                 ledger,
                 self._kv_shape,
                 num_blocks_override=config.num_gpu_blocks_override,
                 cache_bytes_override=config.kv_cache_memory_bytes,
             )
-            self._groups.progress.done()
+            self.groups.progress.done()
             return num_blocks
 
         return settle_blocks(
             choose,
-            self._groups.host,
+            self.groups.host,
             self._kv_shape,
             self._capacity,
             is_override=config.num_gpu_blocks_override is not None,
@@ -333,7 +328,7 @@ class Worker:
 
     def _settle_host_tier(self, num_blocks: int, device: Device) -> int:
         """The number of slots in every rank's host tier; 0, without a word among the ranks, if none is wanted."""
-        config, codec, info = self._effective.config, self._codec, self._groups.info
+        config, codec, info = self._effective.config, self._codec, self.groups.info
         if codec is None:
             return 0
         block_bytes = self._kv_shape.block_bytes
@@ -346,7 +341,7 @@ class Worker:
                 promised_bytes=num_blocks * block_bytes if device.type == "cpu" else 0,
                 memory=host_memory(),
             ),
-            self._groups.host,
+            self.groups.host,
         )
         if info.is_first:
             num_bytes, num_tokens = num_slots * codec.blob_bytes, self._capacity.num_tokens(num_slots)
@@ -358,39 +353,3 @@ class Worker:
             if is_lossy(config.kv_offloading_codec):
                 logger.info("the codec is lossy: K/V that come back differ a little, and so may answers")
         return num_slots
-
-
-class StartUp:
-    """Runs the phases of the start on all ranks; ``seconds`` has the time of each phase on this rank."""
-
-    def __init__(self, group: HostGroup, progress: RankProgress) -> None:
-        self._group = group
-        self._progress = progress
-        self.seconds: dict[str, float] = {}
-
-    def run(self, name: str, body: Callable[[], Result]) -> Result:
-        """Run a phase that may contain collectives: a failure ends this rank, and the other ranks notice its end."""
-        started_s = time.perf_counter()
-        result = body()
-        self.seconds[name] = time.perf_counter() - started_s
-        logger.info("%s took %.2f s", name, self.seconds[name])
-        return result
-
-    def run_together(self, name: str, body: Callable[[], Result]) -> Result:
-        """Run a phase without collectives: if it fails on one rank, it raises on every rank and names that one.
-
-        The failing rank raises its own error, the others a ``RankError`` that carries its text.
-        """
-        try:
-            result, failure = self.run(name, body), None
-        except Exception as error:
-            failure = error
-        self._progress.done()
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        reports = self._group.all_gather_bytes(text.encode())
-        if failure is not None:
-            raise failure
-        for rank, report in enumerate(reports):
-            if report:
-                raise RankError(rank, f"{name} failed: {report.decode()}")
-        return result

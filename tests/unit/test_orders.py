@@ -1,0 +1,119 @@
+"""Orders: all ranks follow or none, whatever fails; ranks are threads here.  Real ranks: tests/ranks/test_orders.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.fake_engine import FakeEngine
+from tp_engine.engine.acts import ACTS, act
+from tp_engine.errors import RequestError
+from tp_engine.plan import Order
+from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.worker import orders
+from tp_engine.worker.orders import Outcome, obey
+
+NUM_RANKS = 3
+
+
+class Group:
+    """``HostGroup`` for threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.payloads: list[bytes] = [b""] * size
+
+
+class Member:
+    """One rank's end of it."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.group, self.rank = group, rank
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        self.group.payloads[self.rank] = payload
+        self.group.barrier.wait()
+        return list(self.group.payloads)
+
+
+class Note:
+    """An order that notes what becomes of it."""
+
+    def __init__(self, rank: int, arguments: Mapping[str, Any], diary: list[str]) -> None:
+        if rank in arguments["failing"]:
+            raise ValueError(f"can not {arguments['what']}")
+        self.rank, self.diary = rank, diary
+
+    def commit(self) -> dict[str, Any]:
+        self.diary.append(f"commit {self.rank}")
+        return {"rank": self.rank}
+
+    def discard(self) -> None:
+        self.diary.append(f"discard {self.rank}")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
+    """The outcome on every rank, what was done, and the phase of each rank afterwards."""
+    diary: list[str] = []
+
+    def prepare(worker: Any, arguments: Mapping[str, Any]) -> Note:
+        return Note(worker.groups.host.rank, arguments, diary)
+
+    monkeypatch.setitem(orders.ORDERS, "note", prepare)
+    group, outcomes = Group(NUM_RANKS), [Outcome("", {})] * NUM_RANKS
+    progresses = [RankProgress() for _ in range(NUM_RANKS)]
+    data = msgspec.json.encode(Order("note", {"failing": failing, "what": "read"}))
+
+    def rank(number: int) -> None:
+        worker: Any = SimpleNamespace(groups=SimpleNamespace(host=Member(group, number), progress=progresses[number]))
+        outcomes[number] = obey(worker, data)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(NUM_RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return outcomes, sorted(diary), [progress.phase for progress in progresses]
+
+
+def test_all_ranks_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: each rank commits once, and has its own result."""
+    outcomes, diary, phases = run(monkeypatch, failing=[])
+    assert outcomes == [Outcome("", {"rank": rank}) for rank in range(NUM_RANKS)]
+    assert diary == ["commit 0", "commit 1", "commit 2"] and phases == [RankPhase.COMMIT] * NUM_RANKS
+
+
+@pytest.mark.parametrize(("failing", "kept"), [([1], [0, 2]), ([0], [1, 2]), ([1, 2], [0]), ([0, 1, 2], [])])
+def test_one_that_can_not_stops_all(monkeypatch: pytest.MonkeyPatch, failing: list[int], kept: list[int]) -> None:
+    """By hand: all ranks have the same outcome, which names the first that failed; those that could free what they
+    have."""
+    outcomes, diary, phases = run(monkeypatch, failing)
+    assert outcomes == [Outcome(f"rank {failing[0]}: ValueError: can not read", {})] * NUM_RANKS
+    assert diary == [f"discard {rank}" for rank in kept] and phases == [RankPhase.PREPARE] * NUM_RANKS
+
+
+def test_an_unknown_order_is_refused() -> None:
+    """Oracle: the promise; nobody ends."""
+    host: Any = SimpleNamespace(all_gather_bytes=lambda payload: [payload])
+    worker: Any = SimpleNamespace(groups=SimpleNamespace(host=host, progress=RankProgress()))
+    assert "KeyError" in obey(worker, msgspec.json.encode(Order("fly", {}))).refusal
+
+
+def test_an_unknown_act_is_refused_with_those_that_are_known() -> None:
+    """Oracle: the table."""
+    with pytest.raises(RequestError, match=r"'fly' is nothing that an engine can do; it can describe, .*profile"):
+        act(FakeEngine(), "fly", {})
+
+
+def _undocumented(table: Mapping[str, Callable[..., Any]]) -> list[str]:
+    return [name for name, function in table.items() if not function.__doc__]
+
+
+def test_acts_say_what_they_do() -> None:
+    """Oracle: the rule: each act has a docstring."""
+    assert not _undocumented(ACTS)

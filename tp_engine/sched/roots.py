@@ -1,0 +1,37 @@
+"""Roots: what precedes a sequence's first block in the prefix cache, so that equal tokens with other K/V never match.
+
+::
+
+    cache_salt --------------------+
+    generation of the adapter -----+--> root --> digest, if there is a disk tier --> ``BlockName`` of first blocks
+    version of the weights --------+
+
+With neither adapter nor new weights the root is the salt itself, and blocks on disk are found again by the next
+process.  Any other root has something in it that only this process knows, so that blocks of one process are never taken
+for those of another that counts its generations and versions alike.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+
+class Roots:
+    """Makes the roots of one process; ``digest`` is the disk tier's, which hides salts and keeps equal ones equal."""
+
+    def __init__(self, digest: Callable[[str], str] | None = None) -> None:
+        self._digest = digest
+        self._process = secrets.token_hex(16)
+        self._version = 0
+
+    def advance(self) -> None:
+        """The weights are others from now on: no root made before is made again."""
+        self._version += 1
+
+    def of(self, salt: str, adapter_generation: int = 0) -> str:
+        """The root of sequences of a request; ``salt`` is the user's, empty for none."""
+        root = salt
+        if adapter_generation or self._version or salt.startswith("\0"):  # a salt can not spell such a root
+            root = f"\0{self._process}:{adapter_generation}:{self._version}:{salt}"
+        return root if self._digest is None else self._digest(root)
