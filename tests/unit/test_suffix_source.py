@@ -18,7 +18,7 @@ DEPTH = 10
 def ended(text: list[int], num_prompt_tokens: int = 0, salt: str = "") -> Any:
     """A sequence that has ended."""
     tokens = np.array(text, dtype=np.int32)
-    return SimpleNamespace(token_ids=tokens, num_prompt_tokens=num_prompt_tokens, group=SimpleNamespace(salt=salt))
+    return SimpleNamespace(token_ids=tokens, num_prompt_tokens=num_prompt_tokens, group=SimpleNamespace(root=salt))
 
 
 def source(bits: int = 12, **changes: Any) -> SuffixSource:

@@ -10,7 +10,7 @@ same hash, so that a look-up goes through a few places and learning an answer is
 
 Of the places with the longest match all answers count: a guessed token is as likely as its share of them (suffix
 decoding: Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).  Only answers with the root of the request are found:
-``RequestGroup.salt``, under which the prefix cache keeps its blocks too.
+``RequestGroup.root``, under which the prefix cache keeps its blocks too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SuffixSource(GuessSource):
         """See ``GuessSource``."""
         if not self._starts or len(tokens) < self._anchors[-1]:
             return NO_GUESS
-        root, recent = _root(sequence.group.salt), tokens[: -self.most_matched - 1 : -1]
+        root, recent = _root(sequence.group.root), tokens[: -self.most_matched - 1 : -1]
         slots = self._slots((recent.astype(np.uint64) * self._powers[: len(recent)]).cumsum()[self._ends], root)
         last = recent[:2].tolist()
         for number in range(len(slots) - 1, -1, -1):
@@ -123,7 +123,7 @@ class SuffixSource(GuessSource):
         if len(sequence.token_ids) <= first + 1:  # one token teaches nothing, and may be that behind a pooled prompt
             return
         text = sequence.token_ids[max(0, first - depth) :][-(self._mask >> 1) :]
-        root, start, end = _root(sequence.group.salt), self._head, self._head + len(text)
+        root, start, end = _root(sequence.group.root), self._head, self._head + len(text)
         index = np.arange(start, end) & self._mask
         self._ring[index] = text
         self._roots[index] = root
@@ -159,7 +159,7 @@ def _length(holds: npt.NDArray[np.bool_]) -> int:
 
 
 @lru_cache(maxsize=256)
-def _root(salt: str) -> _Numbers:
+def _root(name: str) -> _Numbers:
     """A number of 64 bits (1,), for which a client can not find a second text."""
-    found: _Numbers = np.frombuffer(blake2b(salt.encode(), digest_size=8).digest(), dtype=np.uint64)
+    found: _Numbers = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), dtype=np.uint64)
     return found
