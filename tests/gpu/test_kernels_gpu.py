@@ -28,6 +28,7 @@ MODULES = (
     "kernel_cases_norm_codes",
     "kernel_cases_decode_inputs",
     "kernel_cases_paged_attention",
+    "kernel_cases_nan",
     "kernel_cases_reduce_norm",
 )
 

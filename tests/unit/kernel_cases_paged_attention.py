@@ -158,7 +158,12 @@ def run_decode(case: Case, device: str = "cpu") -> None:
     if case.query_len > 1:
         requests = [request for request in requests if request[1]]
     batch, scales = stored_batch(case, requests, device)
-    quantised = scales is not None
+    compare(case, run_on(batch, scales, case), *expected_of(batch, scales))
+
+
+def run_on(batch: PagedBatch, scales: torch.Tensor | None, case: Case) -> torch.Tensor:
+    """The decode kernel's output for a stored batch."""
+    device, quantised = batch.query.device, scales is not None
     sizes = decode_sizes(1, case.num_kv_heads, case.head_dim, case.dtype.itemsize, 132, is_quantised=quantised)
     most = 4 if case.long_keys < 512 else case.splits
     sizes = replace(sizes, usual_splits=case.splits, num_splits=most, long_keys=case.long_keys)
@@ -174,8 +179,8 @@ def run_decode(case: Case, device: str = "cpu") -> None:
         query_len=case.query_len,
         **rule_of(case.shape, batch.query.device),
     )
-    compare(case, out, *expected_of(batch, scales))
     assert not arrivals.any(), "a later launch would join too early"
+    return out
 
 
 def run_prefill(case: Case, device: str = "cpu") -> None:

@@ -75,6 +75,12 @@ def test_interpreted_kernel() -> None:
 
 
 @needs_triton
+def test_nan_stays_nan() -> None:
+    """Oracle: the PyTorch twins, and by hand what a NaN must reach; kernels that store, turn, and attend."""
+    interpreted("kernel_cases_nan")
+
+
+@needs_triton
 @quiet
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernel_compiles_for(capability: int) -> None:

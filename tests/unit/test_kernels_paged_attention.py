@@ -8,6 +8,7 @@ import torch
 from tests.paged_batches import make_batch
 from tests.unit.kernel_harness import CAPABILITIES, compile_cases, interpreted, needs_triton, quiet
 from tp_engine.attention.base import AttentionShape
+from tp_engine.errors import ConfigError
 from tp_engine.kernels.layer_kv import LayerKv, store_kv
 from tp_engine.kernels.plain_attention import paged_attention
 
@@ -60,3 +61,20 @@ def test_number_of_splits(num_requests: int, num_kv_heads: int, usual: int, most
 
     sizes = decode_sizes(num_requests, num_kv_heads, 128, 2, 132)
     assert (sizes.usual_splits, sizes.num_splits) == (usual, most)
+
+
+@needs_triton
+def test_a_step_too_large_for_a_launch_is_refused() -> None:
+    """Oracle: by hand: 64 heads of one KV head leave 2 queries per program of 128 rows, so 65,535 programs hold 131,069
+    tokens of one request."""
+    from tp_engine.kernels.paged_prefill_triton import paged_prefill_triton, prefill_sizes
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, cache = empty(2, 64, 128, dtype=torch.bfloat16), empty(2, 9, 16, 1, 128, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"131,070 prompt tokens needs 65,536 programs.*lower max_num_batched_tokens"):
+        paged_prefill_triton(
+            query, LayerKv(cache), empty(1, 9), empty(1), empty(2), query,
+            scale=1.0, sizes=prefill_sizes(128, 2), num_queries=131_070,
+        )  # fmt: skip

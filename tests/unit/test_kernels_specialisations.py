@@ -91,8 +91,11 @@ def launch_attention(
         part = (query[:num_decodes], LayerKv(cache), table[:num_decodes], seq_lens[:num_decodes], out[:num_decodes])
         paged_decode_triton(*part, sizes=sizes, scale=0.1, arrivals=empty(MAX_ARRIVALS, dtype=torch.int32), **rule)
     if num_chunks:
-        starts, sizes_of_chunks = empty(num_requests + 1, dtype=torch.int32), prefill_sizes(HEAD_DIM, 2)
         place: dict[str, Any] = {"num_queries": len(query) - num_decodes, "first_request": num_decodes, **rule}
+        starts, sizes_of_chunks = empty(num_requests + 1, dtype=torch.int32), prefill_sizes(HEAD_DIM, 2)
+        # The prefills of a pair begin at any request, so at any address.
+        if num_decodes % 2:
+            table, seq_lens, starts = (one.as_strided(one.shape, one.stride(), 1) for one in (table, seq_lens, starts))
         paged_prefill_triton(
             query, LayerKv(cache), table, seq_lens, starts, out, sizes=sizes_of_chunks, scale=0.1, **place
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,8 +155,24 @@ def test_copies_read_every_source_first(dtype: torch.dtype) -> None:
     """Oracle: the blocks before; a cycle of copies, and a block that is read twice."""
     blocks = small_blocks(dtype)
     before = blocks.raw.copy_(torch.randint(0, 256, blocks.raw.shape, dtype=torch.uint8)).clone()
-    blocks.copy(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 4]))
+    blocks.copy(np.array([[0, 1], [1, 0], [1, 4]], dtype=np.int32))
     assert torch.equal(blocks.raw, before[[1, 0, 2, 3, 1]])
+
+
+def test_copies_need_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the blocks before; chains are copied from their ends, and only an exchange reads sources all at once."""
+    blocks, order = small_blocks(torch.bfloat16, count=9), list[int]()
+    before = blocks.raw.copy_(torch.randint(0, 256, blocks.raw.shape, dtype=torch.uint8)).clone()
+    copied = torch._foreach_copy_
+
+    def copy_and_note(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+        order.append(len(to))
+        copied(to, of)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
+    monkeypatch.setattr(torch.Tensor, "__setitem__", lambda *_: pytest.fail("a copy of all sources"))
+    blocks.copy(np.array([[0, 1], [1, 2], [2, 3], [0, 4], [7, 8]], dtype=np.int32))
+    assert torch.equal(blocks.raw, before[[0, 0, 1, 2, 0, 5, 6, 7, 7]]) and order == [3, 1, 1]
 
 
 @pytest.mark.parametrize("count", [2, 4])

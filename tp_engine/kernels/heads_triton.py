@@ -24,7 +24,7 @@ import triton.language as tl
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.heads import HeadNorm, Heads, Rotation
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, LayerKv
-from tp_engine.kernels.store_kv_triton import scaled_to_range
+from tp_engine.kernels.store_kv_triton import magnitude_bits, scaled_to_range
 
 _PAIRS_PER_PROGRAM = 512
 _PAIRS_PER_THREAD = 8
@@ -92,10 +92,10 @@ def _store_in_cache(  # type: ignore[no-untyped-def]
 ):
     """Store the parts, float32, of KV heads ``head`` (TILE, 1) where ``is_head``, quantised where LARGEST is not 0."""
     if LARGEST > 0:
-        peak = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
+        bits = tl.max(tl.maximum(magnitude_bits(a), magnitude_bits(b)), axis=1)
         if REST > 0:
-            peak = tl.maximum(peak, tl.max(tl.abs(c), axis=1))
-        peak = peak[:, None]
+            bits = tl.maximum(bits, tl.max(magnitude_bits(c), axis=1))
+        peak = bits.to(tl.float32, bitcast=True)[:, None]
         a, b = scaled_to_range(a, peak, LARGEST, IS_INTEGER), scaled_to_range(b, peak, LARGEST, IS_INTEGER)
         if REST > 0:
             c = scaled_to_range(c, peak, LARGEST, IS_INTEGER)

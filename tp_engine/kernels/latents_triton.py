@@ -18,7 +18,7 @@ from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next
 from tp_engine.kernels.heads import Rotation
 from tp_engine.kernels.layer_kv import LARGEST_VALUE, LayerKv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.store_kv_triton import scaled_to_range
+from tp_engine.kernels.store_kv_triton import magnitude_bits, scaled_to_range
 
 _HEADS_PER_PROGRAM = 16
 
@@ -105,8 +105,9 @@ def prepare_latents_kernel(  # type: ignore[no-untyped-def]
                 # As the twin, which rounds to the model's type before it quantises.
                 latent = latent.to(rows.dtype.element_ty).to(tl.float32)
                 a, b = a.to(rows.dtype.element_ty).to(tl.float32), b.to(rows.dtype.element_ty).to(tl.float32)
-                peak = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), axis=0)
-                peak = tl.maximum(peak, tl.max(tl.where(column < RANK, tl.abs(latent), 0.0), axis=0))
+                bits = tl.max(tl.maximum(magnitude_bits(a), magnitude_bits(b)), axis=0)
+                bits = tl.maximum(bits, tl.max(tl.where(column < RANK, magnitude_bits(latent), 0), axis=0))
+                peak = bits.to(tl.float32, bitcast=True)
                 latent = scaled_to_range(latent, peak, LARGEST, IS_INTEGER)
                 a, b = scaled_to_range(a, peak, LARGEST, IS_INTEGER), scaled_to_range(b, peak, LARGEST, IS_INTEGER)
                 tl.store(scales + slot // BLOCK_SIZE * SCALE_STRIDE + slot % BLOCK_SIZE, peak / LARGEST)

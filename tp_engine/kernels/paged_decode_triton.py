@@ -28,7 +28,14 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
 from tp_engine.kernels.layer_kv import LayerKv
-from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, layer_constants, score_scale, with_sinks
+from tp_engine.kernels.paged_tiles_triton import (
+    attend_tile,
+    cache_arguments,
+    layer_constants,
+    score_scale,
+    to_float16,
+    with_sinks,
+)
 
 MAX_SPLITS = 64
 # Parts that are joined at a time.
@@ -114,7 +121,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         states = tl.load(own_query + place, mask=inside, other=0.0)
         if QUANTISED and states.dtype == tl.bfloat16 and key_cache.dtype.element_ty.is_fp8():
             # The conversion to bfloat16 costs more than the product; 8-bit floats fit into float16, with more digits.
-            states = tl.minimum(tl.maximum(states.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+            states = to_float16(states)
         own = length - QUERY_LEN + line // GROUP
 
         accumulated = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)

@@ -27,7 +27,7 @@ from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_decode_triton import DecodeSizes, power_of_two_splits, split_of, write_part
 from tp_engine.kernels.paged_prefill_triton import request_of
-from tp_engine.kernels.paged_tiles_triton import add_tile, load_states, places_of, score_scale
+from tp_engine.kernels.paged_tiles_triton import add_tile, load_states, places_of, score_scale, to_float16
 
 _MIN_SIZE = 16  # of each side of a matrix product
 # The parts of a split are as wide as a latent, and come from many heads: more of them take more memory than they gain.
@@ -117,8 +117,8 @@ def paged_latent_kernel(  # type: ignore[no-untyped-def]
         turned = tl.load(place + RANK + turn[None, :], mask=is_line[:, None] & (turn < ROPE)[None, :], other=0.0)
         if QUANTISED and latents.dtype == tl.bfloat16 and cache.dtype.element_ty.is_fp8():
             # As in ``paged_decode_triton``: 8-bit floats are converted to float16.
-            latents = tl.minimum(tl.maximum(latents.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-            turned = tl.minimum(tl.maximum(turned.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+            latents = to_float16(latents)
+            turned = to_float16(turned)
 
         accumulated = tl.zeros([ROWS, RANK_PAD], dtype=tl.float32)
         total = tl.zeros([ROWS], dtype=tl.float32)

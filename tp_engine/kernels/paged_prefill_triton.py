@@ -20,11 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.errors import ConfigError
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.paged_tiles_triton import attend_tile, cache_arguments, layer_constants, score_scale, with_sinks
 
 # Bytes that server GPUs (sm_80, sm_90, sm_100) have at least; others, such as sm_86 and sm_89, have 99 KiB.
 LARGE_SHARED_MEMORY = 160 << 10
+
+_MAX_BLOCKS = 65_535  # of a grid's second dimension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,11 @@ class PrefillSizes:
     num_stages: int
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_request", "num_requests"])  # type: ignore[untyped-decorator]
+# As the prefill of a pair of backends it gets slices that begin at the first prefill, so at any address.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["table_stride", "first_request", "num_requests"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start"],
+)
 def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     query,
     key_cache,
@@ -163,7 +170,8 @@ def paged_prefill_triton(
     """``paged_attention`` of the requests from ``first_request`` on, ``num_queries`` tokens in all, into ``out``.
 
     ``query`` (N, heads, head_dim), a token's heads contiguous; ``out`` (N, heads, head_dim), contiguous: rows of other
-    requests are left alone; the rest as in ``paged_attention``.
+    requests are left alone; the rest as in ``paged_attention``.  ``ConfigError`` for more queries than a launch can
+    have, which the largest step of the start finds.
     """
     num_requests = len(seq_lens)
     if num_queries == 0 or first_request == num_requests:
@@ -173,6 +181,11 @@ def paged_prefill_triton(
     group = constants["GROUP"]
     rows = max(sizes.rows, triton.next_power_of_2(group))
     num_blocks = num_queries // (rows // group) + num_requests - first_request
+    if num_blocks > _MAX_BLOCKS:
+        raise ConfigError(
+            f"a step of {num_queries:,} prompt tokens needs {num_blocks:,} programs beside each other, and a GPU has "
+            f"at most {_MAX_BLOCKS:,}; lower max_num_batched_tokens"
+        )
     paged_prefill_kernel[(constants["NUM_KV_HEADS"], num_blocks)](
         query,
         *cache_arguments(kv),

@@ -58,6 +58,12 @@ def layer_constants(
     }
 
 
+@triton.jit
+def to_float16(states):  # type: ignore[no-untyped-def]
+    """``states`` in half precision, at most its largest value; NaN stays NaN."""
+    return tl.clamp(states.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def places_of(  # type: ignore[no-untyped-def]
     table_row,

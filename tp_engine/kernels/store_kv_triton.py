@@ -84,6 +84,15 @@ def block_for(width: int) -> int:
     return min(int(triton.next_power_of_2(width)), _MAX_BLOCK)
 
 
+@triton.jit
+def magnitude_bits(states):  # type: ignore[no-untyped-def]
+    """float32 ``states`` without their signs, as integers of the same order, in which NaN is above all numbers.
+
+    Maxima of floats leave NaN out, as the twins do not: a broken model would get a finite scale.
+    """
+    return states.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def scaled_to_range(  # type: ignore[no-untyped-def]
     states,
@@ -105,7 +114,7 @@ def quantise_head(states, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):  # t
 
     The caller casts the values to the cache's type, which rounds floats; integers are rounded here.
     """
-    peak = tl.max(tl.abs(states), axis=0)
+    peak = tl.max(magnitude_bits(states), axis=0).to(tl.float32, bitcast=True)
     values = scaled_to_range(states, peak, LARGEST, IS_INTEGER)
     return values, peak / LARGEST
 

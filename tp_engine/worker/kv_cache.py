@@ -22,13 +22,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.layer_kv import SCALE_DTYPE, is_quantised, layer_view
 from tp_engine.kv_layout import KvLayout
+from tp_engine.layers.upload import upload
+from tp_engine.plan import IntArray
 from tp_engine.units import format_gib
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class GroupViews(NamedTuple):
@@ -108,9 +113,28 @@ class KvBlocks:
             cache, scales = self.views[group]
             layer.bind_kv_cache(layer_view(cache, place), None if scales is None else layer_view(scales, place))
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks, from ids ``source`` (n,) int64 to ``target`` (n,); all are read before any is written."""
-        self.raw[target] = self.raw[source]
+    def copy(self, pairs: IntArray) -> None:
+        """Copy whole blocks by ``pairs`` (n, 2) of source and target; all are read before any is written."""
+        copy_rows(self.raw, pairs)
+
+
+def copy_rows(raw: torch.Tensor, pairs: IntArray) -> None:
+    """Copy rows of ``raw`` (rows, n) by ``pairs`` (m, 2) of source and target; all are read before any is written.
+
+    Targets are distinct.  Rows are as large as megabytes, and there may be hundreds: a copy of all sources would need
+    memory that no ledger has counted, so only rows that are exchanged with each other get one.
+    """
+    words = raw.view(next(word for word in _WORDS if raw.shape[1] * raw.itemsize % word.itemsize == 0))
+    while len(pairs):
+        is_awaited = np.isin(pairs[:, 1], pairs[:, 0])  # the target is the source of a copy that is still to be made
+        ready = pairs[~is_awaited]
+        if not len(ready):
+            sources, targets = (upload(ids.astype(np.int64), raw.device) for ids in pairs.T)
+            words[targets] = words[sources]
+            return
+        sources, targets = ready.T.tolist()
+        torch._foreach_copy_([words[row] for row in targets], [words[row] for row in sources])
+        pairs = pairs[is_awaited]
 
 
 def allocate_zeros(num_bytes: int, device: torch.device, *, content: str, options: str) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.attention import forward_context
-from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.progress import RankPhase, RankProgress
@@ -205,14 +204,10 @@ class ModelRunner:
             self.tier.apply(plan)
             self._progress.back(RankPhase.STEP_BEGIN)
         if len(plan.copies):
-            self.blocks.copy(*self._upload(plan.copies))
+            self.blocks.copy(plan.copies)
         if len(plan.state_copies):
             assert self.states is not None, "the model has no recurrent states"
-            self.states.copy(*self._upload(plan.state_copies))
-
-    def _upload(self, pairs: IntArray) -> list[torch.Tensor]:
-        """The sources and the targets of ``pairs`` (n, 2), each (n,) int64 on the device."""
-        return upload_all(tuple(pairs.T.astype(np.int64)), self.blocks.raw.device)
+            self.states.copy(plan.state_copies)
 
     def _sample(
         self, inputs: StepInputs, hidden: torch.Tensor

@@ -24,7 +24,8 @@ import torch
 from tp_engine.kernels.delta_rule import LayerStates
 from tp_engine.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.layers.delta import GatedDeltaNet
-from tp_engine.worker.kv_cache import allocate_zeros
+from tp_engine.plan import IntArray
+from tp_engine.worker.kv_cache import allocate_zeros, copy_rows
 
 
 class RowStates:
@@ -55,9 +56,9 @@ class RowStates:
             layer.bind_states(LayerStates(conv, self.raw[:, middle:end].view(matrices)))
             first = end
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy slots, from ``source`` (n,) int64 to ``target`` (n,); all are read before any is written."""
-        self.raw.index_copy_(0, target, self.raw.index_select(0, source))
+    def copy(self, pairs: IntArray) -> None:
+        """Copy slots by ``pairs`` (n, 2) of source and target; all are read before any is written."""
+        copy_rows(self.raw, pairs)
 
     def keep(self, rows: torch.Tensor) -> Callable[[], None]:
         """Keep the states of ``rows`` (n,), -1 for none; the returned function puts them back."""
