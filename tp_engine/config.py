@@ -100,6 +100,11 @@ class EngineConfig:
     cuda_graph_sizes: str | None = option(
         None, "batch sizes whose decode steps are CUDA graphs, such as 1,2,4,8 (default: up to max_num_seqs or 512)"
     )
+    cuda_graph_prefill_sizes: str = option(
+        "none",
+        "numbers of prompt tokens whose steps are CUDA graphs too, such as 32,64,128; auto: 32 to 1024; none: prompts "
+        "are launched kernel by kernel",
+    )
     block_size: int = option(16, "tokens per KV block", flags=("--page-size",))
     gpu_memory_utilization: float | None = option(
         None,

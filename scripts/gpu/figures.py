@@ -12,6 +12,7 @@ _SHARE = {("qwen3-0.6b", "latency"): 0.60, ("qwen3-8b", "latency"): 0.85}
 _QUANTISED_SHARE = 0.80  # of the copy bandwidth, in bytes of weights that a token needs, at batch 1
 _PAGED_DECODE_SHARE = 0.80
 _GAP_US = 50.0
+_FIRST_TOKEN_MS = {"qwen3-0.6b": 3.0}  # of a prompt of 128 tokens that is alone, recorded
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Figure:
 
 def figures_of(report: Mapping[str, Any]) -> list[Figure]:
     """The figures of a script's JSON line; none for an unknown report."""
-    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve}
+    kinds = {"kernels": _kernels, "steps": _steps, "serve": _serve, "prompts": _prompts}
     if "decode_roofline_ms" in report and "workloads" in report:
         return list(_offline(report))
     make = kinds.get(str(report.get("benchmark")))
@@ -100,6 +101,22 @@ def _steps(report: Mapping[str, Any]) -> Iterator[Figure]:
     for key, goal in (("gap_us_median", _GAP_US), ("device_idle_us_per_step", None), ("device_busy_us_per_step", None)):
         if key in report:
             yield Figure(f"{label}, {key.split('_us')[0].replace('_', ' ')}", report[key], "us", goal, lower=True)
+
+
+def _prompts(report: Mapping[str, Any]) -> Iterator[Figure]:
+    """What recordings of steps with prompts gain over the first engine's way, and what they cost."""
+    first = report["results"][0]
+    for found in report["results"]:
+        label = f"{report['shape']} prompts of {report['prompt_len']}, sizes {found['sizes']}"
+        goal = None if found is first else _FIRST_TOKEN_MS.get(report["shape"])
+        yield Figure(label, found["ms_to_first_token"], "ms to the first token", goal, lower=True)
+        yield Figure(label, found["mixed_step_ms"], f"ms/step with {report['batch_size']} rows")
+        yield Figure(label, found["decode_step_ms"], f"ms/step of {report['batch_size']} rows")
+        if found is not first:
+            yield Figure(label, first["mixed_step_ms"] / found["mixed_step_ms"], "times, mixed steps")
+            yield Figure(label, found["equal_tokens"], "of the tokens equal")
+            yield Figure(label, found["start_s"] - first["start_s"], "s more to start")
+            yield Figure(label, found["graph_mib"] - first["graph_mib"], "MiB more of graphs")
 
 
 def _serve(report: Mapping[str, Any]) -> Iterator[Figure]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 
@@ -68,9 +69,10 @@ def _checks() -> list[Section]:
         _engine(
             "engine",
             "the engine against transformers, preempted, twice",
-            "not (recorded or ranks_on_one_gpu or latent)",
+            "not (recorded or ranks_on_one_gpu or latent or prompt_graphs)",
         ),
         _engine("graphs", "recorded steps give the tokens of eager ones", "recorded and not latent", limit_s=420),
+        _engine("prompt_graphs", "recorded steps with prompts give the tokens of launched ones", "prompt_graphs"),
         _engine("latents", "latent attention, recorded and eager, gives the tokens of a CPU", "latent"),
         _engine("ranks", "2 and 4 ranks on one GPU give the tokens of one", "ranks_on_one_gpu", option="devices"),
         Section(
@@ -120,15 +122,13 @@ def _benchmarks(args: argparse.Namespace) -> list[Section]:
         _steps("steps_0.6b", "--shape", "qwen3-0.6b", "--batch-size", "256", "--context-len", "512"),
         _offline("offline_8b", 240, "--shape", "qwen3-8b", "--rounds", "1", "--no-peer"),
         _steps("steps_8b", "--shape", "qwen3-8b", "--batch-size", "256", "--context-len", "512"),
-        _bench(
-            "serve_0.6b",
-            "HTTP at three rates, 0.6B shape",
-            240,
-            "scripts/bench_serve.py",
-            *("--shape", "qwen3-0.6b", "--request-rate", "8,32,inf", "--num-prompts", "200"),
-            *("--input-len", "512", "--output-len", "128", "--random-range-ratio", "0.5"),
-            *("--goodput", "ttft:500", "tpot:50", "--server-args", "--max-model-len 2048"),
-            modules=_SERVER,
+        _serve("serve_0.6b", "HTTP at three rates, 0.6B shape"),
+        _prompts("prompts_0.6b"),
+        _prompts("prompts_8b"),
+        _serve(
+            "serve_prompts_0.6b",
+            "the same with CUDA graphs of steps with prompts",
+            *("--cuda-graph-prefill-sizes", "auto"),
         ),
         _offline("peers_0.6b", 420, "--shape", "qwen3-0.6b", "--rounds", "1"),
         _offline("offline_14b", 300, "--shape", "qwen3-14b", "--rounds", "1", "--no-peer"),
@@ -190,6 +190,31 @@ def _quantised(name: str, limit_s: float) -> Section:
 def _steps(name: str, *arguments: str) -> Section:
     size = name.partition("_")[2].upper()
     return _bench(name, f"gaps between decode steps, {size} shape", 180, "scripts/bench_steps.py", *arguments)
+
+
+def _serve(name: str, what: str, *server_args: str) -> Section:
+    """The 0.6B shape over HTTP, with more arguments for the server."""
+    return _bench(
+        name,
+        what,
+        240,
+        "scripts/bench_serve.py",
+        *("--shape", "qwen3-0.6b", "--request-rate", "8,32,inf", "--num-prompts", "200"),
+        *("--input-len", "512", "--output-len", "128", "--random-range-ratio", "0.5"),
+        *("--goodput", "ttft:500", "tpot:50", "--server-args", shlex.join(("--max-model-len", "2048", *server_args))),
+        modules=_SERVER,
+    )
+
+
+def _prompts(name: str) -> Section:
+    """Prompts alone and beside decodes, with and without CUDA graphs of them."""
+    size = name.partition("_")[2]
+    return _bench(
+        name,
+        f"prompts of 128 tokens, launched and recorded, {size.upper()} shape",
+        300,
+        *("scripts/bench_prompts.py", "--shape", f"qwen3-{size}"),
+    )
 
 
 def _bench(name: str, what: str, limit_s: float, *command: str, modules: tuple[str, ...] = _CORE) -> Section:

@@ -62,3 +62,12 @@ def test_interpreted_hybrid() -> None:
 def test_interpreted_latents() -> None:
     """Oracle: the tokens of the same engine on C; some of its chunks are absorbed, others expanded."""
     interpreted("kernel_cases_latent_engine", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["one_table", "windows"])
+def test_interpreted_prompts_in_recordings(model: str) -> None:
+    """Oracle: the tokens of the same engine on plain PyTorch; of each recording, its first
+    launches."""
+    interpreted("kernel_cases_prompt_graphs", model, timeout_s=270)

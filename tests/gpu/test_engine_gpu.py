@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from tp_engine import LLM, SamplingParams
+from tp_engine.plan import StepPlan
+from tp_engine.worker.model_runner import ModelRunner, PendingStep
+from tp_engine.worker.padded_batch import StepSize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -123,6 +126,54 @@ def test_nothing_is_compiled_while_serving(
     options = OPTIONS | {"dtype": "bfloat16", "enforce_eager": enforce_eager, "max_num_batched_tokens": 256}
     options["quantization"] = quantization
     with LLM(str(folder), **options) as llm:
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]))
+        for params in (GREEDY, SEEDED, TOP_K, PENALISED):
+            llm.generate(prompts(), params, use_tqdm=False)
+    assert not compiled
+
+
+def recorded_sizes(monkeypatch: pytest.MonkeyPatch) -> list[StepSize]:
+    """The sizes of the recordings with prompts that run from now on."""
+    sizes: list[StepSize] = []
+    replay = ModelRunner._replay_prompts
+
+    def note_and_replay(runner: ModelRunner, plan: StepPlan, prompts: Any, size: StepSize) -> PendingStep:
+        sizes.append(size)
+        return replay(runner, plan, prompts, size)
+
+    monkeypatch.setattr(ModelRunner, "_replay_prompts", note_and_replay)
+    return sizes
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["one_table", "windows"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, TOP_K, PENALISED], ids=["greedy", "seeded", "top_k", "penalised"])
+def test_prompt_graphs_give_the_tokens_of_launched_steps(
+    checkpoint: Checkpoint, folder: Path, params: SamplingParams, windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same engine that launches steps with prompts, in fp32, because padding may make a library choose
+    another product; prompts come in chunks beside decodes, twice, so that the second ones find their prefix."""
+    if windowed:
+        kinds = ["sliding_attention", "full_attention"]
+        window = {"use_sliding_window": True, "sliding_window": 32, "num_layers": 2, "layer_types": kinds}
+        folder = checkpoint("qwen2", vocab_size=1000, max_position=1024, **SIZES | window)
+    sizes, found = recorded_sizes(monkeypatch), []
+    for asked in ("auto", "none"):
+        options = OPTIONS | {"dtype": "float32", "max_num_batched_tokens": 128, "cuda_graph_prefill_sizes": asked}
+        with LLM(str(folder), **options) as llm:
+            outputs = [llm.generate(prompts(), params, use_tqdm=False) for _ in range(2)]
+            llm.engine.check_integrity()
+        found.append([[output.outputs[0].token_ids for output in batch] for batch in outputs])
+        if asked == "auto":
+            assert len({size.tokens for size in sizes}) > 1 and len({size.decodes for size in sizes}) > 1, sizes
+            sizes.clear()
+    assert found[0] == found[1] and not sizes
+
+
+def test_prompt_graphs_compile_nothing_while_serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: Triton's own hook, which Triton calls for every newly compiled kernel."""
+    knobs = pytest.importorskip("triton").knobs
+    compiled: list[str] = []
+    with LLM(str(folder), **OPTIONS, dtype="bfloat16", cuda_graph_prefill_sizes="auto") as llm:
         monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]))
         for params in (GREEDY, SEEDED, TOP_K, PENALISED):
             llm.generate(prompts(), params, use_tqdm=False)

@@ -27,6 +27,7 @@ MODULES = (
     "kernel_cases_quantised",
     "kernel_cases_norm_codes",
     "kernel_cases_decode_inputs",
+    "kernel_cases_padded_steps",
     "kernel_cases_paged_attention",
     "kernel_cases_nan",
     "kernel_cases_reduce_norm",
@@ -62,7 +63,7 @@ def test_decode_inputs_in_a_graph() -> None:
     from tp_engine.kernels.decode_inputs import DecodeInputs
 
     make_tables = cases_of("kernel_cases_decode_inputs").make_tables
-    tables, twin_tables = (make_tables(9, 600, 16, device) for device in ("cuda", "cpu"))
+    tables, twin_tables = (make_tables(9, 600, 16, 1, device) for device in ("cuda", "cpu"))
     inputs, twin_inputs = DecodeInputs.allocate(4, tables), DecodeInputs.allocate(4, twin_tables)
     sampled = torch.arange(4, dtype=torch.int32)
     on_device = sampled.cuda()
@@ -83,6 +84,37 @@ def test_decode_inputs_in_a_graph() -> None:
         advance_twin(twin_tables, twin_inputs, sampled)
         for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
             torch.testing.assert_close(getattr(inputs, name).cpu(), getattr(twin_inputs, name), msg=name)
+        assert torch.equal(tables.token_ids.cpu(), twin_tables.token_ids)
+        assert torch.equal(tables.num_computed.cpu(), twin_tables.num_computed)
+
+
+def test_padded_steps_in_a_graph() -> None:
+    """Oracle: the PyTorch twin on a copy of the tables; replays are of other steps than the captured one."""
+    from tp_engine.worker.padded_batch import PaddedBatch, StepSize
+
+    make_plan = cases_of("kernel_cases_padded_steps").make_plan
+    make_tables = cases_of("kernel_cases_decode_inputs").make_tables
+    tables, twin_tables = (make_tables(9, 600, 16, 3, device) for device in ("cuda", "cpu"))
+    for kept in (tables, twin_tables):
+        kept.num_computed.fill_(5)
+    size, sampled = StepSize(decodes=8, tokens=64), torch.arange(24, dtype=torch.int32)
+    batch, twin, on_device = PaddedBatch(tables, size), PaddedBatch(twin_tables, size), sampled.cuda()
+    batch.set_step(make_plan([], []), size)
+
+    def step() -> None:
+        batch.prepare(size)
+        batch.advance(size.decodes, on_device)
+
+    graph = captured(step)  # all is padding so far, so nothing changes
+    for decodes, chunks in (([0, 5], [(3, 40, True), (2, 9, False)]), ([5, 3], [(2, 64, True)]), ([], [(7, 1, True)])):
+        for kept in (batch, twin):
+            kept.set_step(make_plan(decodes, chunks), size)
+        graph.replay()
+        twin.prepare(size)
+        twin.advance(size.decodes, sampled)
+        found, expected = batch.inputs(size), twin.inputs(size)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
+            torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), msg=name)
         assert torch.equal(tables.token_ids.cpu(), twin_tables.token_ids)
         assert torch.equal(tables.num_computed.cpu(), twin_tables.num_computed)
 

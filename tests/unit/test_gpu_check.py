@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_prompts import parse_arguments as parse_prompts
 from bench_steps import parse_arguments as parse_steps
 from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
@@ -52,7 +53,7 @@ def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_benchmarks_are_called_as_they_want_it() -> None:
     """Oracle: the scripts' own parsers."""
-    parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps}
+    parsers = {"bench_offline.py": parse_offline, "bench_steps.py": parse_steps, "bench_prompts.py": parse_prompts}
     seen = set()
     for one in sections():
         script, arguments = Path(one.command[0]).name, list(one.command[1:])
@@ -62,7 +63,7 @@ def test_benchmarks_are_called_as_they_want_it() -> None:
         elif script == "bench_serve.py":
             parse_serve("", arguments)
             seen.add(script)
-    assert seen == {"bench_offline.py", "bench_steps.py", "bench_serve.py"}
+    assert seen == {*parsers, "bench_serve.py"}
 
 
 def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

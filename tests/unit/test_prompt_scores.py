@@ -18,7 +18,7 @@ from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import TokenLogprobs
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling import logprobs
-from tp_engine.worker import model_runner, prompt_scores
+from tp_engine.worker import prompt_scores
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.prompt_scores import empty_scores, positions_at_once, score_prompt
 from tp_engine.worker.readback import Readback
@@ -77,7 +77,7 @@ def test_logits_of_prompts_are_bounded(
         assert max(watch.computed) == max(watch.gathered) == positions_at_once(max_num_seqs) < 50
         assert sum(watch.gathered) == sum(len(prompt) - 1 for prompt in PROMPTS)
         watch.forget()
-        monkeypatch.setattr(model_runner, "positions_at_once", lambda max_num_seqs: 1 << 20)
+        monkeypatch.setattr(prompt_scores, "positions_at_once", lambda max_num_seqs: 1 << 20)
         llm.reset_prefix_cache()
         expected = scored(llm)
         assert max(watch.computed) == 149

@@ -85,11 +85,14 @@ class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache.
 
     ``can_capture_decodes`` says that a step of decodes can be recorded, in a CUDA graph or on a tape: ``forward`` then
-    launches the same kernels for all lengths, and the kernels read the lengths.
+    launches the same kernels for all lengths, and the kernels read the lengths.  ``can_capture_prompts`` says the same
+    of steps with prompts, whose launches then depend on the numbers of decodes, of requests and of tokens alone; the
+    host's lengths are then one chunk with the tokens of all, those of padding included, which get zeros.
     """
 
     name: str
     can_capture_decodes: bool
+    can_capture_prompts: bool
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Work out what all layers share; called once per step, before the first layer."""

@@ -140,6 +140,7 @@ class FlashAttnBackend:
 
     name = "flash_attn"
     can_capture_decodes = True
+    can_capture_prompts = False
 
     def __init__(self, calls: FlashAttnCalls) -> None:
         self._calls = calls

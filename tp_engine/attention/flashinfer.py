@@ -35,6 +35,7 @@ class FlashInferBackend:
 
     name = "flashinfer"
     can_capture_decodes = False
+    can_capture_prompts = False
 
     def __init__(self, package: Any = None) -> None:
         package = package or import_module("flashinfer")

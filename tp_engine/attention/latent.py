@@ -38,6 +38,7 @@ class LatentBackend:
     def __init__(self, inner: AttentionBackend) -> None:
         self.name = inner.name
         self.can_capture_decodes = inner.can_capture_decodes
+        self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
         self._masks, self._reader = StaircaseMasks(TILE), RowReader()
         self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None

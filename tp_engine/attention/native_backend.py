@@ -18,6 +18,7 @@ class NativeBackend:
 
     name = "native"
     can_capture_decodes = True
+    can_capture_prompts = False
 
     def __init__(self) -> None:
         library = native_library()

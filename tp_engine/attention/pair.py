@@ -15,6 +15,7 @@ class PairBackend:
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.name = f"{prefill.name}:{decode.name}"
         self.can_capture_decodes = decode.can_capture_decodes
+        self.can_capture_prompts = False
         self._prefill, self._decode = prefill, decode
         self._parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
 

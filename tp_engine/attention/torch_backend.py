@@ -46,6 +46,7 @@ class TorchBackend:
 
     name = "torch"
     can_capture_decodes = False
+    can_capture_prompts = False
 
     def __init__(self) -> None:
         self._masks = StaircaseMasks(TILE)

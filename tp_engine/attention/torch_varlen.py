@@ -26,6 +26,7 @@ class TorchVarlenBackend:
 
     name = "torch_varlen"
     can_capture_decodes = False
+    can_capture_prompts = False
 
     def __init__(self, varlen_attn: Callable[..., Any] | None = None) -> None:
         found = varlen_attn or paged_varlen_attn()

@@ -22,6 +22,7 @@ class TritonBackend:
 
     name = "triton"
     can_capture_decodes = True
+    can_capture_prompts = True
 
     def __init__(self) -> None:
         from tp_engine.kernels import paged_decode_triton, paged_prefill_triton
@@ -54,7 +55,9 @@ class TritonBackend:
         """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if new is not None:
             self._store_kv(new, kv, metadata.slot_mapping)
-        num_decodes, out = metadata.num_decodes, torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        has_padding = metadata.is_padded and self._num_prefill_tokens > 0  # only the device knows behind which chunk
+        make, num_decodes = torch.zeros if has_padding else torch.empty, metadata.num_decodes
+        out = make(query.shape, dtype=query.dtype, device=query.device)
         if num_decodes:
             self._attend_decodes(query[:num_decodes], kv, out[:num_decodes], shape)
         if self._num_prefill_tokens:

@@ -21,6 +21,7 @@ class TritonLatentBackend:
 
     name = "triton"
     can_capture_decodes = True
+    can_capture_prompts = False
 
     def __init__(self) -> None:
         from tp_engine.kernels import paged_latent_triton

@@ -61,7 +61,7 @@ MEMORY_LINES = (
 STARTUP_PHASES = (
     "opening the device", "first snapshot", "sharing memory", "sharing memory between GPUs", "loading weights",
     "packing weights", "warming up", "measuring CUDA graphs", "profiling memory", "allocating the KV cache",
-    "recording decode steps",
+    "recording steps",
 )  # fmt: skip
 OTHER: Final = "other"  # the sum of the memory lines, or of the phases, without a word of their own
 NUM_ECHOES: Final = 16

@@ -23,6 +23,7 @@ from tp_engine.kernels import (
     latents,
     layer_kv,
     layer_ops,
+    padded_steps,
     routing,
     row_codes,
 )
@@ -72,6 +73,8 @@ OPS: dict[str, Op] = {
     "advance_decodes": Op(
         decode_inputs.advance_decodes, "decode_inputs_triton:advance_decodes_triton", "ops:advance_decodes"
     ),
+    "prepare_steps": Op(padded_steps.prepare_steps, "padded_steps_triton:prepare_steps_triton"),
+    "advance_steps": Op(padded_steps.advance_steps, "padded_steps_triton:advance_steps_triton"),
     "quantise_rows": Op(row_codes.quantise_rows, "row_codes_triton:quantise_rows_triton"),
     "encode_blocks": Op(
         block_codes.encode_blocks, "block_codes_triton:encode_blocks_triton", "block_codes:encode_blocks"

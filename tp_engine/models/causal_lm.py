@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
             scale=spec.logit_scale,
             softcap=spec.logit_softcap,
         )
-        self._specs = spec.layers
+        self._specs, self.hidden_size, self.dtype = spec.layers, spec.hidden_size, context.dtype
         self._joins = _make_joins(layers, spec.layers, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers

@@ -26,7 +26,7 @@ from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, with
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
-from tp_engine.worker.graph_capture import capture_sizes
+from tp_engine.worker.graph_capture import capture_sizes, prefill_sizes
 from tp_engine.worker.profiling import parse_steps
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
@@ -124,6 +124,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     )
     _check_speculation(config, model)
     capture_sizes(config.cuda_graph_sizes, config.max_num_seqs)  # raises for wrong sizes
+    prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model, parse_devices(config.devices, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)

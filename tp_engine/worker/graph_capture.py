@@ -1,10 +1,17 @@
-"""Whether decode steps are recorded, for which batch sizes, and how much memory the recordings take."""
+"""Which steps are recorded, for which sizes, and how much memory the recordings take.
+
+Steps of decodes are recorded where the attention backend and the ranks' collectives can be.  Steps with prompts are
+recorded on GPUs, if ``cuda_graph_prefill_sizes`` asks for it, where besides no layer makes a plan of its prompts on the
+host.  The runner launches kernel by kernel the steps that are in no recording (``padded_batch.StepSizes.size_for``) and
+those of which more is read than sampled tokens.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
@@ -17,6 +24,7 @@ from tp_engine.ranks.collectives import Communicator
 from tp_engine.worker.captured_decodes import CudaRecorder, Recorder
 from tp_engine.worker.device import Device
 from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.padded_batch import MAX_CHUNKS, StepSizes
 from tp_engine.worker.tape_recorder import TapeRecorder
 
 logger = get_logger(__name__)
@@ -27,13 +35,17 @@ _MAX_TAPE_ROWS = 64
 _SMALLEST = (1, 2, 4)
 _FINE_STEP, _FINE_UP_TO, _COARSE_STEP = 8, 256, 16
 _LARGEST = 512
+# Padding costs little up to a few hundred tokens, and every size costs time at the start and memory.
+_PROMPT_DECODES = (0, 8, 32, 64, 128, 256)
+_PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan:
-    """Record decode steps of ``sizes`` rows with a recorder from ``make_recorder``."""
+    """Record decode steps of ``sizes`` rows, and steps with ``prompts``, with a recorder from ``make_recorder``."""
 
     sizes: tuple[int, ...]
+    prompts: StepSizes | None = None
     make_recorder: Callable[[], Recorder] = CudaRecorder
 
 
@@ -52,7 +64,9 @@ def graph_plan(
     if obstacle is not None:
         logger.warning("no CUDA graphs, so decode steps are slower: %s", obstacle)
         return None
-    return GraphPlan(sizes=capture_sizes(config.cuda_graph_sizes, config.max_num_seqs))
+    return GraphPlan(
+        sizes=capture_sizes(config.cuda_graph_sizes, config.max_num_seqs), prompts=_prompt_sizes(config, backend, model)
+    )
 
 
 def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Communicator) -> str | None:
@@ -65,6 +79,23 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend, communicator: Com
     if not has_triton():
         return "the triton package is not installed"
     return None
+
+
+def _prompt_sizes(config: EngineConfig, backend: AttentionBackend, model: CausalLM) -> StepSizes | None:
+    """The recorded sizes of steps with prompts; None if they are launched, with the reason in the log if some are
+    asked."""
+    tokens = prefill_sizes(config.cuda_graph_prefill_sizes, config.max_num_batched_tokens)
+    obstacle = None
+    if not backend.can_capture_prompts:
+        obstacle = f"the attention backend {backend.name} plans prompts on the host"
+    elif model.state_layers:
+        obstacle = "some layers have recurrent states, whose prompts are planned on the host"
+    if tokens and obstacle is not None:
+        logger.warning("no CUDA graphs of steps with prompts: %s", obstacle)
+    if not tokens or obstacle is not None:
+        return None
+    most = next((size for size in _PROMPT_DECODES if size >= config.max_num_seqs), _PROMPT_DECODES[-1])
+    return StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
 
 
 def _tape_plan(
@@ -80,23 +111,43 @@ def _tape_plan(
     return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
 
 
+def record_steps(plan: GraphPlan, runner: ModelRunner) -> None:
+    """Record all of ``plan``; a collective."""
+    recorder = plan.make_recorder()
+    if plan.prompts is not None:
+        runner.capture_prompts(plan.prompts, recorder, plan.prompts.largest_first)
+    runner.capture(plan.sizes, recorder)
+
+
 def measure_graph_bytes(plan: GraphPlan, device: Device, runner: ModelRunner) -> int:
-    """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes.
+    """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes of each kind of step.
 
     All share one pool, in which the smaller ones reuse the largest's memory: each further one adds only its own.
     ``runner`` may have a KV cache of any size, and keeps no recording.  A collective.
     """
-    recorder, kept = plan.make_recorder(), []
-    used = [_held_bytes(device)]
-    for size in plan.sizes[:-3:-1]:
-        kept.append(runner.capture((size,), recorder))
-        used.append(_held_bytes(device))
+    recorder, num_bytes = plan.make_recorder(), 0
+    if plan.prompts is not None:
+        sizes = plan.prompts.largest_first
+        record = [partial(runner.capture_prompts, plan.prompts, recorder, [size]) for size in sizes[:2]]
+        num_bytes += _grown_bytes(device, record, len(sizes))
+    num_bytes += _grown_bytes(
+        device, [partial(runner.capture, (size,), recorder) for size in plan.sizes[:-3:-1]], len(plan.sizes)
+    )
     runner.forget_captured()
-    del recorder, kept
+    del recorder
     gc.collect()
     device.empty_cache()
-    first, further = used[1] - used[0], used[-1] - used[1] if len(used) > 2 else 0
-    return max(first, 0) + max(further, 0) * max(len(plan.sizes) - 1, 0)
+    return num_bytes
+
+
+def _grown_bytes(device: Device, record: Sequence[Callable[[], object]], count: int) -> int:
+    """Bytes that ``count`` recordings take, of which ``record`` makes the first, and the second if there is one."""
+    used, kept = [_held_bytes(device)], []
+    for one in record:
+        kept.append(one())
+        used.append(_held_bytes(device))
+    first, further = used[1] - used[0], used[-1] - used[1]
+    return max(first, 0) + max(further, 0) * (count - 1)
 
 
 def _held_bytes(device: Device) -> int:
@@ -112,24 +163,40 @@ def capture_sizes(asked: str | None, max_num_seqs: int) -> tuple[int, ...]:
     rows.  Raises ``ConfigError`` unless ``asked`` is a list of numbers from 1 to ``max_num_seqs``.
     """
     if asked is not None:
-        return _parse(asked, max_num_seqs)
+        return _parse("cuda_graph_sizes", asked, 1, "max_num_seqs", max_num_seqs, "batch sizes", "1,2,4,8")
     fine = range(_FINE_STEP, _FINE_UP_TO + 1, _FINE_STEP)
     coarse = range(_FINE_UP_TO + _COARSE_STEP, _LARGEST + 1, _COARSE_STEP)
     largest = min(max_num_seqs, _LARGEST)
     return (*(size for size in (*_SMALLEST, *fine, *coarse) if size < largest), largest)
 
 
-def _parse(asked: str, max_num_seqs: int) -> tuple[int, ...]:
+def prefill_sizes(asked: str, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens of recorded steps in rising order; a step runs the next larger one, padded.
+
+    ``asked`` is ``none``, a comma-separated list, or ``auto``: 32 to 1,024, as far as ``max_num_batched_tokens`` goes.
+    Raises ``ConfigError`` for anything else, and for sizes that are out of range.
+    """
+    if asked == "none":
+        return ()
+    least = MAX_CHUNKS + 1  # so that a step's tokens are never as many as those that can be sampled
+    if asked == "auto":
+        largest = min(max_num_batched_tokens, _PROMPT_TOKENS[-1])
+        return tuple(size for size in (*(size for size in _PROMPT_TOKENS if size < largest), largest) if size >= least)
+    name = "cuda_graph_prefill_sizes"
+    what, limit = "none, auto, or numbers of prompt tokens", "max_num_batched_tokens"
+    return _parse(name, asked, least, limit, max_num_batched_tokens, what, "32,64,128")
+
+
+def _parse(name: str, asked: str, least: int, limit: str, most: int, what: str, example: str) -> tuple[int, ...]:
+    """The option ``name``, a list of sizes from ``least`` to ``most``, which is the option ``limit``."""
     try:
         sizes = sorted({int(part) for part in asked.split(",")})
     except ValueError as error:
+        raise ConfigError(f"{name} is {asked!r}; it must be {what} separated by commas, such as {example}") from error
+    if sizes[0] < least or sizes[-1] > most:
+        wrong = sizes[0] if sizes[0] < least else sizes[-1]
         raise ConfigError(
-            f"cuda_graph_sizes is {asked!r}; it must be batch sizes separated by commas, such as 1,2,4,8"
-        ) from error
-    if sizes[0] < 1 or sizes[-1] > max_num_seqs:
-        wrong = sizes[0] if sizes[0] < 1 else sizes[-1]
-        raise ConfigError(
-            f"cuda_graph_sizes contains {wrong}; sizes go from 1 to max_num_seqs, which is {max_num_seqs}: leave it "
-            "out, or raise max_num_seqs"
+            f"{name} contains {wrong}; sizes go from {least} to {limit}, which is {most}: leave it out, or raise "
+            f"{limit}"
         )
     return tuple(sizes)

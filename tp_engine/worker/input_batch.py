@@ -196,7 +196,7 @@ class InputBatch:
         if num_decodes:
             assert sampled is not None
             self.decodes.advance(num_decodes, sampled if layout.is_decode_only else sampled[:num_decodes])
-            self.count_decodes(layout.rows[:num_decodes])
+            self.count_computed(layout.rows[:num_decodes])
         if layout.is_decode_only:
             return
         self.num_computed[layout.prefill_rows] += layout.prefill_tokens
@@ -205,10 +205,10 @@ class InputBatch:
             assert sampled is not None
             self._flat_token_ids.index_copy_(0, inputs.prefill_places, sampled[num_decodes:])
 
-    def count_decodes(self, rows: IntArray) -> None:
-        """Count on the host the decodes of ``rows`` that the device has advanced."""
+    def count_computed(self, rows: IntArray, tokens: IntArray | int = 1) -> None:
+        """Count on the host the ``tokens`` (n,) of ``rows`` (n,) that the device has counted."""
         if not self._computed.is_shared:
-            self.num_computed[rows] += 1
+            self.num_computed[rows] += tokens
 
     def _layout_of(self, plan: StepPlan) -> BatchLayout:
         """The layout of ``plan``, kept while the same rows decode and nothing else happens."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
@@ -19,15 +18,17 @@ from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import make_sampler, recorded_sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.captured_decodes import CapturedDecodes, Recorder
+from tp_engine.worker.captured_prompts import CapturedPrompts
 from tp_engine.worker.host_tier import HostTier
 from tp_engine.worker.input_batch import InputBatch
 from tp_engine.worker.kv_cache import KvBlocks
+from tp_engine.worker.padded_batch import StepSize, StepSizes
 from tp_engine.worker.pooled_rows import PooledRows, PooledTensors
 from tp_engine.worker.profiling import Named, unnamed
-from tp_engine.worker.prompt_scores import positions_at_once, score_prompt
+from tp_engine.worker.prompt_scores import ScoredPrompts
 from tp_engine.worker.readback import Check, Readback, never_fails
 from tp_engine.worker.row_states import RowStates
-from tp_engine.worker.step_inputs import BatchLayout, StepInputs, digest_inputs
+from tp_engine.worker.step_inputs import StepInputs, digest_inputs
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
 """Receives the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
@@ -91,8 +92,9 @@ class ModelRunner:
         self._sampler = make_sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._captured: CapturedDecodes | None = None
+        self._prompts: CapturedPrompts | None = None
         self.named: Named = unnamed
-        self._scores_prompt = np.full(len(batch.num_prompt), -1, dtype=np.int32)
+        self._scored = ScoredPrompts(model, batch)
         self._pooled_rows = PooledRows(len(batch.num_prompt), model.lm_head.slice, communicator)
 
     @property
@@ -132,11 +134,25 @@ class ModelRunner:
         )
         return self._captured
 
+    @torch.inference_mode()
+    def capture_prompts(self, sizes: StepSizes, recorder: Recorder, part: Sequence[StepSize]) -> None:
+        """Record those steps with prompts of ``sizes`` that are in ``part``.  As ``capture``, before it or after."""
+        if self._prompts is None:
+            self._prompts = CapturedPrompts(
+                sizes,
+                model=self._model,
+                backends=self._backends,
+                tables=self._batch.row_tables(),
+                sampler=recorded_sampler(self._sampler, self._sampling, self._communicator),
+            )
+        self._prompts.record(recorder, part)
+
     def forget_captured(self) -> None:
         """Destroy the recordings, if there are any; from now on every step is launched."""
-        if self._captured is not None:
-            self._captured.close()
-        self._captured = None
+        for captured in (self._captured, self._prompts):
+            if captured is not None:
+                captured.close()
+        self._captured = self._prompts = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -148,13 +164,15 @@ class ModelRunner:
         captured = self._captured
         if captured is not None and not len(plan.prefill_rows) and len(plan.decode_rows) <= captured.largest:
             return self._replay(plan, captured)
+        if self._prompts is not None and (size := self._recorded_size(plan, self._prompts)) is not None:
+            return self._replay_prompts(plan, self._prompts, size)
         with self.named("prepare"):
             inputs = self._prepare(plan)
-        is_scored = self._may_be_scored(inputs.layout)
+        is_scored = not inputs.layout.is_decode_only and self._scored.any_of(inputs.layout.rows)
         with self.named("model"), forward_context(inputs.attention):
             hidden = self._model(inputs.input_ids, inputs.positions, None if is_scored else inputs.layout.wanted)
         with self.named("sample"):
-            prompt_logprobs = self._score_prompts(inputs, hidden) if is_scored else {}
+            prompt_logprobs = self._scored.score(inputs, hidden) if is_scored else {}
             sampled = hidden.index_select(0, inputs.layout.logit_index) if is_scored else hidden
             token_ids, logprobs, pooled = self._sample(inputs, sampled)
             self._batch.advance(inputs, token_ids)
@@ -180,10 +198,28 @@ class ModelRunner:
         self._progress.reach(RankPhase.SAMPLE)
         with self.named("replay"):
             token_ids, logprobs = captured.run(rows, self._batch.num_computed[rows] + 1, plan.rows_epoch)
-        self._batch.count_decodes(rows)
+        self._batch.count_computed(rows)
+        return self._replayed(plan.step_id, token_ids, logprobs)
+
+    def _recorded_size(self, plan: StepPlan, prompts: CapturedPrompts) -> StepSize | None:
+        """The recording for a step with prompts; None if it is launched, as where more than sampled tokens is read."""
+        rows = plan.prefill_rows
+        is_read = self._scored.any_of(rows) or self._pooled_rows.any_of(rows)
+        return None if is_read else prompts.sizes.size_for(plan)
+
+    def _replay_prompts(self, plan: StepPlan, prompts: CapturedPrompts, size: StepSize) -> PendingStep:
+        """Run a step with prompts from the recording of ``size``."""
+        self._progress.reach(RankPhase.SAMPLE)
+        with self.named("replay"):
+            token_ids, logprobs = prompts.run(plan, size, self._batch.num_computed)
+        self._batch.count_computed(plan.decode_rows)
+        self._batch.count_computed(plan.prefill_rows, plan.prefill_tokens)
+        return self._replayed(plan.step_id, token_ids, logprobs)
+
+    def _replayed(self, step_id: int, token_ids: torch.Tensor | None, logprobs: LogprobTensors | None) -> PendingStep:
         return PendingStep(
-            step_id=plan.step_id,
-            token_ids=self._readback.start(token_ids),
+            step_id=step_id,
+            token_ids=None if token_ids is None else self._readback.start(token_ids),
             logprobs=None if logprobs is None else logprobs.to_host(self._readback.fetch),
         )
 
@@ -194,7 +230,7 @@ class ModelRunner:
         if len(plan.released):
             self._sampling.release(plan.released)
         for admission in plan.admitted:
-            self._scores_prompt[admission.row] = admission.sampling.prompt_logprobs
+            self._scored.admit(admission.row, admission.sampling)
             self._pooled_rows.admit(admission.row, admission.sampling)
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
         if len(plan.lane_rows):
@@ -222,30 +258,3 @@ class ModelRunner:
         if not layout.is_decode_only:
             pooled = self._pooled_rows.collect(layout.sampled_rows, hidden, logits)
         return *self._sampler.sample(logits, layout.sampled_rows, inputs.sampled_positions), pooled
-
-    def _may_be_scored(self, layout: BatchLayout) -> bool:
-        """Whether a request may have asked for log-probabilities of this step's prompt tokens."""
-        return not layout.is_decode_only and bool((self._scores_prompt[layout.rows] >= 0).any())
-
-    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
-        """Log-probabilities of the prompt tokens that follow this step's positions, for the rows that asked.
-
-        A collective, because computing logits is one.
-        """
-        rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
-        wanted = np.flatnonzero(self._scores_prompt[rows] >= 0)
-        max_positions = positions_at_once(self._batch.max_num_seqs)
-        scores: dict[int, LogprobTensors] = {}
-        for request in wanted:
-            row = int(rows[request])
-            first = int(self._batch.num_computed[row])
-            num_scored = min(int(query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
-            if num_scored <= 0:
-                continue
-            start = int(query_lens[:request].sum())
-            following = self._batch.following_tokens(row, first + 1, num_scored)
-            k = int(self._scores_prompt[row])
-            found = score_prompt(self._model, hidden[start : start + num_scored], following, k, max_positions)
-            if found is not None:
-                scores[row] = found
-        return scores

@@ -64,6 +64,10 @@ class PooledRows:
         if sampling.pools:
             self._token_ids[row] = sampling.pooled_token_ids.copy()
 
+    def any_of(self, rows: IntArray) -> bool:
+        """Whether one of ``rows`` (n,) pools."""
+        return bool(self._pools[rows].any())
+
     def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
         """What those of the sampled ``rows`` (n,) return that pool; None if there are none, and on other ranks.
 

@@ -6,12 +6,55 @@ positions scored at once is therefore fixed at the start, and the largest step (
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.plan import IntArray, RowSampling
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
+from tp_engine.worker.input_batch import InputBatch
+from tp_engine.worker.step_inputs import StepInputs
 
 _LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight
+
+
+class ScoredPrompts:
+    """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk."""
+
+    def __init__(self, model: CausalLM, batch: InputBatch) -> None:
+        self._model, self._batch = model, batch
+        self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        """A row has a new occupant."""
+        self._num_alternatives[row] = sampling.prompt_logprobs
+
+    def any_of(self, rows: IntArray) -> bool:
+        """Whether one of ``rows`` (n,) asks for them; its prompt may be computed already."""
+        return bool((self._num_alternatives[rows] >= 0).any())
+
+    def score(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
+        """Log-probabilities of the prompt tokens that follow this step's positions, by row, for the rows that asked.
+
+        ``hidden`` (N, hidden) are the outputs of all tokens.  A collective, because computing logits is one.
+        """
+        rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
+        wanted = np.flatnonzero(self._num_alternatives[rows] >= 0)
+        max_positions = positions_at_once(self._batch.max_num_seqs)
+        scores: dict[int, LogprobTensors] = {}
+        for request in wanted:
+            row = int(rows[request])
+            first = int(self._batch.num_computed[row])
+            num_scored = min(int(query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
+            if num_scored <= 0:
+                continue
+            start = int(query_lens[:request].sum())
+            following = self._batch.following_tokens(row, first + 1, num_scored)
+            k = int(self._num_alternatives[row])
+            found = score_prompt(self._model, hidden[start : start + num_scored], following, k, max_positions)
+            if found is not None:
+                scores[row] = found
+        return scores
 
 
 def positions_at_once(max_num_seqs: int) -> int:

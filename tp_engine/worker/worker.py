@@ -29,7 +29,7 @@ from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
 from tp_engine.worker.disk_start import DiskStart, open_disk_tier
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes
+from tp_engine.worker.graph_capture import GraphPlan, graph_plan, measure_graph_bytes, record_steps
 from tp_engine.worker.host_memory import host_memory
 from tp_engine.worker.host_tier import choose_slots
 from tp_engine.worker.kv_cache import KvCacheShape
@@ -125,7 +125,7 @@ class Worker:
             together = self._start_up.run_together
             self.disk = open_disk_tier(effective, self.groups, together, parts, runner.tier, self._channels)
         if graphs is not None:
-            self._start_up.run("recording decode steps", lambda: runner.capture(graphs.sizes, graphs.make_recorder()))
+            self._start_up.run("recording steps", lambda: record_steps(graphs, runner))
         self._monitor = MemoryMonitor(device, *runner.kv_memory)
         self.memory = memory_lines(
             ledger,

@@ -1,0 +1,170 @@
+"""Steps with prompts at fixed sizes: which sizes there are, what the host sends of a step, where its inputs are.
+
+A step of size (D, T) has room for D decodes and for up to ``MAX_CHUNKS`` chunks of prompts with T tokens in all
+(``kernels/padded_steps.py``).  Its launches depend on D and T alone, so a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tp_engine.attention.base import AttentionMetadata
+from tp_engine.kernels.decode_inputs import PAD_ROW, RowTables
+from tp_engine.kernels.ops import op
+from tp_engine.kernels.padded_steps import PaddedInputs, PaddedRequests
+from tp_engine.layers.upload import upload_into
+from tp_engine.plan import IntArray, StepPlan
+
+MAX_CHUNKS = 16  # a power of two, for the kernel that finds the chunk of each token
+# Up to here a step takes as long as reading the weights, whatever its number of tokens.
+_FREE_TOKENS = 128
+_MAX_PADDING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """Room for ``decodes`` and for ``tokens`` of prompts."""
+
+    decodes: int
+    tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return self.decodes + self.tokens
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the step, padding included; as many tokens can be sampled."""
+        return self.decodes + MAX_CHUNKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """Each of ``decodes`` with each of ``tokens``, both rising."""
+
+    decodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def largest_first(self) -> list[StepSize]:
+        """All sizes; for each number of decodes the numbers of tokens, the largest first."""
+        return [
+            StepSize(decodes=decodes, tokens=tokens)
+            for decodes in reversed(self.decodes)
+            for tokens in reversed(self.tokens)
+        ]
+
+    def size_for(self, plan: StepPlan) -> StepSize | None:
+        """The smallest size that holds the step ``plan``, which has prompts.
+
+        None if none does, or if padding would double the work.
+        """
+        num_decodes, num_tokens = len(plan.decode_rows), plan.num_tokens
+        num_prompt_tokens = num_tokens - num_decodes
+        if num_decodes > self.decodes[-1] or not 0 < num_prompt_tokens <= self.tokens[-1]:
+            return None
+        if len(plan.prefill_rows) > MAX_CHUNKS:
+            return None
+        size = StepSize(
+            decodes=self.decodes[bisect.bisect_left(self.decodes, num_decodes)],
+            tokens=self.tokens[bisect.bisect_left(self.tokens, num_prompt_tokens)],
+        )
+        return size if size.num_tokens <= max(_MAX_PADDING * num_tokens, _FREE_TOKENS) else None
+
+
+class PaddedBatch:
+    """The inputs of steps up to the size ``room``, at one place; at first all of a step is padding.
+
+    ``set_step`` is the host's part, one small upload; ``prepare`` and ``advance`` are the device's.
+    """
+
+    def __init__(self, tables: RowTables, room: StepSize) -> None:
+        self._tables, device = tables, tables.token_ids.device
+        self._prepare, self._advance = op("prepare_steps", device.type), op("advance_steps", device.type)
+        # One tensor, so that a step's requests are one upload: four rows of B, then ``query_start``.
+        self._requests = torch.zeros(5 * room.num_requests + 1, dtype=torch.int32, device=device)
+        self._inputs = PaddedInputs.allocate(room.num_tokens, room.num_requests, tables)
+
+    def set_step(self, plan: StepPlan, size: StepSize) -> None:
+        """The next step is ``plan``, padded to ``size``."""
+        packed = pack_requests(plan, size)
+        upload_into(self._requests[: len(packed)], packed)
+
+    def requests(self, num_decodes: int) -> PaddedRequests:
+        """What ``set_step`` has said of a step with room for ``num_decodes``."""
+        count = num_decodes + MAX_CHUNKS
+        rows, wanted, sampled_rows, sampled_places = self._requests[: 4 * count].view(4, count).unbind()
+        return PaddedRequests(
+            num_decodes=num_decodes,
+            rows=rows,
+            wanted=wanted,
+            sampled_rows=sampled_rows,
+            sampled_places=sampled_places,
+            query_start=self._requests[4 * count : 5 * count + 1],
+        )
+
+    def inputs(self, size: StepSize) -> PaddedInputs:
+        """Where the inputs of a step of ``size`` are."""
+        return self._inputs.first(size.num_tokens, size.num_requests)
+
+    def prepare(self, size: StepSize) -> PaddedInputs:
+        """Make the inputs of the step that ``set_step`` has set."""
+        inputs = self.inputs(size)
+        self._prepare(self._tables, self.requests(size.decodes), inputs)
+        return inputs
+
+    def advance(self, num_decodes: int, sampled: torch.Tensor) -> None:
+        """The step's tokens are computed, and ``sampled`` (n,) int32, of which padding may follow, come behind them."""
+        self._advance(self._tables, self.requests(num_decodes), sampled)
+
+    def sampled_positions(self, num_decodes: int) -> torch.Tensor:
+        """The positions (B,) int64 of the tokens whose outputs are sampled; those of padding are arbitrary."""
+        return self._inputs.positions.index_select(0, self.requests(num_decodes).wanted)
+
+    def metadata(self, size: StepSize) -> tuple[AttentionMetadata, ...]:
+        """Each group's metadata for a step of ``size``; for the host, one chunk has all tokens of prompts."""
+        requests, inputs = self.requests(size.decodes), self.inputs(size)
+        query_lens: IntArray = np.zeros(size.num_requests, dtype=np.int32)
+        query_lens[: size.decodes], query_lens[size.decodes] = 1, size.tokens
+        return tuple(
+            AttentionMetadata(
+                num_decodes=size.decodes,
+                slot_mapping=slot_mapping,
+                block_table=block_table,
+                seq_lens=inputs.seq_lens,
+                query_start=requests.query_start,
+                host_query_lens=query_lens,
+                host_seq_lens=np.zeros(size.num_requests, dtype=np.int32),
+                decode_rows=requests.rows[: size.decodes],
+            )
+            for slot_mapping, block_table in zip(inputs.slot_mapping.unbind(), inputs.block_table.unbind(), strict=True)
+        )
+
+
+def pack_requests(plan: StepPlan, size: StepSize) -> IntArray:
+    """The parts of ``PaddedRequests`` (5 B + 1,), one behind the other, for ``plan`` padded to ``size``."""
+    room, count = size.decodes, size.num_requests
+    packed: IntArray = np.zeros(5 * count + 1, dtype=np.int32)
+    rows, wanted, sampled_rows, sampled_places = packed[: 4 * count].reshape(4, count)
+    starts = packed[4 * count :]
+    num_decodes, samples = len(plan.decode_rows), plan.prefill_samples
+    chunks = slice(room, room + len(plan.prefill_rows))
+    rows.fill(PAD_ROW)
+    rows[:num_decodes], rows[chunks] = plan.decode_rows, plan.prefill_rows
+    starts[: room + 1] = np.arange(room + 1)
+    ends = room + plan.prefill_tokens.cumsum()
+    starts[room + 1 :] = ends[-1] if len(ends) else room
+    starts[room + 1 : chunks.stop + 1] = ends
+    sampled = plan.sampled_rows
+    wanted[:num_decodes], wanted[num_decodes : len(sampled)] = np.arange(num_decodes), ends[samples] - 1
+    sampled_rows.fill(PAD_ROW)
+    sampled_rows[: len(sampled)] = sampled
+    sampled_places.fill(-1)
+    sampled_places[:num_decodes] = np.arange(num_decodes)
+    sampled_places[chunks][samples] = np.arange(num_decodes, len(sampled))
+    return packed
