@@ -8,6 +8,8 @@ has cleared the signals that it waited for, and has signalled every rank once at
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -73,6 +75,44 @@ def check(
         assert torch.equal(signals[peer], given), (peer, signals[peer])
 
 
+def check_late_ranks() -> None:
+    """Peers that come one after the other, and one that has not taken this rank's last signal yet (interpreted only).
+
+    Each word changes once: a signal that the kernel has given already is not given again.
+    """
+    world_size, rank, size = 4, 1, 32
+    parts = [torch.full((1, size), float(2**peer)) for peer in range(world_size)]
+    buffers = [part.clone() for part in parts]
+    signals = [torch.zeros(2, world_size, dtype=torch.int32) for _ in range(world_size)]
+    signals[3][0, rank] = 1
+    taken: list[int] = []
+
+    def peers() -> None:
+        for place in (0, 1):
+            for peer in (2, 3, 0):
+                time.sleep(0.03)
+                if peer == 3 and place == 0:
+                    signals[3][0, rank] = 0
+                    time.sleep(0.03)
+                while signals[peer][place, rank] == 0:
+                    time.sleep(0.001)
+                signals[peer][place, rank] = 0  # this rank's signal, taken
+                taken.append(peer)
+                signals[rank][place, peer] = 1
+
+    thread = threading.Thread(target=peers, daemon=True)
+    thread.start()
+    residual = torch.zeros(1, size)
+    out = all_reduce_add_norm_triton(
+        parts[rank], residual, NormRule(torch.ones(size), EPS), 1.0,
+        buffers=addresses(buffers), signals=addresses(signals), rank=rank,
+    )  # fmt: skip
+    thread.join(timeout=60.0)
+    assert not thread.is_alive() and taken == [2, 3, 0, 2, 3, 0]
+    assert torch.equal(residual, torch.full((1, size), 15.0)) and torch.allclose(out, torch.ones(1, size))
+    assert not any(words.any() for words in signals)
+
+
 def make_cases() -> dict[str, Callable[[str], None]]:
     """Name -> check on a device."""
     plain, *others = KINDS
@@ -93,6 +133,7 @@ CASES = make_cases()
 def main() -> None:
     for one in CASES.values():
         one("cpu")
+    check_late_ranks()
     print(AGREEMENT)
 
 

@@ -20,5 +20,6 @@ def test_kernel_compiles_for(capability: int) -> None:
     """Oracle: Triton's own compiler; ranks signal each other with the scope of the system, in order."""
     for kernel in compile_cases("kernel_cases_reduce_norm", capability):
         ptx = kernel.asm["ptx"]
-        assert "release.sys.cas" in ptx and "acquire.sys.cas" in ptx
+        # Two meetings, each with one instruction for the signals to all peers and one for theirs.
+        assert ptx.count("release.sys.cas") == ptx.count("acquire.sys.cas") == 2
         assert "global.b16" not in ptx, "rows are not read and written in vectors"

@@ -21,23 +21,35 @@ import triton.language as tl
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.norm_triton import load_gain, normalised, row_constants
 
+_NEVER = tl.constexpr(2)  # no signal is ever this, so a lane that waits for it changes nothing
 MAX_PROGRAMS = 32
 """The most of a launch: all must run at once, because they wait for other ranks, and their signals must fit the pad."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _meet(signals, rank, place, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Tell every rank that this program is here, and wait until all are; what was stored before is seen after."""
+    """Tell every rank that this program is here, and wait until all are; what was stored before is seen after.
+
+    Each peer has a lane of its own: signals take one or two microseconds each, and cross the links side by side.
+    """
     tl.debug_barrier()
-    for peer in tl.static_range(WORLD_SIZE):
-        theirs = tl.load(signals + peer).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + rank
-        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
-            pass
-    for peer in tl.static_range(WORLD_SIZE):
-        mine = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + peer
-        while tl.atomic_cas(mine, 1, 0, sem="acquire", scope="sys") != 1:
-            pass
+    peer = tl.arange(0, WORLD_SIZE)
+    theirs = tl.load(signals + peer).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + rank
+    mine = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + place * WORLD_SIZE + peer
+    _change_all(theirs, 0, 1, "release")
+    _change_all(mine, 1, 0, "acquire")
     tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _change_all(words, old, new, SEM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Change each of ``words`` from ``old`` to ``new``, as soon as it is ``old``."""
+    awaited = tl.full(words.shape, old, tl.int32)
+    num_left = tl.full((), 1, tl.int32)
+    while num_left > 0:
+        found = tl.atomic_cas(words, awaited, tl.full(words.shape, new, tl.int32), sem=SEM, scope="sys")
+        awaited = tl.where(found == awaited, _NEVER, awaited)
+        num_left = tl.sum((awaited != _NEVER).to(tl.int32), axis=0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])  # type: ignore[untyped-decorator]
