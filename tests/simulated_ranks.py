@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from tp_engine.kernels.tree_sum import tree_sum
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.ranks.rank import RankInfo
 
@@ -47,6 +48,9 @@ class SimulatedCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.exchange(self.info.rank, tensor)
         return tensor.copy_(torch.stack(parts).sum(0))
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tree_sum(self._meeting.exchange(self.info.rank, part)).to(dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._meeting.exchange(self.info.rank, tensor), dim=-1)

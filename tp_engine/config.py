@@ -94,6 +94,11 @@ class EngineConfig:
     fuse_all_reduce_norm: bool = option(
         False, "all-reduce, residual sum and norm in one kernel, if all_reduce uses shared memory"
     )
+    tp_invariant: bool = option(
+        False,
+        "the same tokens and log-probabilities, bit for bit, on 1, 2, 4 and 8 ranks: sums over a layer's columns are a "
+        "fixed tree",
+    )
     enforce_eager: bool = option(
         False, "launch every kernel of every step: no CUDA graphs, no tapes on CPUs", flags=("--disable-cuda-graph",)
     )

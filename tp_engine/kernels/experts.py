@@ -47,15 +47,26 @@ class QuantisedExpertWeights:
 
 
 def mix_experts(
-    x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: ExpertWeights,
+    *,
+    keeps_sums: bool = False,
 ) -> torch.Tensor:
-    """``x`` (N, hidden), ``expert_ids`` (N, k) int32, ``weights`` (N, k) float32 -> (N, hidden), of ``x``'s type."""
+    """``x`` (N, hidden), ``expert_ids`` (N, k) int32, ``weights`` (N, k) float32 -> (N, hidden), of ``x``'s type.
+
+    If it ``keeps_sums``, the result is float32, and the products that it adds up are not rounded.
+    """
+    down, down_bias = experts.down, experts.down_bias
+    if keeps_sums:
+        down, down_bias = down.float(), None if down_bias is None else down_bias.float()
 
     def apply(rows: torch.Tensor, index: int) -> torch.Tensor:
         inner = gate(F.linear(rows, experts.gate_up[index], _of(experts.gate_up_bias, index)), experts.activation)
-        return F.linear(inner, experts.down[index], _of(experts.down_bias, index))
+        return F.linear(inner.to(down.dtype), down[index], _of(down_bias, index))
 
-    return _mix(x, expert_ids - experts.first, weights, len(experts.gate_up), apply)
+    return _mix(x, expert_ids - experts.first, weights, len(experts.gate_up), apply, down.dtype)
 
 
 def mix_quantised_experts(
@@ -69,7 +80,7 @@ def mix_quantised_experts(
         inner = multiply_quantised(rows, gate_up.expert(index), gate_up_bias, experts.activation)
         return multiply_quantised(inner, down.expert(index), down_bias)
 
-    return _mix(x, expert_ids - experts.first, weights, gate_up.shape[0], apply)
+    return _mix(x, expert_ids - experts.first, weights, gate_up.shape[0], apply, x.dtype)
 
 
 def _mix(
@@ -78,8 +89,10 @@ def _mix(
     weights: torch.Tensor,
     num_experts: int,
     apply: Callable[[torch.Tensor, int], torch.Tensor],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    outputs = x.new_zeros((*local_ids.shape, x.shape[1]))
+    """The result, and the experts' outputs, have the type ``dtype``."""
+    outputs = x.new_zeros((*local_ids.shape, x.shape[1]), dtype=dtype)
     for index in range(num_experts):
         tokens, places = (local_ids == index).nonzero(as_tuple=True)
         if len(tokens):
@@ -87,7 +100,7 @@ def _mix(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for place in range(local_ids.shape[1]):
         total += outputs[:, place].float() * weights[:, place, None]
-    return total.to(x.dtype)
+    return total.to(dtype)
 
 
 def add_gated(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:

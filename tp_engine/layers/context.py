@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tp_engine.kernels.ops import is_recordable, op
-from tp_engine.ranks.collectives import Communicator
+from tp_engine.model_config.tp_invariant import NUM_SHARDS
+from tp_engine.ranks.collectives import Communicator, SingleRank
 from tp_engine.weights.source import Source, set_sources
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class LayerContext:
     """The ranks that share a layer, where and how its weights are kept, and its name in the checkpoint.
 
     ``format_of(names)`` is the format of a linear layer made of the stored modules ``names``.  ``splits_experts``: a
-    rank has a part of each expert; otherwise it has some experts whole (expert parallelism).
+    rank has a part of each expert; otherwise it has some experts whole (expert parallelism).  ``tp_invariant``: sums
+    over columns are those of ``kernels/tree_sum.py``.
     """
 
     communicator: Communicator
@@ -31,6 +33,7 @@ class LayerContext:
     format_of: Callable[[Sequence[str]], LinearFormat]
     path: str = ""
     splits_experts: bool = True
+    tp_invariant: bool = False
 
     def at(self, name: str) -> LayerContext:
         """The context of the module ``name`` inside of this one; without a name, this one."""
@@ -52,6 +55,26 @@ class LayerContext:
         parameter = nn.Parameter(values, requires_grad=False)
         set_sources(parameter, *sources)
         return parameter
+
+    def output(self, part: torch.Tensor) -> torch.Tensor:
+        """What a row-parallel layer returns, given the ``part`` of this rank; ``joins`` adds that up.
+
+        With ``tp_invariant`` the ranks' sum of their float32 parts, in the model's type: what is made of it afterwards
+        is then the same on all ranks, and on any number of them.  A collective.
+        """
+        if not self.tp_invariant or self.world_size == 1:
+            return part
+        return self.communicator.tree_reduce(part, self.dtype)
+
+    @property
+    def joins(self) -> Communicator:
+        """Adds up what row-parallel layers return: nothing is left to do if each of them did."""
+        return SingleRank() if self.tp_invariant else self.communicator
+
+    @property
+    def num_shards(self) -> int:
+        """How many parts of a row-parallel layer's columns on this rank have sums of their own; 0: no parts."""
+        return NUM_SHARDS // self.world_size if self.tp_invariant else 0
 
     @property
     def rank(self) -> int:

@@ -46,7 +46,9 @@ class Router(Layer):
             Part(name=context.at(name).path, stored_rows=rows, rows=Span(0, rows), room=rows) for name, rows in modules
         )
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
-        self.linear = LocalLinear(shape, bias=spec.router_bias, context=own.at(spec.router), format=Dense())
+        self.linear = LocalLinear(
+            shape, bias=spec.router_bias, context=own.at(spec.router), format=Dense(is_invariant=context.tp_invariant)
+        )
         self.norm = None
         if spec.router_scale is not None:
             rule = NormSpec(name="", tensor=spec.router_scale, eps=spec.router_eps, factor=hidden_size**-0.5)
@@ -79,6 +81,7 @@ class Experts(Layer):
             world_size=context.world_size,
             splits=context.splits_experts,
             block=self._format.experts_block,
+            num_shards=context.num_shards,
         )
         for name, parameter in self._format.create_experts(context, self.shape).items():
             self.register_parameter(name, parameter)
@@ -88,7 +91,7 @@ class Experts(Layer):
         self.expert_scale = _one_for_each(spec.expert_scale, (spec.num_experts,), context)
         self.token_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=context.device)
         self._rule, self._num_experts, self._route = spec.rule, spec.num_experts, context.op("route")
-        self._can_route = context.can_record("route")
+        self._can_route, self._output = context.can_record("route"), context.output
         self._product: ExpertsProduct | None = None
 
     def finish_loading(self) -> None:
@@ -111,7 +114,8 @@ class Experts(Layer):
         # In the last layer only some tokens of a prompt come here; they are not counted.
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
         own = logits[:, : self._num_experts]
-        return self._product(x, *self._route(own, self._rule, self.correction, load, self.expert_scale))
+        chosen = self._route(own, self._rule, self.correction, load, self.expert_scale)
+        return self._output(self._product(x, *chosen))
 
 
 def _expert_names(spec: ExpertsSpec, context: LayerContext) -> list[str]:

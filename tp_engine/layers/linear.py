@@ -127,15 +127,20 @@ class QKVParallelLinear(LocalLinear):
 
 
 class RowParallelLinear(LocalLinear):
-    """(N, in / world size) -> (N, out), summed over the ranks; only rank 0 adds the bias."""
+    """(N, in / world size) -> (N, out), summed over the ranks; only rank 0 adds the bias.
+
+    With ``tp_invariant`` it sums at once, else where the block's output joins the residual stream.
+    """
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
         columns = equal_share(in_size, context.rank, context.world_size)
         part = Part(name=context.path, stored_rows=out_size, rows=Span(0, out_size), room=out_size)
         super().__init__(
-            LinearShape(stored_columns=in_size, columns=columns, parts=(part,)), bias=bias, context=context
+            LinearShape(stored_columns=in_size, columns=columns, parts=(part,), num_shards=context.num_shards),
+            bias=bias,
+            context=context,
         )
-        self._communicator = context.communicator
+        self._context = context
         self._adds_bias = bias and context.communicator.info.is_first
 
     @property
@@ -144,11 +149,11 @@ class RowParallelLinear(LocalLinear):
         return self.bias if self._adds_bias else None
 
     def forward(self, x: Rows) -> torch.Tensor:
-        return self._communicator.all_reduce(self.part(x))
+        return self._context.joins.all_reduce(self.part(x))
 
     def part(self, x: Rows) -> torch.Tensor:
-        """(N, out) of this rank; the ranks' sum is the layer's output.  No collective."""
-        return self.product(x, self.own_bias)
+        """(N, out) of this rank, of which ``LayerContext.joins`` makes the layer's output."""
+        return self._context.output(self.product(x, self.own_bias))
 
 
 def _parts(

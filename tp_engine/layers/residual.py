@@ -59,10 +59,10 @@ class Join:
     ) -> None:
         self._out_norm, self._next_norm, self._scale, self._readers = out_norm, next_norm, scale, readers
         self._stream_scale, self._is_summed = stream_scale, is_summed
-        self._communicator = context.communicator
+        self._communicator = context.joins
         self._add, self._add_norm = context.op("add"), context.op("add_norm")
         self._norm_codes = context.op("norm_codes")
-        self._reduce_add_norm = reduce_add_norm(context.communicator, self._add_norm)
+        self._reduce_add_norm = reduce_add_norm(context.joins, self._add_norm)
         self.is_recordable = context.can_record("add", "add_norm")
 
     def __call__(self, part: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:

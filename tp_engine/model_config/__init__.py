@@ -89,17 +89,17 @@ def check_quantization_options(model: ModelSpec, quantization: str | None, kv_ca
 
 def check_tensor_parallel(model: ModelSpec, world_size: int) -> None:
     """Raise ``ConfigError``, with the legal sizes, if the model can not be split over ``world_size`` ranks."""
-    problem = _split_problem(model, world_size)
+    problem = split_problem(model, world_size)
     if problem is None:
         return
-    legal = [str(size) for size in range(1, MAX_WORLD_SIZE + 1) if _split_problem(model, size) is None]
+    legal = [str(size) for size in range(1, MAX_WORLD_SIZE + 1) if split_problem(model, size) is None]
     raise ConfigError(
         f"tensor_parallel_size is {world_size}; {problem}. Legal sizes for this {model.architecture}: "
         f"{', '.join(legal)}"
     )
 
 
-def _split_problem(model: ModelSpec, world_size: int) -> str | None:
+def split_problem(model: ModelSpec, world_size: int) -> str | None:
     """What forbids this world size.  The vocabulary is padded, so it fits every size."""
     if world_size < 1:
         return "it must be at least 1"

@@ -13,6 +13,7 @@ ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu
 _CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(ActivationKind))}
 
 _LARGEST_BLOCK = 32
+INNER_UNIT = 8
 
 RouterScores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
@@ -162,6 +163,6 @@ def block_bounds(size: int, num_parts: int, *, block: int = 1) -> list[int]:
 
 
 def local_inner_size(inner_size: int, world_size: int, *, block: int = 1) -> int:
-    """Room for an expert's inner elements on each rank: the largest part, up to a multiple of 8."""
+    """Room for an expert's inner elements on each rank: the largest part, up to a multiple of ``INNER_UNIT``."""
     bounds = block_bounds(inner_size, world_size, block=block)
-    return round_up(max(end - start for start, end in pairwise(bounds)), 8)
+    return round_up(max(end - start for start, end in pairwise(bounds)), INNER_UNIT)

@@ -182,18 +182,20 @@ def build_model(
     max_model_len: int,
     quantization: str | None = None,
     enable_expert_parallel: bool = False,
+    tp_invariant: bool = False,
     state_layers: Sequence[int] = (),
 ) -> CausalLM:
     """This rank's part of the model, its weights allocated on ``device`` but not yet set.
 
-    ``quantization`` and ``enable_expert_parallel`` are ``EngineConfig``'s; the model's ``finish_loading`` quantises.
+    ``quantization`` and the two after it are ``EngineConfig``'s; the model's ``finish_loading`` quantises.
     """
     context = LayerContext(
         communicator=communicator,
         dtype=dtype,
         device=device,
-        format_of=choose_formats(quantization, spec),
+        format_of=choose_formats(quantization, spec, tp_invariant=tp_invariant),
         splits_experts=not enable_expert_parallel,
+        tp_invariant=tp_invariant,
     )
     options: dict[str, Any] = {"backends": backends, "max_model_len": max_model_len, "state_layers": state_layers}
     return CausalLM(spec, context=context, **options).eval()

@@ -98,7 +98,7 @@ class MlpBesideExperts(Layer):
             Norm(one, hidden_size, context=context.at(one.name))
             for one in (spec.norm, spec.out_norm, spec.mlp_out_norm)
         )
-        self._communicator, self._add = context.communicator, context.op("add")
+        self._communicator, self._add = context.joins, context.op("add")
         self.is_recordable = context.can_record("add")
 
     @property

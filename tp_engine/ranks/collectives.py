@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from tp_engine.kernels.tree_sum import tree_sum
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.rank import RankInfo
 
@@ -30,6 +31,9 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns ``tensor``."""
 
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The ranks' parts, contiguous float32, added as ``tree_sum`` does and rounded once to ``dtype``."""
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' tensors along the last dimension, in rank order."""
 
@@ -47,6 +51,9 @@ class SingleRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return part.to(dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -74,6 +81,10 @@ class ProcessGroupCommunicator:
         dist.all_reduce(tensor, group=self._group)
         self._collected(started_ns)
         return tensor
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parts = self.all_gather(part.view(-1)).view(self.info.world_size, *part.shape)
+        return tree_sum(parts.unbind(0)).to(dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._progress.collective()
@@ -115,6 +126,9 @@ class StagedCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(self._host.all_reduce(tensor.cpu()))
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._host.tree_reduce(part.cpu(), dtype).to(part.device)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._host.all_gather(tensor.cpu()).to(tensor.device)

@@ -1,7 +1,7 @@
 """All-reduces and small all-gathers of ranks on one host, through memory that they share (``ipc/tensor_slots.py``).
 
-Sums are taken in the order of ranks, in float32, and rounded once: they are equal on all ranks, and repeat bit for bit.
-With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
+Sums are trees over the ranks (``kernels/tree_sum.py``) in float32, rounded once: equal on all ranks, and they repeat
+bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.kernels.native import exchange as native
 from tp_engine.kernels.native.library import native_library
 from tp_engine.kernels.native.tape import call
+from tp_engine.kernels.tree_sum import tree_sum
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
 from tp_engine.ranks.collectives import Communicator
@@ -172,14 +173,11 @@ class TorchExchange:
         self._block_s = block_s
         self._num_pieces = 0
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Exchange``."""
-        for piece in torch.split(tensor.view(-1), self.slot_bytes // tensor.itemsize):
-            first, *others = self._swap(piece)
-            total = first.to(torch.float32, copy=True)
-            for other in others:
-                total.add_(other)
-            piece.copy_(total)
+        count = self.slot_bytes // tensor.itemsize
+        for piece, own in zip(torch.split(tensor.view(-1), count), torch.split(out.view(-1), count), strict=True):
+            own.copy_(tree_sum([part.float() for part in self._swap(piece)]))
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Exchange``."""
@@ -216,14 +214,19 @@ class SharedMemoryCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in DTYPES or not tensor.is_contiguous():
             return self._library.all_reduce(tensor)
-        call(self._all_reduce, tensor)
+        call(self._all_reduce, tensor, tensor)
         return tensor
 
-    def _all_reduce(self, tensor: torch.Tensor) -> None:
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(part.shape, dtype=dtype)
+        call(self._all_reduce, part, out)
+        return out
+
+    def _all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         self._progress.collective()
         self._patience.started_ns = started_ns = monotonic_ns()
         try:
-            self._exchange.all_reduce(tensor)
+            self._exchange.all_reduce(tensor, out)
         except BaseException as failure:
             self._exchange = _Broken(failure)
             raise
@@ -257,7 +260,7 @@ class _Broken:
     def __init__(self, failure: BaseException) -> None:
         self._failure = failure
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         self._raise()
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:

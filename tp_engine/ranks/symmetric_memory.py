@@ -167,6 +167,9 @@ class SymmetricCommunicator:
         self._run[method](tensor.view(-1))
         return tensor
 
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._library.tree_reduce(part, dtype)
+
     def begins_one_shot(self, tensor: torch.Tensor) -> bool:
         """Whether the caller's own kernel may all-reduce ``tensor`` in one shot; if so, it must."""
         if not _fits(tensor) or self.plan.choose(tensor.nbytes) != Method.ONE_SHOT:

@@ -5,9 +5,9 @@
     all-reduce    host 0:  r0 + r1 = s0  (shared memory)       first ranks swap s0, s1      s0 + s1 handed to all ranks
                   host 1:  r2 + r3 = s1                        (the library)                (shared memory)
 
-A host's sum is in float32, in the order of its ranks; the hosts' sums are added in the order of hosts, and rounded
-once.  So sums are equal on all ranks and repeat bit for bit.  They differ in the last bits from those of one host,
-which adds rank by rank; ``--all-reduce gloo`` gives the same bits however the ranks are spread.
+A host's sum is a tree over its ranks in float32; the hosts' sums are added as a tree and rounded once.  So sums are
+equal on all ranks and repeat bit for bit.  If the numbers of hosts and of ranks per host are powers of two, they are
+those of one host.
 
 A tensor crosses the network once each way per host, whatever the number of ranks on the host.
 """
@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from tp_engine.kernels.tree_sum import tree_sum
 from tp_engine.ranks.rank import Agreeing, RankInfo
 
 
@@ -32,8 +33,11 @@ class Exchange(Protocol):
     slot_bytes: int
     can_capture: bool
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """``tensor``, contiguous, of one of ``DTYPES`` and any size, becomes its sum over ranks."""
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` = the sum of ``tensor`` over ranks, both contiguous, of types of ``DTYPES`` and of any size.
+
+        ``out`` may be ``tensor``; else ``tensor`` is float32.
+        """
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """``tensor`` (rows, width) of all ranks -> ``out`` (rows, ranks * width); contiguous, within ``slot_bytes``."""
@@ -72,19 +76,13 @@ class TwoLevelExchange:
         self.can_capture = local.can_capture
         self._local, self._swap, self._info = local, swap, info
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Exchange``."""
         total = tensor.view(-1).to(torch.float32, copy=True)
-        self._local.all_reduce(total)
-        if self._swap is not None:
-            first, *others = self._swap(total)
-            for other in others:
-                first.add_(other)
-            total = first
-        else:
-            total.zero_()
-        self._local.all_reduce(total)  # all but the first rank add zeros: the sum is handed on unchanged
-        tensor.view(-1).copy_(total)
+        self._local.all_reduce(total, total)
+        total = total.zero_() if self._swap is None else tree_sum(self._swap(total))
+        self._local.all_reduce(total, total)  # all but the first rank add zeros: the sum is handed on unchanged
+        out.view(-1).copy_(total)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Exchange``."""
@@ -109,14 +107,7 @@ def swap_between(group: dist.ProcessGroup, num_hosts: int) -> Callable[[torch.Te
 
 
 def ordered_sum(parts: Sequence[torch.Tensor], local_world_size: int) -> torch.Tensor:
-    """The all-reduce of ``parts``, one per rank: hosts in order, their ranks in order, in float32, rounded once."""
-    sums = []
-    for first in range(0, len(parts), local_world_size):
-        total = parts[first].to(torch.float32, copy=True)
-        for part in parts[first + 1 : first + local_world_size]:
-            total.add_(part)
-        sums.append(total)
-    whole = sums[0]
-    for total in sums[1:]:
-        whole.add_(total)
-    return whole.to(parts[0].dtype)
+    """The all-reduce of ``parts``, one per rank: a tree over each host's ranks, then over hosts, rounded once."""
+    wide = [part.float() for part in parts]
+    sums = [tree_sum(wide[first : first + local_world_size]) for first in range(0, len(wide), local_world_size)]
+    return tree_sum(sums).to(parts[0].dtype)

@@ -24,6 +24,7 @@ from tp_engine.model_config import (
 )
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, read_pooling, without_head
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.all_reduce import check_hosts, probe_devices, uses_symmetric_memory
 from tp_engine.worker.graph_capture import capture_sizes, prefill_sizes
@@ -133,6 +134,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     _check_disk(effective, num_hosts)
     uses_symmetric_memory(effective, probe_devices(effective, num_hosts))  # raises for impossible choices
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
+    if effective.tp_invariant:
+        check_tp_invariant(effective, model)
     return EffectiveConfig(config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts)
 
 

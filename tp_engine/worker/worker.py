@@ -239,6 +239,7 @@ class Worker:
             max_model_len=effective.max_model_len,
             quantization=config.quantization,
             enable_expert_parallel=config.enable_expert_parallel,
+            tp_invariant=config.tp_invariant,
         )
         report = load_weights(
             dict(model.named_parameters()),

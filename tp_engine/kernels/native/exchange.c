@@ -105,26 +105,56 @@ static void next_piece(struct exchange *x, int64_t offset)
     x->stage = WRITE;
 }
 
-/* out = the sum of `from`, in the order of ranks and in float32, rounded once; items `begin` to `end`. */
-INLINE void sum_items(const char *const *from, int64_t num_ranks, char *out, int64_t begin, int64_t end, const int dtype)
+/* Adds up ranks as a balanced tree, ((0 + 1) + (2 + 3)) + ...; a rank without a partner waits for the next level. */
+INLINE vf tree_of(vf *parts, const int64_t num_ranks)
 {
+    for (int64_t step = 1; step < num_ranks; step *= 2)
+        for (int64_t rank = 0; rank + step < num_ranks; rank += 2 * step)
+            parts[rank] += parts[rank + step];
+    return parts[0];
+}
+
+/* out of `out_dtype` = the sum of `from`, in float32, rounded once; items `begin` to `end`. */
+INLINE void sum_items(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end,
+                      const int dtype, const int out_dtype)
+{
+    vf parts[MAX_RANKS];
     int64_t i = begin;
     for (; i + VW <= end; i += VW) {
-        vf sum = load_items(from[0], i, dtype);
-        for (int64_t rank = 1; rank < num_ranks; rank++)
-            sum += load_items(from[rank], i, dtype);
-        store_items(out, i, sum, dtype);
+        for (int64_t rank = 0; rank < num_ranks; rank++)
+            parts[rank] = load_items(from[rank], i, dtype);
+        store_items(out, i, tree_of(parts, num_ranks), out_dtype);
     }
     if (i < end) {
-        vf sum = load_tail(from[0], i, end - i, dtype);
-        for (int64_t rank = 1; rank < num_ranks; rank++)
-            sum += load_tail(from[rank], i, end - i, dtype);
-        store_tail(out, i, end - i, sum, dtype);
+        for (int64_t rank = 0; rank < num_ranks; rank++)
+            parts[rank] = load_tail(from[rank], i, end - i, dtype);
+        store_tail(out, i, end - i, tree_of(parts, num_ranks), out_dtype);
     }
 }
 
+/* Parts of `dtype` become a sum of it. */
+INLINE void sum_alike(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end, int dtype)
+{
+    FOR_DTYPE(sum_items(from, num_ranks, out, begin, end, TYPE, TYPE))
+}
+
+/* Parts of float32 become a sum of `dtype`. */
+INLINE void sum_float32(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end, int dtype)
+{
+    FOR_DTYPE(sum_items(from, num_ranks, out, begin, end, FLOAT32, TYPE))
+}
+
+INLINE void sum_task(const char *const *from, const int64_t num_ranks, char *out, int64_t begin, int64_t end, int dtype,
+                     int out_dtype)
+{
+    if (dtype == out_dtype)
+        sum_alike(from, num_ranks, out, begin, end, dtype);
+    else
+        sum_float32(from, num_ranks, out, begin, end, out_dtype);
+}
+
 static void sum_parts(const struct exchange *x, const char *mine, char *out, int64_t begin, int64_t end, int dtype,
-                      int64_t num_threads)
+                      int out_dtype, int64_t num_threads)
 {
     const char *from[MAX_RANKS];
     for (int64_t rank = 0; rank < x->num_ranks; rank++)
@@ -132,27 +162,34 @@ static void sum_parts(const struct exchange *x, const char *mine, char *out, int
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && end - begin > ITEMS_PER_TASK)
     for (int64_t at = begin; at < end; at += ITEMS_PER_TASK) {
         const int64_t stop = at + ITEMS_PER_TASK < end ? at + ITEMS_PER_TASK : end;
-        FOR_DTYPE(sum_items(from, x->num_ranks, out, at, stop, TYPE))
+        if (x->num_ranks == 2) /* known when this is compiled, the parts stay in registers */
+            sum_task(from, 2, out, at, stop, dtype, out_dtype);
+        else
+            sum_task(from, x->num_ranks, out, at, stop, dtype, out_dtype);
     }
 }
 
 /* This rank's share of the sum, for all to read; shares end at multiples of VW items. */
-static void sum_share(const struct exchange *x, const char *mine, int64_t count, int dtype, int64_t num_threads)
+static void sum_share(const struct exchange *x, const char *mine, int64_t count, int dtype, int out_dtype,
+                      int64_t num_threads)
 {
     const int64_t share = (count / x->num_ranks / VW + 1) * VW;
     const int64_t begin = share * x->rank < count ? share * x->rank : count;
     const int64_t end = begin + share < count ? begin + share : count;
-    sum_parts(x, mine, x->results, begin, end, dtype, num_threads);
+    sum_parts(x, mine, x->results, begin, end, dtype, out_dtype, num_threads);
 }
 
-/* data (count,) becomes its sum over ranks. */
-int shared_all_reduce(struct exchange *x, char *data, int64_t count, int64_t dtype, int64_t num_threads, int64_t blocks)
+/* out (count,) of `out_dtype` = the sum of data (count,) of `dtype` over ranks.  out may be data; out_dtype is dtype, or
+   dtype is FLOAT32. */
+int shared_all_reduce(struct exchange *x, const char *data, char *out, int64_t count, int64_t dtype, int64_t out_dtype,
+                      int64_t num_threads, int64_t blocks)
 {
-    const int64_t num_bytes = count * item_bytes((int)dtype);
+    const int64_t item = item_bytes((int)dtype), out_item = item_bytes((int)out_dtype), num_bytes = count * item;
     while (x->offset < num_bytes) {
         const int64_t left = num_bytes - x->offset, bytes = left < x->slot_bytes ? left : x->slot_bytes;
-        const int64_t piece = bytes / item_bytes((int)dtype);
-        char *const mine = data + x->offset;
+        const int64_t piece = bytes / item;
+        const char *const mine = data + x->offset;
+        char *const to = out + x->offset / item * out_item;
         int late = 0;
         if (x->stage == WRITE) {
             memcpy(slot(x, x->rank), mine, bytes);
@@ -163,17 +200,17 @@ int shared_all_reduce(struct exchange *x, char *data, int64_t count, int64_t dty
             if ((late = meet(x, (int)blocks)))
                 return late;
             if (bytes <= x->two_shot_bytes) {
-                sum_parts(x, mine, mine, 0, piece, (int)dtype, num_threads);
+                sum_parts(x, mine, to, 0, piece, (int)dtype, (int)out_dtype, num_threads);
                 next_piece(x, x->offset + bytes);
                 continue;
             }
-            sum_share(x, mine, piece, (int)dtype, num_threads);
+            sum_share(x, mine, piece, (int)dtype, (int)out_dtype, num_threads);
             announce(x);
             x->stage = MEET_AGAIN;
         }
         if ((late = meet(x, (int)blocks)))
             return late;
-        memcpy(mine, x->results, bytes);
+        memcpy(to, x->results, piece * out_item);
         next_piece(x, x->offset + bytes);
     }
     x->offset = 0;

@@ -55,13 +55,18 @@ class NativeExchange:
         self._keeps = keeps
         self.slot_bytes: int = layout.slot_bytes
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """``tensor``, contiguous and of a type of ``DTYPE_CODES``, becomes its sum over ranks."""
+    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` = the sum of ``tensor`` over ranks, both contiguous and of types of ``DTYPE_CODES``.
+
+        ``out`` may be ``tensor``; else ``tensor`` is float32.
+        """
         arguments = (
             self._pointer,
             tensor.data_ptr(),
+            out.data_ptr(),
             tensor.numel(),
             DTYPE_CODES[tensor.dtype],
+            DTYPE_CODES[out.dtype],
             torch.get_num_threads(),
         )
         if self._quick_reduce(*arguments, 0):

@@ -19,6 +19,8 @@ typedef struct {
     float alpha, limit;
     const Quantised *quantised_gate_up, *quantised_down; /* NULL: panels of `dtype` */
     const float *gate_up_factors, *down_factors;         /* (num_experts, panels, PANEL), or NULL */
+    int64_t num_shards; /* of `inner`: the sums of each are kept apart, in float32, and added as a tree in the end; or 0 */
+    int64_t keeps_sums; /* out is float32, whatever the type */
 } Experts;
 
 /* Memory for one call; `inner` as the first product stores it, `inner_rows` as the second one reads it. */
@@ -62,7 +64,7 @@ static int64_t lay_out(Work *w, const Experts *e, int64_t pairs, char *memory)
     w->x_rows = take(&next, pairs * w->x_stride);
     w->inner = take(&next, pairs * e->inner * item_bytes(dtype));
     w->inner_rows = converts(e->quantised_down, dtype) ? take(&next, pairs * w->inner_stride) : w->inner;
-    w->outputs = take(&next, pairs * e->hidden * item_bytes(dtype));
+    w->outputs = take(&next, pairs * e->hidden * (e->num_shards ? 4 * e->num_shards : item_bytes(dtype)));
     return next - memory;
 }
 
@@ -133,7 +135,7 @@ static void run_expert_task(const Linear *all, const Quantised *q, const Work *w
     Linear p = *all;
     p.rows = w->starts[expert + 1] - first;
     p.x += first * p.x_stride;
-    p.out += first * p.part_size * bytes;
+    p.out += first * p.part_size * (p.stores_float32 ? 4 : bytes);
     p.bias = p.bias ? p.bias + expert * parts * p.part_size * bytes : NULL;
     p.factors = p.factors ? p.factors + expert * panels * PANEL : NULL;
     p.weight += expert * panels * (q ? panel_bytes(q) / (int64_t)sizeof(float) : p.items * PANEL);
@@ -168,6 +170,29 @@ INLINE void sum_row(const Work *w, const Experts *e, const float *weights, char 
     }
 }
 
+/* The same for each shard, then the tree over the shards: the sums of other ranks' shards are its upper part. */
+INLINE void sum_shards(const Work *w, const Experts *e, const float *weights, char *out, int64_t token, int64_t shard_bytes,
+                       const int dtype)
+{
+    for (int64_t i = 0; i < e->hidden; i += VW) {
+        vf sums[PLACES];
+        for (int64_t shard = 0; shard < e->num_shards; shard++) {
+            vf sum = splat(0);
+            for (int64_t j = 0; j < e->top_k; j++) {
+                const int64_t pair = token * e->top_k + j, place = w->places[pair];
+                const char *from = w->outputs + shard * shard_bytes + place * e->hidden * 4;
+                if (place >= 0)
+                    sum += load_some(from, i, e->hidden, FLOAT32) * weights[pair];
+            }
+            int64_t own = __builtin_popcountll(shard);
+            for (int64_t left = shard; left & 1; left >>= 1)
+                sum = sums[--own] + sum;
+            sums[own] = sum;
+        }
+        store_some(out + token * e->hidden * item_bytes(dtype), i, e->hidden, sums[0], dtype);
+    }
+}
+
 /* out (rows, hidden) = the sum over j of weights (rows, top_k) times the output of expert ids (rows, top_k) for x (rows,
    hidden).  `memory` has experts_work_bytes bytes. */
 int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float *weights, char *out, char *memory,
@@ -184,7 +209,8 @@ int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float
     const Linear gate_up = {w.x_rows, e->gate_up_bias, w.inner, e->gate_up, w.x_stride, 0, e->hidden / item_size, e->inner,
                             e->alpha, e->limit, e->gate_up_factors};
     const Linear down = {w.inner_rows, e->down_bias, w.outputs, e->down, w.inner_stride, 0, e->inner / item_size, e->hidden,
-                         0, 0, e->down_factors};
+                         0, 0, e->down_factors, e->num_shards, e->num_shards ? here * e->hidden * 4 : 0,
+                         e->num_shards > 0};
     const int is_parallel = num_threads > 1 && here * e->inner * e->hidden >= MIN_PARALLEL_PRODUCTS;
     int64_t num_tasks = count_tasks(&w, e, gate_panels);
 #pragma omp parallel num_threads((int)num_threads) if (is_parallel)
@@ -207,8 +233,14 @@ int mix_experts(const Experts *e, const char *x, const int32_t *ids, const float
         for (int64_t task = 0; task < num_tasks; task++)
             run_expert_task(&down, e->quantised_down, &w, e, task, down_panels, NO_GATE);
 #pragma omp for schedule(static)
-        for (int64_t token = 0; token < rows; token++)
-            FOR_DTYPE(sum_row(&w, e, weights, out, token, TYPE))
+        for (int64_t token = 0; token < rows; token++) {
+            if (e->keeps_sums)
+                sum_shards(&w, e, weights, out, token, down.shard_bytes, FLOAT32);
+            else if (e->num_shards)
+                FOR_DTYPE(sum_shards(&w, e, weights, out, token, down.shard_bytes, TYPE))
+            else
+                FOR_DTYPE(sum_row(&w, e, weights, out, token, TYPE))
+        }
     }
     return 0;
 }

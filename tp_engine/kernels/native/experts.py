@@ -28,13 +28,14 @@ class _InPanels:
 
     def __init__(self, library: ctypes.CDLL, experts: Experts, dtype: torch.dtype, top_k: int) -> None:
         self._library, self._dtype, self._top_k = library, dtype, top_k
+        self._out_dtype = torch.float32 if experts.keeps_sums else dtype
         self._pointer = ctypes.pointer(experts)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See ``kernels.experts.mix_experts``."""
         assert x.dtype is self._dtype and x.is_contiguous() and expert_ids.shape[1] == self._top_k
         rows = len(x)
-        out = torch.empty_like(x)
+        out = torch.empty(x.shape, dtype=self._out_dtype)
         work = torch.empty(self._library.experts_work_bytes(self._pointer, rows), dtype=torch.uint8)
         self._library.mix_experts(
             self._pointer,
@@ -50,11 +51,24 @@ class _InPanels:
 
 
 class NativeExperts(_InPanels):
-    """``kernels.experts.mix_experts`` in C; it keeps packed copies, not ``weights``."""
+    """``kernels.experts.mix_experts`` in C; it keeps packed copies, not ``weights``.
 
-    def __init__(self, library: ctypes.CDLL, weights: ExpertWeights, top_k: int) -> None:
+    With ``num_shards`` the result is ``tree_sum.mix_experts_tree``, float32 if it ``keeps_sums``.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weights: ExpertWeights,
+        top_k: int,
+        *,
+        num_shards: int = 0,
+        keeps_sums: bool = False,
+    ) -> None:
         dtype = weights.gate_up.dtype
+        assert num_shards or not keeps_sums, "only a tree's sums are kept"
         experts = _experts(weights, dtype, top_k)
+        experts.num_shards, experts.keeps_sums = num_shards, keeps_sums
         gate_up, down = pack_experts(library, weights.gate_up, 2), pack_experts(library, weights.down, 1)
         experts.gate_up, experts.down = gate_up.data_ptr(), down.data_ptr()
         experts.kept = (*experts.kept, gate_up, down)

@@ -92,6 +92,8 @@ class Experts(ctypes.Structure):
         ("quantised_down", ctypes.c_void_p),
         ("gate_up_factors", ctypes.c_void_p),
         ("down_factors", ctypes.c_void_p),
+        ("num_shards", ctypes.c_int64),
+        ("keeps_sums", ctypes.c_int64),
     )
 
 

@@ -38,7 +38,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "advance_decodes": (*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER),
     "embed": (*[_POINTER] * 3, *[_INT] * 4, _FLOAT, _INT),
     "best_tokens": (_POINTER, _INT, _POINTER, *[_INT] * 3),
-    "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, _INT, _INT),
+    "packed_linear": (_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, _FLOAT, _FLOAT, *[_INT] * 4),
     "quantised_linear": (
         ctypes.POINTER(Quantised),
         _POINTER,
@@ -85,7 +85,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "copy_blocks": (*[_POINTER] * 3, *[_INT] * 3),
     "encode_blocks": (ctypes.POINTER(BlockCodes), *[_POINTER] * 3, _INT),
     "decode_blocks": (ctypes.POINTER(BlockCodes), *[_POINTER] * 3, _INT),
-    "shared_all_reduce": (_POINTER, _POINTER, *[_INT] * 4),
+    "shared_all_reduce": (*[_POINTER] * 3, *[_INT] * 5),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
     "run_tape": (_POINTER, _INT, _POINTER),
     "max_words": (),

@@ -23,19 +23,31 @@ def fits_panels(weight: torch.Tensor) -> bool:
 class PackedWeight:
     """A weight (out, in) in the order of ``panels.h``.
 
-    With an ``activation`` it is the gate's rows, then up's (out = 2 * size).
+    With an ``activation`` it is the gate's rows, then up's (out = 2 * size).  With ``num_shards`` the product is
+    ``tree_linear``, bit by bit on a kind of processor; ``keeps_sums``: it is float32.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, *, activation: Activation | None = None) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        *,
+        activation: Activation | None = None,
+        num_shards: int = 0,
+        keeps_sums: bool = False,
+    ) -> None:
         assert weight.is_contiguous() and fits_panels(weight)
+        assert activation is None if num_shards else not keeps_sums, "only a tree's sums are kept"
         out_size, in_size = weight.shape
         width = library.panel_width()
         self._library, self._dtype, self._out_size = library, weight.dtype, out_size
         self._num_parts = 1 if activation is None else 2
         self._kind = NO_ACTIVATION if activation is None else activation.code
+        self._num_shards, self._keeps_sums = num_shards, keeps_sums
         self._bounds = (0.0, 0.0) if activation is None else (float(activation.alpha), float(activation.limit))
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
+        assert num_shards == 0 or self._items % num_shards == 0, f"{self._items} items in {num_shards} shards"
         self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[weight.dtype]) else 0
         self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
         library.pack_weight(
@@ -49,7 +61,7 @@ class PackedWeight:
         )
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of the weight's type.
+        """``x @ weight.T + bias``: (N, in), (out,) -> (N, out), all of the weight's type; float32 if it ``keeps_sums``.
 
         Sums are float32 and rounded once; a row's result is the same, bit by bit, for any other rows and any number of
         threads.  With an activation the result is ``gate`` of that product, (N, size), bit by bit.
@@ -58,7 +70,9 @@ class PackedWeight:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty((rows, self._out_size // self._num_parts), dtype=x.dtype)
+        out = torch.empty(
+            (rows, self._out_size // self._num_parts), dtype=torch.float32 if self._keeps_sums else x.dtype
+        )
         widened = torch.empty((rows, self._widened_size), dtype=torch.float32) if self._widened_size else None
         self._library.packed_linear(
             x.data_ptr(),
@@ -73,6 +87,8 @@ class PackedWeight:
             self._kind,
             *self._bounds,
             DTYPE_CODES[x.dtype],
+            self._num_shards,
+            self._keeps_sums,
             torch.get_num_threads(),
         )
         return out

@@ -6,17 +6,19 @@
 /* out = x @ weight.T + bias: x (rows, items), its rows x_stride elements of `dtype` apart; weight as packed; bias
    (out_size) or NULL and out (rows, out_size) contiguous.  Sums are float32 and rounded once.  With an activation,
    out (rows, out_size / 2) is the activation of gate and up.  If `widens` is true of the type, widened has room for rows
-   of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.
+   of 2 * items float32, rounded up to a multiple of VW; otherwise it may be NULL.  With num_shards, the items' sums are
+   added as a tree (linear_rows.h), without activation; out is float32 then if `keeps_sums`.
 
    With a single tile of rows each thread has the same panels in every step, which its core's caches may still hold.
    With more, arithmetic takes the time, and cores differ in speed from moment to moment, so the thread that is done first
    takes the next tasks. */
 int packed_linear(const void *x, int64_t x_stride, const float *weight, const void *bias, void *out, float *widened,
                   int64_t rows, int64_t out_size, int64_t items, int64_t kind, float alpha, float limit, int64_t dtype,
-                  int64_t num_threads)
+                  int64_t num_shards, int64_t keeps_sums, int64_t num_threads)
 {
     const int64_t parts = parts_of((int)kind);
-    Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts, alpha, limit};
+    Linear p = {x, bias, out, weight, x_stride * item_bytes((int)dtype), rows, items, out_size / parts, alpha, limit,
+                .num_shards = num_shards, .stores_float32 = (int)keeps_sums};
     if (is_widened((int)dtype)) {
         const int64_t stride = (2 * items + VW - 1) / VW * VW;
         widen_rows(x, p.x_stride, widened, rows, stride, 2 * items, (int)dtype, num_threads);
@@ -39,5 +41,6 @@ int packed_linear(const void *x, int64_t x_stride, const float *weight, const vo
 int play_packed_linear(const Word *a)
 {
     return packed_linear(a[0].pointer, a[1].integer, a[2].pointer, a[3].pointer, a[4].pointer, a[5].pointer, a[6].integer,
-                         a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].number, a[12].integer, a[13].integer);
+                         a[7].integer, a[8].integer, a[9].integer, a[10].number, a[11].number, a[12].integer, a[13].integer,
+                         a[14].integer, a[15].integer);
 }

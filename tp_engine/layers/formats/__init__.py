@@ -34,12 +34,14 @@ def check_quantization(name: str | None, device_type: str) -> None:
         _CHECKS[name](device_type)
 
 
-def choose_formats(quantization: str | None, spec: ModelSpec | None = None) -> Callable[[Sequence[str]], LinearFormat]:
+def choose_formats(
+    quantization: str | None, spec: ModelSpec | None = None, *, tp_invariant: bool = False
+) -> Callable[[Sequence[str]], LinearFormat]:
     """The format of each linear layer, by the names of the stored modules that it is made of."""
     if spec is not None and spec.quantization is not None:
         return _formats_of_checkpoint(spec)
     if quantization is None:
-        dense = Dense()
+        dense = Dense(is_invariant=tp_invariant)
         return lambda names: dense
     make, make_head = QUANTIZATIONS[quantization]
     body, head = make(), make_head()

@@ -50,9 +50,15 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Dense:
-    """One parameter, ``weight`` (out, in); of experts two, and their biases."""
+    """One parameter, ``weight`` (out, in); of experts two, and their biases.
+
+    If it ``is_invariant``, a row's result does not depend on the number of rows or on the number of ranks.
+    """
 
     experts_block = 1
+
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        self._is_invariant = is_invariant
 
     def create(self, context: LayerContext, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
@@ -60,7 +66,8 @@ class Dense:
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         """See ``LinearFormat``."""
-        return choose_product(parameters["weight"], shape.activation)
+        weight = parameters["weight"]
+        return invariant_product(weight, shape) if self._is_invariant else choose_product(weight, shape.activation)
 
     def create_experts(self, context: LayerContext, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         """See ``LinearFormat``."""
@@ -87,7 +94,8 @@ class Dense:
             first=shape.experts.start,
             activation=shape.spec.activation,
         )
-        return choose_experts(weights, shape.spec.rule.top_k)
+        top_k = shape.spec.rule.top_k
+        return invariant_experts(weights, top_k, shape) if self._is_invariant else choose_experts(weights, top_k)
 
 
 def expert_biases(context: LayerContext, shape: ExpertsShape) -> dict[str, nn.Parameter]:
@@ -129,12 +137,23 @@ class PlainLinear:
 
 
 class PanelLinear:
-    """C with the weight in panels, for any number of rows; an ``activation`` is applied to gate and up."""
+    """C with the weight in panels, for any number of rows; an ``activation`` is applied to gate and up.
+
+    For ``num_shards`` and ``keeps_sums`` see ``PackedWeight``.
+    """
 
     is_recordable = True
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, activation: Activation | None = None) -> None:
-        self.weight = PackedWeight(library, weight, activation=activation)
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        activation: Activation | None = None,
+        *,
+        num_shards: int = 0,
+        keeps_sums: bool = False,
+    ) -> None:
+        self.weight = PackedWeight(library, weight, activation=activation, num_shards=num_shards, keeps_sums=keeps_sums)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.weight.product(x, bias)
@@ -212,6 +231,23 @@ def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
         return TritonExperts(weights, grouped=grouped_experts(weights))
     library = native_library() if weights.gate_up.device.type == "cpu" and takes_experts(weights) else None
     return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k)
+
+
+def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
+    """The product of ``weight`` for ``shape`` in which a row's bits depend on no other row, nor on the number of ranks.
+
+    oneDNN's results may depend on the number of rows, so C computes all products.
+    """
+    library = _library_for(weight)
+    assert library is not None, "check_tp_invariant has looked for the library and the sizes"
+    return PanelLinear(library, weight, shape.activation, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
+
+
+def invariant_experts(weights: ExpertWeights, top_k: int, shape: ExpertsShape) -> ExpertsProduct:
+    """As ``invariant_product``, of a layer's experts."""
+    library = native_library()
+    assert library is not None and takes_experts(weights), "check_tp_invariant has looked at the sizes"
+    return NativeExperts(library, weights, top_k, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
 
 
 def takes_one_row(weight: torch.Tensor, *, is_gated: bool = False) -> bool:

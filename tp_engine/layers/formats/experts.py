@@ -36,7 +36,8 @@ class ExpertsShape:
     """The experts of a layer on one rank: the spec's experts ``experts``, and of each its inner elements ``inner``.
 
     ``room`` is the number of inner elements that have memory here; unfilled ones are zero.  ``path`` is the MLP's.
-    ``adds_down_bias``: this rank adds the down biases of its experts; if False, another rank adds them.
+    ``adds_down_bias``: this rank adds the down biases of its experts; if False, another rank adds them.  With
+    ``num_shards`` the product is ``tree_sum.mix_experts_tree``, which keeps its sums unless it has all inner elements.
     """
 
     spec: ExpertsSpec
@@ -46,6 +47,12 @@ class ExpertsShape:
     inner: Span
     room: int
     adds_down_bias: bool
+    num_shards: int = 0
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether the product is float32, because other ranks' parts are added to it."""
+        return self.num_shards > 0 and self.inner.size < self.spec.inner_size
 
     def gate_up(self, stored: StoredExperts) -> LinearShape:
         """One expert's gate and up: (2 * room, hidden); {} in the names of its parts is for its number."""
@@ -109,21 +116,32 @@ class ExpertsShape:
 
 
 def share_experts(
-    spec: ExpertsSpec, hidden_size: int, path: str, *, rank: int, world_size: int, splits: bool, block: int = 1
+    spec: ExpertsSpec,
+    hidden_size: int,
+    path: str,
+    *,
+    rank: int,
+    world_size: int,
+    splits: bool,
+    block: int = 1,
+    num_shards: int = 0,
 ) -> ExpertsShape:
     """This rank's experts: a part of each if ``splits``, in whole blocks of ``block``, else some of them whole."""
     if splits:
         experts, inner = Span(0, spec.num_experts), block_share(spec.inner_size, rank, world_size, block=block)
     else:
         experts, inner = block_share(spec.num_experts, rank, world_size), Span(0, spec.inner_size)
+    room = local_inner_size(spec.inner_size, world_size if splits else 1, block=block)
+    assert not num_shards or room == inner.size, "check_tp_invariant refuses inner sizes with padding"
     return ExpertsShape(
         spec=spec,
         hidden_size=hidden_size,
         path=path,
         experts=experts,
         inner=inner,
-        room=local_inner_size(spec.inner_size, world_size if splits else 1, block=block),
+        room=room,
         adds_down_bias=not splits or rank == 0,
+        num_shards=num_shards,
     )
 
 

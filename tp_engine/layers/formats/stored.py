@@ -98,7 +98,8 @@ class LinearShape:
     """One product on this rank: its ``parts`` one above the other, ``columns`` of their ``stored_columns``.
 
     There is room for ``room`` columns, or exactly for those; the rest are zero.  With an ``activation``, the parts are
-    gate and up, and the product ends with the activation of both.
+    gate and up, and the product ends with the activation of both.  With ``num_shards`` the product is
+    ``tree_sum.tree_linear``, which keeps its sums unless it has all columns.
     """
 
     stored_columns: int
@@ -106,6 +107,12 @@ class LinearShape:
     parts: tuple[Part, ...]
     activation: Activation | None = None
     room: int | None = None
+    num_shards: int = 0
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether the product is float32, because other ranks' parts are added to it."""
+        return self.num_shards > 0 and self.columns.size < self.stored_columns
 
     @property
     def num_rows(self) -> int:
