@@ -77,7 +77,7 @@ def share(
 
 
 def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
-    """Compare every size and type with the rank-ordered sum of gloo's gathered parts; returns a digest of results."""
+    """Compare every size and type with the tree over gloo's gathered parts; returns a digest of results."""
     digest = hashlib.sha256()
     generator = torch.Generator().manual_seed(shared.info.rank)
     for dtype in DTYPES:
@@ -89,6 +89,9 @@ def exact(shared: SharedMemoryCommunicator, library: Communicator) -> str:
                 assert shared.all_reduce(found) is found
                 assert torch.equal(found, expected), (dtype, size)
             digest.update(found.view(torch.uint8).numpy().tobytes())
+            part = torch.randn(1, size, generator=generator)
+            total = shared.tree_reduce(part, dtype)
+            assert total.dtype is dtype and torch.equal(total, library.tree_reduce(part, dtype)), (dtype, size)
     for tensor in (torch.arange(7) + shared.info.rank, torch.randn(3, 5, generator=generator), torch.ones(2, 3, 4)):
         gathered = shared.all_gather(tensor)
         assert torch.equal(gathered, library.all_gather(tensor))

@@ -1,4 +1,4 @@
-"""All-reduces through shared memory between real processes: sums are exact and in the order of ranks; waits end."""
+"""All-reduces through shared memory between real processes: sums are exact trees over the ranks; waits end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_ranks(num_ranks: int, case: str) -> list[str]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums_are_exact_and_equal(num_ranks: int) -> None:
-    """Oracle: the parts gathered by gloo, added in the order of ranks in float32 and rounded once.
+    """Oracle: the parts gathered by gloo, added as a tree in float32 and rounded once.
 
     Compiled code and its twin give the same bits on all ranks, for every type and for sizes near those of vectors,
     slots and shots, also when each rank in turn comes late.

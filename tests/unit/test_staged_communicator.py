@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.simulated_ranks import run_ranks
-from tp_engine.ranks.collectives import Communicator, StagedCommunicator
+from tp_engine.ranks.collectives import Communicator
+from tp_engine.ranks.groups import StagedCommunicator
 
 
 def test_every_collective_gives_what_the_host_gives() -> None:

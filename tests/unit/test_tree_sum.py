@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_experts_have_the_same_bits_on_any_number_of_ranks(
             assert torch.equal(tree_sum(parts).to(dtype), found), (world_size, rows)
 
 
-QWEN3 = {
+QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 64,
     "hidden_size": 64,

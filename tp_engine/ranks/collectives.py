@@ -1,6 +1,7 @@
 """The collectives that layers call, behind one interface.
 
-NCCL on CUDA, gloo on CPU, gloo through the host if ranks share a GPU, the identity for one rank.
+NCCL on CUDA, gloo on CPU, the identity for one rank.  ``groups.py`` adds gloo through the host, shared memory and
+symmetric memory.
 """
 
 from __future__ import annotations
@@ -110,29 +111,3 @@ class ProcessGroupCommunicator:
 
 def _nothing(_started_ns: int) -> None:
     """For devices: the host only launches their collectives, so it can not measure them."""
-
-
-class StagedCommunicator:
-    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph can not contain them.
-
-    ``host`` runs them with tensors on the CPU.
-    """
-
-    can_capture = False
-
-    def __init__(self, host: Communicator) -> None:
-        self.info = host.info
-        self._host = host
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self._host.all_reduce(tensor.cpu()))
-
-    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._host.tree_reduce(part.cpu(), dtype).to(part.device)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._host.all_gather(tensor.cpu()).to(tensor.device)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        gathered = self._host.gather(tensor.cpu())
-        return None if gathered is None else gathered.to(tensor.device)

@@ -17,7 +17,7 @@ from tp_engine import env
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.ranks.collectives import Communicator, ProcessGroupCommunicator, SingleRank, StagedCommunicator
+from tp_engine.ranks.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.ranks.reduce_plan import Machine
 from tp_engine.ranks.shared_memory import Swap, with_shared_memory
@@ -66,6 +66,32 @@ class HostGroup:
         tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor, op=operation, group=self._group)
         return [int(value) for value in tensor]
+
+
+class StagedCommunicator:
+    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph can not contain them.
+
+    ``host`` runs them with tensors on the CPU.
+    """
+
+    can_capture = False
+
+    def __init__(self, host: Communicator) -> None:
+        self.info = host.info
+        self._host = host
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self._host.all_reduce(tensor.cpu()))
+
+    def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._host.tree_reduce(part.cpu(), dtype).to(part.device)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._host.all_gather(tensor.cpu()).to(tensor.device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        gathered = self._host.gather(tensor.cpu())
+        return None if gathered is None else gathered.to(tensor.device)
 
 
 class RankGroups:
