@@ -144,7 +144,7 @@ def test_what_is_refused() -> None:
     model = read_model(QWEN3)
     for world_size in WORLD_SIZES:
         check_tp_invariant(replace(RESOLVED, tensor_parallel_size=world_size), model)
-    refused = [
+    refused: list[tuple[EngineConfig, dict[str, Any], str]] = [
         (
             RESOLVED,
             {"intermediate_size": 104},
