@@ -147,13 +147,17 @@ class Speculation:
         return [run for run in runs if len(run.tokens)]
 
     def add_lanes(self, draft: StepDraft) -> None:
-        """Give the rows that run in this step lanes for what was found, as far as tokens and blocks are left."""
+        """Give the rows that run in this step lanes for what was found, as far as tokens and blocks are left.
+
+        With its lanes a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more.
+        """
         if not self._found or not draft.may_preempt:
             return
         decoding = set(draft.decodes.rows.tolist())
+        num_left = self._batch.limits.max_num_seqs - len(decoding) - len(draft.prefills)
         self._verifying, first = [], 0
         for run in self._found:
-            room = min(self._room(draft, run), draft.budget) if run.row in decoding else 0
+            room = min(self._room(draft, run), draft.budget, num_left - first) if run.row in decoding else 0
             if room > 0:
                 run.tokens, run.first = run.tokens[:room], first
                 first += len(run.tokens)

@@ -102,6 +102,7 @@ class DecodeBatch:
         """Where the inputs of a step of ``size`` requests are."""
         inputs = self._inputs_of_size.get(size)
         if inputs is None:
+            assert size <= len(self._rows), f"a step of {size} requests; there is room for {len(self._rows)}"
             inputs = self._inputs_of_size[size] = self._inputs.first(size)
         return inputs
 
