@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -21,7 +22,9 @@ from tests.unit.kernel_cases_engine import gpu_path, make_model
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tests.unit.test_kv_groups import WINDOWED
 from tp_engine import LLM, SamplingParams
-from tp_engine.plan import StepPlan
+from tp_engine.plan import IntArray, StepPlan
+from tp_engine.sched.guesses import Guess, NgramSource
+from tp_engine.sched.sequence import Sequence
 from tp_engine.worker.captured_decodes import Keep, Recording, Step, keep_nothing
 from tp_engine.worker.graph_capture import GraphPlan
 from tp_engine.worker.model_runner import ModelRunner, PendingStep
@@ -45,6 +48,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "logprobs": 2},
 )
 Launch = tuple[Any, ...]
+SeenStep = tuple[StepSize, bool, bool]
+"""A step's recording, and whether anything is sampled, and guesses are verified."""
 
 
 class StrictRecording:
@@ -69,6 +74,11 @@ class StrictRecorder:
         return StrictRecording(step)
 
 
+def guess_the_last(self: NgramSource, sequence: Sequence, tokens: IntArray, count: int) -> Guess:
+    """The last token, again and again."""
+    return Guess(np.full(count, tokens[-1]), self.most_matched)
+
+
 def launches_of(step: Step) -> tuple[list[Launch], torch.Tensor]:
     """What ``step`` launches: kernels, grids, numbers, and the shapes of tensors, not where they are."""
     launches: list[Launch] = []
@@ -88,15 +98,15 @@ def seen(argument: Any) -> Any:
 
 
 @contextmanager
-def recorded_prompts(sizes_seen: set[tuple[StepSize, bool]], is_measured: bool) -> Iterator[None]:
-    """Inside, steps with prompts are recorded; ``sizes_seen`` gets the size of each, and whether anything is sampled.
+def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterator[None]:
+    """Inside, steps with prompts are recorded; ``seen_of_steps`` gets what was seen of each.
 
     If it ``is_measured``, the start also warms up, which takes long, and measures what recordings take.
     """
     replay: Callable[..., PendingStep] = ModelRunner._replay_prompts
 
     def replay_and_note(self: ModelRunner, plan: StepPlan, prompts: Any, size: StepSize) -> PendingStep:
-        sizes_seen.add((size, bool(len(plan.sampled_rows))))
+        seen_of_steps.add((size, bool(len(plan.sampled_rows)), bool(len(plan.lane_rows))))
         return replay(self, plan, prompts, size)
 
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)
@@ -105,13 +115,14 @@ def recorded_prompts(sizes_seen: set[tuple[StepSize, bool]], is_measured: bool) 
         stack.enter_context(patch("tp_engine.worker.padded_batch.MAX_CHUNKS", 4))  # less for the interpreter to do
         stack.enter_context(patch("tp_engine.worker.worker.warms_up", lambda device_type: is_measured))
         stack.enter_context(patch.object(ModelRunner, "_replay_prompts", replay_and_note))
+        stack.enter_context(patch.object(NgramSource, "guess", guess_the_last))
         yield
 
 
-def serve(folder: Path) -> list[list[int]]:
+def serve(folder: Path, **options: Any) -> list[list[int]]:
     """Chunks beside decodes, every kind of sampling, prefix hits, forks, and prompts that are scored."""
     tokens: list[list[int]] = []
-    with LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS) as llm:
+    with LLM(str(folder), device="cpu", dtype="float32", attention_backend="torch", **OPTIONS, **options) as llm:
 
         def add(prompts: list[list[int]], params: list[SamplingParams]) -> None:
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -124,30 +135,38 @@ def serve(folder: Path) -> list[list[int]]:
         scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
         add([[6, 5, 4], [9, 8]], [scored, greedy])
         add([list(range(50, 70))], [greedy])
+        # The first request goes on while prompts come and go.
+        lengths = (9, 1, 2, 1, 1, 1)
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in lengths]
+        add([[7, 8] * 6, [3], [4], [5], [6], [9]], params)
         llm.engine.check_integrity()
     return tokens
 
 
-def check(folder: Path, is_measured: bool) -> set[tuple[StepSize, bool]]:
-    """The tokens are equal with and without recordings; returns the recordings that were used."""
-    used: set[tuple[StepSize, bool]] = set()
+def check(folder: Path, is_measured: bool, **options: Any) -> set[SeenStep]:
+    """The tokens are equal with and without recordings, and ``options``; returns the recordings that were used."""
+    used: set[SeenStep] = set()
     expected = serve(folder)
     with triton_ops_on_cpus() as operations, gpu_path(), recorded_prompts(used, is_measured):
-        found = serve(folder)
+        found = serve(folder, **options)
     assert found == expected, (found, expected)
     assert {"prepare_steps", "advance_steps"} <= operations
     return used
 
 
 def main(model: str) -> None:
+    options: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         if model == "windows":
             shape: dict[str, Any] = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
             layers = {"num_layers": 2, "layer_types": WINDOWED["layer_types"][:2]}
             folder = make_checkpoint(Path(name) / "model", **shape, **WINDOWED | layers)
+            # Lanes, which verify guesses (plan.py), follow the rows that decode; most guesses are wrong.
+            options = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 1}'}
         else:
             folder = make_model(name)
-        used = check(folder, is_measured=model == "one_table")
-    assert {size for size, _ in used} == set(SIZES.largest_first), used
-    assert {is_sampled for _, is_sampled in used} == {False, True}, used
+        used = check(folder, is_measured=model == "windows", **options)
+    assert {size for size, _, _ in used} == set(SIZES.largest_first), used
+    assert {is_sampled for _, is_sampled, _ in used} == {False, True}, used
+    assert {has_lanes for _, _, has_lanes in used} == {False, model == "windows"}, used
     print(AGREEMENT)
