@@ -275,7 +275,7 @@ class FakeEngine:
             num_recomputed_tokens=0,
             num_host_slots=12,
             num_used_host_slots=3,
-            speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1]),
+            speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:

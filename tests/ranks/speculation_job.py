@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tp_engine import LLM, SamplingParams
+from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.plan import IntArray
 from tp_engine.sched.guess_sources import GuessSources
 from tp_engine.sched.guesses import Guess, GuessSource
@@ -47,10 +47,14 @@ class Replay(GuessSource):
         return Guess(np.array(made, dtype=np.int32), rng.randint(0, self.most_matched))
 
 
-def _whole_keys(params: dict[str, Any]) -> dict[str, Any]:
-    """JSON makes texts of the token ids in ``logit_bias``."""
-    bias = params.get("logit_bias")
-    return params if bias is None else {**params, "logit_bias": {int(key): value for key, value in bias.items()}}
+def _params(case: dict[str, Any]) -> SamplingParams:
+    """Of JSON, which makes texts of the token ids in ``logit_bias``; ``regex`` is a grammar."""
+    params = dict(case)
+    if "logit_bias" in params:
+        params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
+    if "regex" in params:
+        params["structured_outputs"] = StructuredOutputsParams(regex=params.pop("regex"))
+    return SamplingParams(**params)
 
 
 def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
             source = Replay(kind, found["own"]["sequences"], case["vocab_size"])
             speculation.sources = GuessSources([source], speculation._most_tokens)
         before = llm.engine.stats().speculation
-        params = [SamplingParams(**_whole_keys(one)) for one in case["params"]]
+        params = [_params(one) for one in case["params"]]
         outputs = llm.generate(case["prompts"], params, use_tqdm=False)
         llm.engine.check_integrity()
         stats = llm.engine.stats()
@@ -80,5 +84,6 @@ def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         }
         if before is not None and stats.speculation is not None:
             found[kind]["num_guessed"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
+            found[kind]["accepted_by"] = {name: right for name, (_, right) in stats.speculation.by_source.items()}
             found[kind]["num_accepted"] = stats.speculation.num_accepted_tokens - before.num_accepted_tokens
     return found

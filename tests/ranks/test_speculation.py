@@ -13,13 +13,15 @@ from tests.ranks import parity_job, speculation_job
 from tests.ranks.speculation_job import KINDS
 from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
 from tests.ranks.warm_ranks import warm_ranks
+from tests.text_tokenizers import byte_level_tokenizer
 
-VOCABULARY = 97
-SPECULATION = '{"method": "suffix", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_step_rows": 16}'
+VOCABULARY = 263
+SPECULATION = '{"method": "suffix", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_step_rows": 40}'
+ROWS = {"max_num_seqs": 40, "max_num_batched_tokens": 44}
 SETTINGS = {
-    "plain": {**PLAIN, "max_num_seqs": 16},
-    "chunks and preemption": {**TIGHT, "max_num_seqs": 16},
-    "prefix hits": {**CACHED, "max_num_seqs": 16, "num_gpu_blocks_override": 90},
+    "plain": {**PLAIN, **ROWS},
+    "chunks and preemption": {**TIGHT, **ROWS},
+    "prefix hits": {**CACHED, **ROWS, "num_gpu_blocks_override": 90},
 }
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 40},
@@ -30,17 +32,26 @@ SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.5, "seed": 4, "min_p": 0.2, "max_tokens": 30, "n": 2},
     {"temperature": 0.3, "seed": 5, "logit_bias": {"5": 4.0, "9": 3.0}, "max_tokens": 30},
     {"temperature": 0.9, "seed": 6, "min_tokens": 9, "stop_token_ids": [3, 8, 13, 21, 34, 55], "max_tokens": 30},
-    {"temperature": 0.4, "seed": 7, "repetition_penalty": 1.2, "max_tokens": 12},
+    {"temperature": 0.4, "seed": 7, "repetition_penalty": 1.2, "max_tokens": 40},
+    {"temperature": 0.0, "frequency_penalty": 0.02, "presence_penalty": -0.3, "max_tokens": 40, "logprobs": 1},
     {"temperature": 0.4, "seed": 8, "allowed_token_ids": [4, 5, 6, 7], "max_tokens": 30, "logprobs": 1},
+    {"temperature": 0.0, "regex": r"(NAME:[A-Z]{2,4};AGE:[0-9]{1,2}\.)+", "max_tokens": 40, "logprobs": 1},
+    {"temperature": 0.9, "seed": 9, "regex": r"(NAME:[A-Z]{2,4};AGE:[0-9]{1,2}\.)+", "max_tokens": 40},
+    {"temperature": 0.9, "seed": 10, "regex": r"ID=[0-9A-F]{4};(YES|NO);END", "max_tokens": 40, "n": 2},
+    {"temperature": 0.9, "seed": 11, "regex": r"[A-Z]{1,9}=[0-9]{2,9}", "max_tokens": 20, "ignore_eos": False},
+    {"temperature": 0.2, "seed": 12, "bad_words": ["A", "F", "QR", "!"], "max_tokens": 30, "logprobs": 0},
+    {"temperature": 0.6, "seed": 13, "bad_words": ["7", "AB"], "regex": r"(X[0-9]Y[A-C]{2}Z)+", "max_tokens": 30},
 ]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_no_guess_changes_a_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit, for ten samplers."""
+    """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit, for all samplers."""
     window = checkpoint("mistral", num_kv_heads=2, vocab_size=VOCABULARY, sliding_window=20)
     full = checkpoint("qwen3", num_kv_heads=2, vocab_size=VOCABULARY, head_dim=16)
+    for folder in (window, full):
+        byte_level_tokenizer().save_pretrained(folder)
     prompts = make_prompts(VOCABULARY, len(SAMPLERS))
     cases = [
         {
@@ -68,6 +79,7 @@ def test_no_guess_changes_a_bit(world_size: int, checkpoint: Callable[..., Path]
             assert guessed[kind]["answers"] == plain["none"]["answers"], kind
             assert guessed[kind]["logprobs"] == plain["none"]["logprobs"], kind
             assert guessed[kind]["num_guessed"] > 0, kind
+        assert guessed["wrong"]["accepted_by"]["grammar"] > 10
         assert guessed["own again"]["num_accepted"] > guessed["own"]["num_accepted"]
         assert guessed["right"]["num_accepted"] > guessed["wrong"]["num_accepted"]
     assert results[3]["right"]["num_preemptions"] > 0 and results[5]["right"]["num_cached_tokens"] > 0

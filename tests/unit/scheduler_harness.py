@@ -143,7 +143,8 @@ class FakeWorker:
         """Store each lane's guess behind its row, and sample what follows it."""
         found: list[int] = []
         guesses: dict[int, list[int]] = {}
-        for number, token_id in zip(plan.lane_rows.tolist(), plan.lane_tokens.tolist(), strict=True):
+        lanes = zip(plan.lanes.tolist(), plan.lane_rows.tolist(), plan.lane_tokens.tolist(), strict=True)
+        for place, number, token_id in lanes:
             row, own = self.rows[number], guesses.setdefault(number, [])
             own.append(token_id)
             token_ids = [*row.token_ids, *own]
@@ -153,8 +154,11 @@ class FakeWorker:
             for group in range(self.limits.num_groups):
                 slots = self._slots(lane, group, lane.computed - 1)
                 self.kv_token[slots], self.kv_chain[slots], self.kv_group[slots] = token_id, lane.chain[-1], group
-            found.append(next_token(self._seen(lane), lane.computed, lane.seed))
+            found.append(self._sample_lane(plan, place, lane))
         return found
+
+    def _sample_lane(self, plan: StepPlan, place: int, lane: FakeRow) -> int:
+        return next_token(self._seen(lane), lane.computed, lane.seed)
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for row in plan.released.tolist():

@@ -36,6 +36,12 @@ class OnlyThese:
         self.is_over = token_id == 9
         return token_id != 9
 
+    def forced(self) -> list[int]:
+        return []
+
+    def copy(self) -> OnlyThese:
+        return OnlyThese(self.allowed)
+
 
 def fill_grammars(constraints: Sequence[OnlyThese]) -> IntArray:
     masks = np.zeros((len(constraints), 3 * 32), dtype=np.uint8)

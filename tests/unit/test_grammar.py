@@ -74,6 +74,24 @@ def test_every_output_is_what_was_asked_for(number: int, vocabulary: tuple[str, 
         assert judge(text), (params, text)
 
 
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_copies_change_nothing_and_forced_tokens_fit(number: int, vocabulary: tuple[str, GrammarVocabulary]) -> None:
+    """Oracle: the matcher without copies: at each place of an output its mask is the same after a copy has gone another
+    way; the copy accepts what is forced."""
+    compiled, rng, fill = compile_grammar(CASES[number][0], vocabulary[1]), random.Random(number), MaskFiller()
+    plain, asked = compiled.start(), compiled.start()
+    for token_id in walk(compiled.start(), rng):
+        other = asked.copy()
+        for forced in asked.forced():
+            assert not other.is_over and other.accept(forced)
+        for _ in range(3):
+            if not other.is_over:
+                other.accept(rng.choice(allowed(fill([other])[0])))
+        assert np.array_equal(fill([asked]), fill([plain])) and not asked.is_over
+        assert asked.accept(token_id) == plain.accept(token_id) and asked.is_over == plain.is_over
+    assert asked.is_over
+
+
 GRAMMARS: list[tuple[str, Judge]] = [
     ('start: "a" | "b" start', lambda text: text.endswith("a") and set(text[:-1]) <= {"b"}),
     ('root ::= "(" root ")" | "x"', lambda text: text.strip("()") == "x" and text.count("(") == text.count(")")),

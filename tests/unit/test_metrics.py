@@ -101,7 +101,8 @@ spec_decode_num_accepted_tokens counter
 spec_decode_num_accepted_tokens_per_pos counter position
 spec_decode_num_draft_tokens counter
 spec_decode_num_drafts counter
-spec_decode_num_excluded_requests counter reason
+spec_decode_source_accepted_tokens counter source
+spec_decode_source_draft_tokens counter source
 startup_phase_seconds gauge rank,phase
 step_skew_seconds histogram - {WAIT}
 steps_not_observed counter
@@ -297,6 +298,7 @@ def test_speculation() -> None:
     found = {line.rpartition(" ")[0].removeprefix(PREFIX): float(line.rpartition(" ")[2]) for line in lines}
     assert found['spec_decode_num_draft_tokens_total{model_name="tiny"}'] == 20
     assert found['spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="3"}'] == 1
+    assert found['spec_decode_source_accepted_tokens_total{model_name="tiny",source="ngram"}'] == 12
     without = metrics.exposition(replace(report, stats=replace(report.stats, speculation=None)))
     assert b"spec_decode" not in without
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.sampler_cases import CPU, ids, mixed_samplings, sample, sampler_for
 from tp_engine.plan import RowSampling
+from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
 VOCAB = 2000
@@ -128,6 +129,36 @@ def test_a_readmitted_row_forgets_the_counts_of_the_one_before() -> None:
     assert sample(sampler, logits, [0], 3)[0] == [0]
     sampler._state.admit(0, strong, ids(2, 2, 0, 0), 2)
     assert sample(sampler, logits, [0], 4)[0] == [1]
+
+
+def test_lanes_sample_as_rows_that_have_generated_their_guesses() -> None:
+    """Oracle: rows admitted with the guesses, for a row with a list of ids and two with penalties, step after step; so
+    is a row whose guesses were kept."""
+    samplings = [
+        RowSampling(temperature=0.8, seed=1, allowed_token_ids=ids(2, 3, 4)),
+        RowSampling(temperature=0.8, seed=2, repetition_penalty=1.8, presence_penalty=0.7),
+        RowSampling(frequency_penalty=0.9, repetition_penalty=1.3),
+    ]
+    generator = np.random.default_rng(4)
+    known = [generator.integers(0, 9, 6).astype(np.int32) for _ in samplings]
+    state = SamplingState(max_num_seqs=8, vocab_size=9, device=CPU)
+    for row, sampling in enumerate(samplings):
+        state.admit(row, sampling, known[row], 2)
+    lanes, owners = ids(3, 4, 5, 6), ids(1, 1, 2, 0)
+    for step in range(4):
+        guesses = ids(*generator.integers(0, 9, 4).tolist())
+        state.mirror(lanes, owners, guesses)
+        behind = [(1, guesses[:1]), (1, guesses[:2]), (2, guesses[2:3]), (0, guesses[3:])]
+        logits = torch.from_numpy(generator.normal(size=(4, 9)).astype(np.float32))
+        found, _ = sample(Sampler(state), logits, lanes.tolist(), 9)
+        oracle = sampler_for(
+            [samplings[row] for row, _ in behind], 9, [np.concatenate((known[row], own)) for row, own in behind]
+        )
+        assert found == sample(oracle, logits, range(4), 9)[0]
+        if step == 1:
+            kept = ids(5, 5, 3)
+            state.keep(ids(1, 1, 2), kept)
+            known[1], known[2] = np.concatenate((known[1], kept[:2])), np.concatenate((known[2], kept[2:]))
 
 
 def test_counts_are_allocated_only_for_penalties() -> None:

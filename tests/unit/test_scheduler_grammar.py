@@ -26,9 +26,12 @@ from tests.unit.scheduler_harness import (
     next_token,
     visible,
 )
+from tests.unit.test_speculation import GUESSERS, ScriptedSource
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.sched.guesses import GuessSource
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 NUM_WORDS = 2
@@ -37,8 +40,10 @@ GRAMMAR = StructuredOutputsParams(regex="any: the grammar is this file's own")
 
 
 def allowed_after(generated: Sequence[int]) -> list[int]:
-    """About a third of the tokens; EOS only after an even number of them."""
+    """About a third of the tokens, or a single one; EOS only after an even number of them."""
     state = zlib.crc32(bytes(generated))
+    if state % 4 == 0:
+        return [state % EOS]
     chosen = {t for t in range(VOCABULARY) if zlib.crc32(bytes((t,)), state) % 3 == 0} - {EOS}
     return sorted(chosen | ({EOS} if len(generated) % 2 == 0 else {(EOS + 1) % VOCABULARY}))
 
@@ -66,6 +71,17 @@ class FakeConstraint:
         self.is_over = token_id == EOS or is_over_after(self.generated)
         return True
 
+    def forced(self) -> list[int]:
+        found: list[int] = []
+        while len(allowed := allowed_after(self.generated + found)) == 1 and len(found) < 9:
+            found += allowed
+        return found
+
+    def copy(self) -> FakeConstraint:
+        other = FakeConstraint()
+        other.generated, other.is_over = self.generated.copy(), self.is_over
+        return other
+
 
 class FakeGrammar:
     """``started``: the ``ignore_eos`` of every started sequence."""
@@ -90,22 +106,30 @@ class MaskedWorker(FakeWorker):
 
     def _sample(self, plan: StepPlan) -> np.ndarray[Any, np.dtype[np.int32]]:
         masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
-        sampled = plan.sampled_rows.tolist()
-        is_constrained = {row: self.rows[row].seed >= CONSTRAINED_SEEDS for row in sampled}
-        assert sorted(masks) == sorted(row for row in sampled if is_constrained[row])
+        sampled = [row for row in plan.sampled_rows.tolist() if row < self.limits.max_num_seqs]
+        lanes = dict(zip(plan.lanes.tolist(), plan.lane_rows.tolist(), strict=True))
+        owners = {row: row for row in sampled} | lanes
+        is_constrained = {row: self.rows[owner].seed >= CONSTRAINED_SEEDS for row, owner in owners.items()}
+        assert sorted(masks) == sorted(row for row in owners if is_constrained[row])
         super()._sample(plan)
-        for number in masks:
+        for number in masks.keys() - lanes.keys():
             row = self.rows[number]
             row.token_ids.pop()
             row.chain.pop()
-            self._sample_masked(row, masks[number])
+            row.token_ids.append(self._choose_masked(row, masks[number]))
+            row.chain += chain_hashes(row.token_ids, row.chain)
         return np.array([self.rows[row].token_ids[-1] for row in sampled], dtype=np.int32)
 
-    def _sample_masked(self, row: FakeRow, mask: IntArray) -> None:
+    def _sample_lane(self, plan: StepPlan, place: int, lane: FakeRow) -> int:
+        masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
+        if place not in masks:
+            return super()._sample_lane(plan, place, lane)
+        return self._choose_masked(lane, masks[place])
+
+    def _choose_masked(self, row: FakeRow, mask: IntArray) -> int:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         assert allowed == allowed_after(row.token_ids[self.num_prompt[row.seed] :]), "another mask than the row's own"
-        row.token_ids.append(choose(next_token(self._seen(row), row.computed, row.seed), allowed))
-        row.chain += chain_hashes(row.token_ids, row.chain)
+        return choose(next_token(self._seen(row), row.computed, row.seed), allowed)
 
     def _apply_rows(self, plan: StepPlan) -> None:
         super()._apply_rows(plan)
@@ -120,9 +144,12 @@ class MaskedWorker(FakeWorker):
 class GrammarSimulation(Simulation):
     """Requests with a large seed have a grammar, which is ready at once, or when ``compiled`` says so."""
 
-    def __init__(self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True) -> None:
+    def __init__(
+        self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True, guess_source: GuessSource | None = None
+    ) -> None:
         super().__init__(given, ahead=ahead)
-        self.scheduler = Scheduler(given, fill_masks)
+        sources = None if guess_source is None else [guess_source]
+        self.scheduler = Scheduler(given, fill_masks, guess_sources=sources)
         self.worker = MaskedWorker(given)
         self.at_once = at_once
         self.grammar = FakeGrammar()
@@ -198,6 +225,31 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
     assert num_preemptions > 0 or "num_blocks" not in changes
 
 
+@pytest.mark.parametrize("kind", GUESSERS)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_guesses_change_no_token_of_a_grammar(kind: str, ahead: int) -> None:
+    """Oracle: the grammar and the fake model; every lane's mask is the grammar's behind the lane's guesses."""
+    num_masked, num_accepted = 0, dict[str, int]()
+    for seed, changes in enumerate(({}, {"num_blocks": 8, "max_num_batched_tokens": 9, "max_model_len": 30})):
+        source = ScriptedSource(GUESSERS[kind])
+        config = SpeculativeConfig(num_speculative_tokens=5, max_step_rows=16)
+        given = limits(speculation=config, **changes)
+        source.simulation = simulation = GrammarSimulation(given, ahead=ahead, guess_source=source)
+        load = MixedLoad(simulation, seed)
+        for _ in range(200):
+            load.act()
+        simulation.run()
+        for plan in simulation.plans:
+            num_masked += int(np.isin(plan.lanes, plan.mask_rows).sum())
+        stats = simulation.scheduler.stats().speculation
+        assert stats is not None
+        assert stats.by_source["grammar"][0] == stats.by_source["grammar"][1], "forced tokens are right"
+        for name, (_, right) in stats.by_source.items():
+            num_accepted[name] = num_accepted.get(name, 0) + right
+    assert num_masked > 10 and num_accepted["grammar"] > 10
+    assert num_accepted["scripted"] > 0 or kind in ("wrong", "random")
+
+
 def test_plain_rows_go_on_while_a_few_others_wait_for_their_tokens() -> None:
     """Oracle: with one grammar among five rows, every plan has all plain rows; every second plan has the grammar's
     row."""
@@ -262,6 +314,11 @@ class StubbornConstraint(FakeConstraint):
             self.is_over, self.error = True, self._error
             return False
         return super().accept(token_id)
+
+    def copy(self) -> StubbornConstraint:
+        other = StubbornConstraint(self._error)
+        other.generated = self.generated.copy()
+        return other
 
 
 @pytest.mark.parametrize("error", [None, "the grammar has become too large"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
@@ -16,7 +18,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.request import FinishReason
-from tp_engine.sched.guess_sources import Acceptance, GuessSources, make_sources
+from tp_engine.sched.guess_sources import Acceptance, GuessSources, Part, make_sources
 from tp_engine.sched.guesses import NO_GUESS, Guess, GuessSource, NgramSource
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.speculation import SpeculationCounters
@@ -162,16 +164,6 @@ def test_rows_never_exceed_the_budget() -> None:
     assert max(sizes) == 8
 
 
-def test_what_gets_no_guesses_is_counted() -> None:
-    """By hand."""
-    simulation = simulate("right")
-    simulation.add([1, 2, 3], max_tokens=9, repetition_penalty=1.1)
-    simulation.add([1, 2, 4], max_tokens=9, presence_penalty=0.5)
-    simulation.run()
-    assert not any(len(plan.lane_rows) for plan in simulation.plans)
-    assert counters(simulation).num_excluded == {"penalties": 2, "grammar": 0}
-
-
 def test_ngrams() -> None:
     """By hand: the longest match, the last of equal ones, a period at the end, and none."""
     source = NgramSource(2, 3)
@@ -213,18 +205,37 @@ class Fixed(GuessSource):
         self.ended.append(sequence.token_ids.tolist())
 
 
+FREE: Any = SimpleNamespace(constraint=None)
+
+
 def test_the_likelier_source_is_verified() -> None:
     """By hand: the longer guess at first, and the other source once the first one has been wrong."""
     sources = GuessSources([Fixed("long", [1, 2, 3, 4]), Fixed("short", [8, 9])], most_tokens=4)
-    assert sources.names == ["long", "short"]
+    assert sources.names == ["grammar", "long", "short"]
     tokens = np.array([5], dtype=np.int32)
-    best = sources.best(ANY, tokens, 4)
-    assert best is not None and best.source == "long" and len(best.guess.tokens) == len(best.likelihoods) == 4
+    found = sources.guess(FREE, tokens, 4)
+    assert found.parts == [Part("long", 2, 4)] and len(found.tokens) == len(found.likelihoods) == 4
     for _ in range(9):
-        sources.note("long", 2, 4, 0)
-        sources.note("short", 2, 2, 1)
-    best = sources.best(ANY, tokens, 4)
-    assert best is not None and best.source == "short"
+        sources.note([Part("long", 2, 4)], 4, 0)
+        sources.note([Part("short", 2, 2)], 2, 1)
+    assert sources.guess(FREE, tokens, 4).parts[0].source == "short"
+
+
+def test_what_a_grammar_forces_comes_first() -> None:
+    """By hand: two forced tokens, then another source's, as far as there is room; each is measured alone."""
+    sources = GuessSources([Fixed("fixed", [7, 8, 9])], most_tokens=4)
+    constrained: Any = SimpleNamespace(constraint=SimpleNamespace(forced=lambda: [1, 2]))
+    tokens = np.array([5], dtype=np.int32)
+    found = sources.guess(constrained, tokens, 4)
+    assert found.tokens.tolist() == [1, 2, 7, 8] and found.parts == [Part("grammar", 0, 2), Part("fixed", 2, 2)]
+    assert found.likelihoods == pytest.approx([0.8, 0.8**2, 0.8**3, 0.8**4])
+    for _ in range(20):
+        sources.note(found.parts, 4, 2)
+    found = sources.guess(constrained, tokens, 4)
+    assert found.tokens.tolist() == [1, 2] and found.likelihoods[1] > 0.8
+    for _ in range(150):
+        sources.note(found.parts, 1, 0)
+    assert not len(sources.guess(constrained, tokens, 1).tokens), "neither pays any more"
 
 
 def test_sources_are_told_results_and_ends() -> None:

@@ -46,6 +46,22 @@ class GrammarMatcher:
         self._note_error()
         return True
 
+    def forced(self) -> list[int]:
+        """The tokens that must follow, as the tokenizer writes their text; others may write the same text.
+
+        A copy is asked, so that no limit of the library is reached for it.
+        """
+        if self.is_over or self.error is not None:
+            return []
+        found: list[int] = self._matcher.deep_copy().compute_ff_tokens()
+        return found
+
+    def copy(self) -> GrammarMatcher:
+        """The same place, which goes its own way from here; takes microseconds."""
+        other = GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, ignore_eos=self._ignore_eos)
+        other.is_over, other.error = self.is_over, self.error
+        return other
+
     def settle_mask(self, mask: IntArray) -> None:
         """Change ``mask`` (words,) int32, as the library wrote it, to what may be sampled; at least one bit is set."""
         self._note_error()

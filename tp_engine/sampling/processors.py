@@ -26,7 +26,7 @@ import torch
 
 from tp_engine.kernels.sampling_tables import CountTables
 from tp_engine.layers.embedding import VocabSlice
-from tp_engine.layers.upload import upload
+from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import MASK_TOKENS, NO_IDS, NO_MASKS, IntArray, RowSampling
 from tp_engine.sampling.ranking import row_chunks
 
@@ -206,6 +206,17 @@ class PenaltyCounts:
             is_mine &= counted
         flat = rows * self._shape[1] + columns.mul_(is_mine)
         output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
+
+    def mirror(self, lanes: IntArray, rows: IntArray, tokens: IntArray) -> None:
+        """Each of ``lanes`` (n,) has the tokens of its row of ``rows`` (n,), grouped, and those of ``tokens`` (n,) that
+        stand at its own place and at those of the same row before it."""
+        targets, sources = upload_all([lanes.astype(np.int64), rows.astype(np.int64)], self._device)
+        for counts in self._tensors():
+            counts.index_copy_(0, targets, counts.index_select(0, sources))
+        seen = np.tril(rows[:, None] == rows)
+        places, guesses = np.nonzero(seen)
+        pairs = [lanes[places].astype(np.int64), tokens[guesses].astype(np.int64)]
+        self.record(*upload_all(pairs, self._device))
 
     def apply(self, logits: torch.Tensor, penalised: PenalisedRows) -> None:
         """Penalise rows of ``logits`` (e, width) float32 in place.

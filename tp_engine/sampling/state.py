@@ -94,12 +94,23 @@ class SamplingState:
         )
         self._push(row)
 
-    def mirror(self, lanes: IntArray, rows: IntArray) -> None:
-        """``lanes`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do, which are not penalised."""
+    def keep(self, rows: IntArray, tokens: IntArray) -> None:
+        """``rows`` (n,), grouped, have generated ``tokens`` (n,) too, which were guessed right."""
+        if (counted := self.is_penalised[rows]).any():
+            on_device = upload_all([rows[counted].astype(np.int64), tokens[counted].astype(np.int64)], self.device)
+            self.penalties.record(*on_device)
+
+    def mirror(self, lanes: IntArray, rows: IntArray, tokens: IntArray) -> None:
+        """``lanes`` (n,), rows that nothing is admitted to, sample as ``rows`` (n,) do behind guesses ``tokens`` (n,):
+        a lane's own and those of the row's lanes before it."""
+        self._mirror_parameters(lanes, rows)
+        if (counted := self.is_penalised[rows]).any():
+            self.penalties.mirror(lanes[counted], rows[counted], tokens[counted])
+
+    def _mirror_parameters(self, lanes: IntArray, rows: IntArray) -> None:
         asked = (self.version, lanes.tobytes(), rows.tobytes())
         if asked == self._mirrored:
             return
-        assert not self.is_penalised[rows].any(), "the penalties of a lane would need the tokens before it"
         self.version += 1
         self._mirrored = (self.version, *asked[1:])
         for column in (
@@ -111,6 +122,10 @@ class SamplingState:
             self.num_logprobs,
             self.min_tokens,
             self.num_prompt_tokens,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+            self.is_penalised,
             self.has_lists,
             self.is_edited,
             self.is_plain,

@@ -39,6 +39,12 @@ class TokenConstraint(Protocol):
     def accept(self, token_id: int) -> bool:
         """One more token; False if the grammar refuses it, which ends the output without it."""
 
+    def forced(self) -> list[int]:
+        """Tokens that must follow, as far as they are known cheaply; they could be cut otherwise."""
+
+    def copy(self) -> TokenConstraint:
+        """The same place, which goes its own way from here."""
+
 
 class Grammar(Protocol):
     """A compiled grammar."""
@@ -81,6 +87,16 @@ class WordGuard:
         accepted = self.inner.accept(token_id)
         self.is_over, self.error = self.inner.is_over, self.inner.error
         return accepted
+
+    def forced(self) -> list[int]:
+        """Those of the grammar."""
+        return [] if self.inner is None else self.inner.forced()
+
+    def copy(self) -> TokenConstraint:
+        """See ``TokenConstraint``."""
+        other = WordGuard(self._words, None if self.inner is None else self.inner.copy())
+        other._recent.extend(self._recent)
+        return other
 
     def banned(self) -> list[int]:
         """The tokens that would complete a word now."""

@@ -5,9 +5,11 @@
     source       its guesses come from                                          files
     ngram        the request's own text (prompt lookup)                         guesses.py
     suffix       other requests' answers                                        suffix_source.py
+    grammar      what a request's grammar forces; with every method             grammar_guesses.py
 
 A source is a ``GuessSource`` with a name.  ``_SOURCES`` makes it from the configuration, ``_OF_METHOD`` says which
-sources a method has; of all guesses for a row the one is verified of which most is likely to be kept.
+sources a method has; of all guesses for a row the one is verified of which most is likely to be kept.  What a grammar
+forces comes first, and the others guess what follows it.
 
 *A new source* is a class in a file of its own, a line in ``_SOURCES``, and its method in ``_OF_METHOD`` and in
 ``tp_engine.speculative.METHODS``.  One whose guesses are made by the ranks, and come with a step's result, overrides
@@ -26,7 +28,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import IntArray, StepResult
+from tp_engine.plan import NO_IDS, IntArray, StepResult
+from tp_engine.sched.grammar_guesses import GrammarSource
 from tp_engine.sched.guesses import Guess, GuessSource, NgramSource
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.suffix_source import SuffixSource
@@ -80,13 +83,24 @@ class Acceptance:
         self._tried[matched, : min(num_right + 1, count)] += 1.0
 
 
-class Candidate(NamedTuple):
-    """A guess of ``source`` for a row, cut where it does not pay any more; ``likelihoods`` (n) of its tokens fall from
-    token to token."""
+class Part(NamedTuple):
+    """``num_tokens`` guesses of ``source`` in a run, found by a match of ``matched`` tokens."""
 
     source: str
-    guess: Guess
+    matched: int
+    num_tokens: int
+
+
+class Candidate(NamedTuple):
+    """``tokens`` (n,) that may follow a row's, by the ``parts`` of several sources, cut where they do not pay any more;
+    the ``likelihoods`` (n) that a token and all before it are right fall from token to token."""
+
+    tokens: IntArray
+    parts: list[Part]
     likelihoods: list[float]
+
+
+NO_CANDIDATE = Candidate(NO_IDS, [], [])
 
 
 class GuessSources:
@@ -94,30 +108,65 @@ class GuessSources:
 
     def __init__(self, sources: Iterable[GuessSource], most_tokens: int) -> None:
         self._sources = list(sources)
-        self._acceptance = {one.name: Acceptance(one.most_matched, most_tokens) for one in self._sources}
+        self._forced = GrammarSource()
+        every = (self._forced, *self._sources)
+        self._acceptance = {one.name: Acceptance(one.most_matched, most_tokens) for one in every}
+        self.counts = {one.name: (0, 0) for one in every}  # guesses that were verified, and those that were right
 
     @property
     def names(self) -> list[str]:
         """The sources' names."""
         return list(self._acceptance)
 
-    def best(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate | None:
-        """Of the guesses for ``sequence`` the one that is likely to give most tokens, of equal ones the first source's;
-        None if none pays.  See ``GuessSource.guess``."""
-        best, most = None, 0.0
+    def guess(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:
+        """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.
+
+        Of the sources' guesses it is the one that is likely to give most tokens, of equal ones the first source's.
+        """
+        if sequence.constraint is None:
+            return self._best(sequence, tokens, count, 1.0)
+        forced = self._weighed(self._forced, self._forced.guess(sequence, tokens, count), 1.0)
+        if not (left := count - len(forced.tokens)):
+            return forced
+        behind = np.concatenate((tokens, forced.tokens))
+        others = self._best(sequence, behind, left, forced.likelihoods[-1] if forced.parts else 1.0)
+        return Candidate(
+            np.concatenate((forced.tokens, others.tokens)),
+            forced.parts + others.parts,
+            forced.likelihoods + others.likelihoods,
+        )
+
+    def _best(self, sequence: Sequence, tokens: IntArray, count: int, likelihood: float) -> Candidate:
+        """That of all sources but the grammar, behind tokens that are right with ``likelihood``."""
+        best, most = NO_CANDIDATE, 0.0
         for source in self._sources:
-            guess = source.guess(sequence, tokens, count)
-            if not len(guess.tokens):
-                continue
-            found = self._acceptance[source.name].likelihoods(guess.matched, len(guess.tokens))
-            paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
-            if (expected := sum(paying)) > most:
-                best, most = Candidate(source.name, Guess(guess.tokens[: len(paying)], guess.matched), paying), expected
+            found = self._weighed(source, source.guess(sequence, tokens, count), likelihood)
+            if (expected := sum(found.likelihoods)) > most:
+                best, most = found, expected
         return best
 
-    def note(self, source: str, matched: int, count: int, num_right: int) -> None:
-        """Of a run of ``count`` guesses of ``source`` the first ``num_right`` were right."""
-        self._acceptance[source].note(matched, count, num_right)
+    def _weighed(self, source: GuessSource, guess: Guess, likelihood: float) -> Candidate:
+        if not len(guess.tokens):
+            return NO_CANDIDATE
+        found = self._acceptance[source.name].likelihoods(guess.matched, len(guess.tokens)) * likelihood
+        paying: list[float] = found[found >= _LEAST_LIKELIHOOD].tolist()
+        if not paying:
+            return NO_CANDIDATE
+        return Candidate(guess.tokens[: len(paying)], [Part(source.name, guess.matched, len(paying))], paying)
+
+    def note(self, parts: list[Part], num_tokens: int, num_right: int) -> None:
+        """Of a run of ``parts``, cut to ``num_tokens``, the first ``num_right`` guesses were right."""
+        first = 0
+        for part in parts:
+            count = min(part.num_tokens, num_tokens - first)
+            if count <= 0:
+                break
+            right = min(max(num_right - first, 0), count)
+            tried, ever_right = self.counts[part.source]
+            self.counts[part.source] = tried + count, ever_right + right
+            if num_right >= first:
+                self._acceptance[part.source].note(part.matched, count, right)
+            first += count
 
     def take(self, result: StepResult) -> None:
         """The result of a step has come."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
 from tp_engine.request import FinishReason, SequenceDelta, StepOutput
+from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
@@ -56,18 +57,17 @@ class StepOutcome(msgspec.Struct, gc=False):
     def advance_constraints(self, is_constrained: BoolArray) -> None:
         """Give each constrained sequence's grammar its new token; ``is_constrained`` is over all rows.
 
-        Some sequences end with the token, or without it, if the grammar refuses it.  That happens only where
-        min_tokens or allowed_token_ids ban all that the grammar allows.
+        Some sequences end with the token, or without it, if the grammar refuses it.
         """
         for position in np.flatnonzero(is_constrained[self.rows.rows]).tolist():
             constraint = self.sequences[position].constraint
             assert constraint is not None
-            if not constraint.accept(int(self.token_ids[position])):
+            token_id, end = int(self.token_ids[position]), self.endings.get(position)
+            is_accepted, end = accept(constraint, token_id, end)
+            if not is_accepted:
                 self.dropped.append(position)
-            elif not constraint.is_over or self._has_stopped(position):
-                continue
-            reason = FinishReason.STOP if constraint.error is None else FinishReason.ERROR
-            self.endings[position] = Ending(reason, error=constraint.error, by_grammar=True)
+            if end is not None:
+                self.endings[position] = end
 
     def output(self) -> StepOutput:
         """For the engine's caller.  To be called once: prompt logprobs go out with it."""
@@ -81,11 +81,6 @@ class StepOutcome(msgspec.Struct, gc=False):
         for position in reversed(special):
             del request_ids[position], indices[position], token_ids[position]
         return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids, deltas=deltas)
-
-    def _has_stopped(self, position: int) -> bool:
-        """Whether a stop token has ended the sequence too: that is the better reason."""
-        end = self.endings.get(position)
-        return end is not None and end.reason is FinishReason.STOP
 
     def _delta(self, position: int, request_ids: list[str], indices: list[int], token_ids: list[int]) -> SequenceDelta:
         sequence = self.sequences[position]
@@ -162,6 +157,19 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) 
         if token_id in group.stop_token_ids:
             return Ending(FinishReason.STOP, token_id)
     return Ending(FinishReason.LENGTH) if num_tokens >= max_tokens else None
+
+
+def accept(constraint: TokenConstraint, token_id: int, end: Ending | None) -> tuple[bool, Ending | None]:
+    """Give a grammar its next token: whether it accepts it, and how the sequence ends; ``end``: how without a grammar.
+
+    A token that is refused, which happens only where min_tokens or allowed_token_ids ban all that the grammar allows,
+    ends the sequence without it.  A stop token is a better reason than the grammar's end.
+    """
+    is_accepted = constraint.accept(token_id)
+    if is_accepted and (not constraint.is_over or (end is not None and end.reason is FinishReason.STOP)):
+        return True, end
+    reason = FinishReason.STOP if constraint.error is None else FinishReason.ERROR
+    return is_accepted, Ending(reason, error=constraint.error, by_grammar=True)
 
 
 def aborted(sequence: Sequence, error: str | None = None) -> SequenceDelta:

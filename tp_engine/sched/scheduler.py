@@ -81,7 +81,7 @@ class Scheduler:
         self._steady = SteadySteps(self._batch, self._stops)
         self._speculation: Speculation | None = None
         if limits.speculation is not None:
-            self._speculation = Speculation(limits.speculation, self._batch, self._stops, guess_sources)
+            self._speculation = Speculation(limits.speculation, self._batch, self._stops, fill_masks, guess_sources)
         tier = self._batch.blocks.tier
         self.disk_waits = None if tier is None or tier.disk is None else DiskWaits(tier, tier.disk)
         self._roots = Roots(None if self.disk_waits is None else self.disk_waits.salt)
@@ -121,8 +121,6 @@ class Scheduler:
         self._num_requests += 1
         self._groups[request.request_id] = group
         self._stops.watch(group)
-        if self._speculation is not None:
-            self._speculation.watch(group)
         for sequence in group.sequences:
             if request.is_constrained:
                 sequence.blocked = Blocked.GRAMMAR

@@ -31,11 +31,13 @@ import numpy as np
 
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.request import SequenceDelta, StepOutput
-from tp_engine.sched.guess_sources import GuessSources, make_sources
+from tp_engine.sched.constraint import FillMasks, TokenConstraint
+from tp_engine.sched.grammar_guesses import follow, masks_of
+from tp_engine.sched.guess_sources import GuessSources, Part, make_sources
 from tp_engine.sched.guesses import GuessSource
-from tp_engine.sched.outcome import Ending, StopChecker, ending, slice_logprobs
+from tp_engine.sched.outcome import Ending, StopChecker, accept, ending, slice_logprobs
 from tp_engine.sched.row_state import RowState
-from tp_engine.sched.sequence import RequestGroup, Sequence
+from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.step_builder import Batch, StepDraft
 from tp_engine.speculative import SpeculativeConfig
 
@@ -43,24 +45,24 @@ from tp_engine.speculative import SpeculativeConfig
 @dataclass(slots=True)
 class SpeculationCounters:
     """Totals since the start: verified runs, their tokens, those that were right, and these by their place in the run;
-    and requests that got no guesses, by reason."""
+    and tokens and right ones of each source."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    num_excluded: dict[str, int] = field(default_factory=lambda: {"penalties": 0, "grammar": 0})
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Run(msgspec.Struct, gc=False):
-    """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, found by
-    ``source`` with a match of ``matched`` tokens (``Guess``); once the result is there, ``kept`` (a,) are the tokens
-    behind the row's own that were sampled right."""
+    """The lanes of a row in a step, from the ``first`` on: ``tokens`` (n,) are their guesses, by the sources of
+    ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result is there, ``kept`` (a,) are the
+    tokens behind the row's own that were sampled right."""
 
     row: int
     tokens: IntArray
-    source: str
-    matched: int
+    parts: list[Part]
+    masks: IntArray | None = None
     first: int = 0
     kept: IntArray = NO_IDS
 
@@ -84,6 +86,7 @@ class Speculation:
         config: SpeculativeConfig,
         batch: Batch,
         stops: StopChecker,
+        fill_masks: FillMasks | None = None,
         sources: Iterable[GuessSource] | None = None,
     ) -> None:
         self._most_tokens = config.num_speculative_tokens
@@ -91,6 +94,7 @@ class Speculation:
         self._batch = batch
         self._rows: RowState = batch.rows
         self._stops = stops
+        self._fill_masks = fill_masks
         self.sources = GuessSources(make_sources(config) if sources is None else sources, self._most_tokens)
         self._found: list[Run] = []
         self._verifying: list[Run] = []
@@ -100,21 +104,14 @@ class Speculation:
     def stats(self) -> SpeculationCounters:
         """A copy of the counters."""
         own = self.counters
-        return replace(own, accepted_at=own.accepted_at.copy(), num_excluded=own.num_excluded.copy())
-
-    def watch(self, group: RequestGroup) -> None:
-        """A request has come in: count it if it can have no guesses."""
-        reason = _exclusion(group.sequences[0])
-        if reason is not None:
-            self.counters.num_excluded[reason] += 1
+        return replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
 
     def must_wait(self) -> bool:
         """Whether the next plan must be made after the results of all steps in flight, because it may have guesses,
         or one of these steps has some."""
         if self._verifying:
             return True
-        rows = self._rows.decoding().rows
-        return 0 < 2 * len(rows) <= self._most_rows and any(map(_may_have, self._rows.decoding().sequences))
+        return 0 < 2 * len(self._rows.decoding().rows) <= self._most_rows
 
     def find(self) -> bool:
         """Guess for the step to be scheduled, while none is in flight; whether there is anything to verify."""
@@ -127,13 +124,16 @@ class Speculation:
         for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
             known = int(self._rows.num_tokens[row])
             most = min(self._most_tokens, sequence.max_tokens - known - 1)
-            if most < 1 or not _may_have(sequence):
+            if most < 1:
                 continue
-            found = self.sources.best(sequence, self._rows.tokens[row, :known], most)
-            if found is not None:
-                runs.append(Run(row, found.guess.tokens, found.source, found.guess.matched))
+            found = self.sources.guess(sequence, self._rows.tokens[row, :known], most)
+            if len(found.tokens):
+                runs.append(Run(row, found.tokens, found.parts))
                 likelihoods += found.likelihoods
-        self._found += self._likeliest(runs, likelihoods, self._most_rows - len(chosen.rows))
+        runs = self._likeliest(runs, likelihoods, self._most_rows - len(chosen.rows))
+        if self._rows.readiness.num_constrained:
+            runs = self._allowed(runs)
+        self._found += runs
         return bool(self._found)
 
     def _likeliest(self, runs: list[Run], likelihoods: list[float], room: int) -> list[Run]:
@@ -145,6 +145,24 @@ class Speculation:
             for run, count in zip(runs, counts, strict=True):
                 run.tokens = run.tokens[:count]
         return [run for run in runs if len(run.tokens)]
+
+    def _allowed(self, runs: list[Run]) -> list[Run]:
+        """``runs`` up to the first guess that the row's grammar refuses, with their masks."""
+        free, constrained, places = list[Run](), list[Run](), list[list[TokenConstraint]]()
+        for run in runs:
+            sequence = self._rows.sequences[run.row]
+            assert sequence is not None, "a vacant row has guesses"
+            if sequence.constraint is None:
+                free.append(run)
+            elif copies := follow(sequence.constraint, run.tokens.tolist()):
+                constrained.append(run)
+                places.append(copies)
+        if not constrained:
+            return free
+        assert self._fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
+        for run, masks in zip(constrained, masks_of(places, self._fill_masks), strict=True):
+            run.tokens, run.masks = run.tokens[: len(masks)], masks
+        return free + [run for run in constrained if len(run.tokens)]
 
     def add_lanes(self, draft: StepDraft) -> None:
         """Give the rows that run in this step lanes for what was found, as far as tokens and blocks are left.
@@ -208,7 +226,7 @@ class Speculation:
         )
 
     def _count(self, plan: StepPlan, run: Run, num_right: int) -> None:
-        self.sources.note(run.source, run.matched, len(run.tokens), num_right)
+        self.sources.note(run.parts, len(run.tokens), num_right)
         counters = self.counters
         counters.num_drafts += 1
         counters.num_draft_tokens += len(run.tokens)
@@ -230,7 +248,7 @@ class Speculation:
             sequence = self._rows.sequences[run.row]
             if not len(run.kept) or sequence is None or self._rows.since_step[run.row] > verified.plan.step_id:
                 continue
-            end = self._cut(run, sequence)
+            end = self._cut(run, sequence) if sequence.constraint is None else self._follow(run, sequence)
             self._rows.extend(run.row, run.kept)
             delta = SequenceDelta(
                 request_id=sequence.request_id,
@@ -262,6 +280,18 @@ class Speculation:
                 return end
         return None
 
+    def _follow(self, run: Run, sequence: Sequence) -> Ending | None:
+        """As ``_cut``, for a sequence with a grammar, which accepts what is kept."""
+        assert sequence.constraint is not None, "a sequence without a grammar"
+        known = int(self._rows.num_tokens[run.row])
+        for place, token_id in enumerate(run.kept.tolist()):
+            end = ending(sequence, token_id, known + place + 1, sequence.max_tokens)
+            is_accepted, end = accept(sequence.constraint, token_id, end)
+            if end is not None:
+                run.kept = run.kept[: place + is_accepted]
+                return end
+        return None
+
     def _logprobs(self, verified: Verified, run: Run) -> TokenLogprobs | None:
         asked = int(self._rows.num_logprobs[run.row])
         if asked < 0 or verified.logprobs is None:
@@ -270,7 +300,15 @@ class Speculation:
         return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
 
     def hand_over(self, plan: StepPlan) -> StepPlan:
-        """The next plan: it begins with the tokens that were kept since the last one."""
+        """The next plan: it begins with the tokens that were kept since the last one, and its lanes have masks."""
+        masked = [run for run in self._verifying if run.masks is not None]
+        if masked:
+            lanes = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]
+            rows = np.concatenate(lanes) + np.int32(self._batch.limits.max_num_seqs)
+            masks = [run.masks[: len(run.tokens)] for run in masked if run.masks is not None]
+            plan = msgspec.structs.replace(
+                plan, mask_rows=np.concatenate((plan.mask_rows, rows)), masks=np.concatenate((plan.masks, *masks))
+            )
         if not self._kept:
             return plan
         kept, self._kept = self._kept, []
@@ -279,19 +317,6 @@ class Speculation:
             kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
             kept_tokens=np.concatenate([run.kept for run in kept]),
         )
-
-
-def _may_have(sequence: Sequence) -> bool:
-    return _exclusion(sequence) is None
-
-
-def _exclusion(sequence: Sequence) -> str | None:
-    """Why a sequence gets no guesses: what its next token may be depends on more than its parameters and position."""
-    if sequence.group.request.is_constrained:
-        return "grammar"
-    sampling = sequence.sampling
-    is_penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    return "penalties" if is_penalised else None
 
 
 def _without(logprobs: TokenLogprobs, lanes: slice) -> TokenLogprobs:

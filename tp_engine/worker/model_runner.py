@@ -227,6 +227,8 @@ class ModelRunner:
         """The plan's changes, in its order: rows and their lanes, new blocks, moves, then copies."""
         self._batch.apply(plan)
         self._sampling.masks.set(plan.mask_rows, plan.masks)
+        if len(plan.kept_rows):
+            self._sampling.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):
             self._sampling.release(plan.released)
         for admission in plan.admitted:
@@ -234,7 +236,7 @@ class ModelRunner:
             self._pooled_rows.admit(admission.row, admission.sampling)
             self._sampling.admit(admission.row, admission.sampling, admission.token_ids, admission.num_prompt_tokens)
         if len(plan.lane_rows):
-            self._sampling.mirror(plan.lanes, plan.lane_rows)
+            self._sampling.mirror(plan.lanes, plan.lane_rows, plan.lane_tokens)
         if self.tier is not None and (plan.has_moves or self.tier.sees_all_plans):
             self._progress.reach(RankPhase.MOVE)
             self.tier.apply(plan)

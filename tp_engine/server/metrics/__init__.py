@@ -140,7 +140,8 @@ def _speculation_metrics(found: SpeculationCounters | None, model_name: str) -> 
     yield number(f.SPEC_ACCEPTED, model_name, found.num_accepted_tokens)
     places = [((str(place),), count) for place, count in enumerate(found.accepted_at)]
     yield numbers(f.SPEC_ACCEPTED_AT, model_name, places)
-    yield numbers(f.SPEC_EXCLUDED, model_name, [((reason,), n) for reason, n in found.num_excluded.items()])
+    for place, family in enumerate((f.SPEC_SOURCE_TOKENS, f.SPEC_SOURCE_ACCEPTED)):
+        yield numbers(family, model_name, [((source,), counts[place]) for source, counts in found.by_source.items()])
 
 
 def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:

@@ -122,8 +122,11 @@ SPEC_ACCEPTED_AT = MetricFamily(
     "guessed tokens that were right, by their place in the run",
     ("position",),
 )
-SPEC_EXCLUDED = MetricFamily(
-    "counter", "spec_decode_num_excluded_requests", "requests for which no token is guessed, and why", ("reason",)
+SPEC_SOURCE_TOKENS = MetricFamily(
+    "counter", "spec_decode_source_draft_tokens", "guessed tokens that were verified, by their source", ("source",)
+)
+SPEC_SOURCE_ACCEPTED = MetricFamily(
+    "counter", "spec_decode_source_accepted_tokens", "guessed tokens that were right, by their source", ("source",)
 )
 ITERATION_TOKENS = MetricFamily("histogram", "iteration_tokens_total", "tokens per step", (), STEP_TOKENS)
 CACHE_CONFIG = MetricFamily(
