@@ -220,10 +220,17 @@ class FakeEngine:
     added: list[EngineRequest] = field(default_factory=list)
     trace_folder: str | None = None
     orders: list[str] = field(default_factory=list)
+    is_paused: bool = False
+    weight_version: str = ""
     _sequences: list[_Sequence] = field(default_factory=list)
+    _ended: StepOutput = field(default_factory=StepOutput)
 
     @property
     def has_unfinished(self) -> bool:
+        return bool(self._sequences) and not self.is_paused
+
+    @property
+    def has_requests(self) -> bool:
         return bool(self._sequences)
 
     def add_request(self, request: EngineRequest) -> None:
@@ -257,7 +264,9 @@ class FakeEngine:
         deltas = [sequence.next_delta(now_s) for sequence in self._sequences[: self.max_running]]
         ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
         self._sequences = [s for s in self._sequences if (s.request.request_id, s.index) not in ended]
-        return in_columns(deltas)
+        output = in_columns(deltas)
+        output.weight_version = self.weight_version
+        return output
 
     def stats(self) -> SchedulerStats:
         num_running = min(len(self._sequences), self.max_running)
@@ -300,13 +309,30 @@ class FakeEngine:
     def reset_prefix_cache(self) -> bool:
         return not self._sequences
 
+    def pause(self, *, aborts: bool) -> None:
+        self.is_paused = True
+        if aborts:
+            self._ended = StepOutput(deltas=self.abort([one.request.request_id for one in self._sequences]))
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def weights_changed(self, version: str | None) -> None:
+        self.weight_version = version or "1"
+
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         self.orders.append(kind)
         return {}
 
-    def drained(self) -> list[StepOutput]:
-        """No step is ever in flight."""
-        return []
+    @property
+    def operator(self) -> FakeEngine:
+        """The engine is its own."""
+        return self
+
+    def take_drained(self) -> list[StepOutput]:
+        """No step is ever in flight; the ends of requests that a pause has aborted."""
+        ended, self._ended = self._ended, StepOutput()
+        return [ended]
 
     def configuration(self) -> dict[str, Any]:
         return {"model": self.model_info.model, "profile": self.trace_folder}

@@ -50,7 +50,7 @@ class CompletionOutput:
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A request and its ``n`` sequences; ``outputs`` is ordered by index.  ``pooled`` is what a pooling request asks
-    for."""
+    for.  ``weight_version`` names the weights of the last token after an update of the weights."""
 
     request_id: str
     prompt: str | None
@@ -61,6 +61,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     pooled: FloatArray | None = None
+    weight_version: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

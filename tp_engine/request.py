@@ -87,9 +87,11 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     num_accepted_tokens: int = 0
 
 
-class StepOutput(msgspec.Struct, kw_only=True):
+class StepOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What one step added.  Sequence ``indices[i]`` of ``request_ids[i]`` got ``token_ids[i]`` and nothing else; those
     with more (a first token, log-probabilities, an end) have a record in ``deltas``.
+
+    ``weight_version`` names the weights of the step; empty for those of the start.
 
     Iterating gives a record for every sequence.  Columns spare a steady step of many sequences these records on its
     way to the process that needs them.
@@ -99,6 +101,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     indices: list[int] = []
     token_ids: list[int] = []
     deltas: list[SequenceDelta] = []
+    weight_version: str = ""
 
     def __len__(self) -> int:
         return len(self.token_ids) + len(self.deltas)

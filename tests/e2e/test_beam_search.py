@@ -174,7 +174,7 @@ def test_beams_share_their_blocks(llm: LLM) -> None:
     """Oracle: arithmetic.  All beams and rounds share one prompt of 16 full blocks and 2 tokens.  Each beam computes
     one token a round, because it begins with a copy of its parent's last block."""
     prompt, num_rounds = [(17 * i) % 200 + 3 for i in range(16 * BLOCK + 2)], 12
-    assert llm.engine.reset_prefix_cache()
+    assert llm.reset_prefix_cache()
     before = llm.engine.stats()
     llm.beam_search([prompt], BeamSearchParams(beam_width=WIDTH, max_tokens=num_rounds, ignore_eos=True))
     after = llm.engine.stats()

@@ -27,8 +27,9 @@ from tp_engine.sched.guesses import Guess, NgramSource
 from tp_engine.sched.sequence import Sequence
 from tp_engine.worker.captured_decodes import Keep, Recording, Step, keep_nothing
 from tp_engine.worker.graph_capture import GraphPlan
-from tp_engine.worker.model_runner import ModelRunner, PendingStep
+from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.padded_batch import StepSize, StepSizes
+from tp_engine.worker.readback import PendingStep
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64,

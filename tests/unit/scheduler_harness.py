@@ -315,8 +315,14 @@ class Simulation:
             self.in_flight.append(made)
             self._check()
         assert self.in_flight or not self.scheduler.has_unfinished, "unfinished work must always have something to run"
-        if not self.in_flight:
-            return None
+        return self._finish_oldest(between) if self.in_flight else None
+
+    def drain(self) -> None:
+        """Run the plans in flight, and make no further one."""
+        while self.in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self, between: Callable[[], None] | None = None) -> StepPlan:
         plan = self.in_flight.popleft()
         result = self.worker.execute(plan)
         if between is not None:

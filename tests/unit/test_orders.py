@@ -70,7 +70,9 @@ def run(monkeypatch: pytest.MonkeyPatch, failing: list[int]) -> tuple[list[Outco
     data = msgspec.json.encode(Order("note", {"failing": failing, "what": "read"}))
 
     def rank(number: int) -> None:
-        worker: Any = SimpleNamespace(groups=SimpleNamespace(host=Member(group, number), progress=progresses[number]))
+        info = SimpleNamespace(is_first=number == 0)
+        groups = SimpleNamespace(host=Member(group, number), progress=progresses[number], info=info)
+        worker: Any = SimpleNamespace(groups=groups)
         outcomes[number] = obey(worker, data)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(NUM_RANKS)]
@@ -100,7 +102,8 @@ def test_one_that_can_not_stops_all(monkeypatch: pytest.MonkeyPatch, failing: li
 def test_an_unknown_order_is_refused() -> None:
     """Oracle: the promise; nobody ends."""
     host: Any = SimpleNamespace(all_gather_bytes=lambda payload: [payload])
-    worker: Any = SimpleNamespace(groups=SimpleNamespace(host=host, progress=RankProgress()))
+    groups = SimpleNamespace(host=host, progress=RankProgress(), info=SimpleNamespace(is_first=True))
+    worker: Any = SimpleNamespace(groups=groups)
     assert "KeyError" in obey(worker, msgspec.json.encode(Order("fly", {}))).refusal
 
 

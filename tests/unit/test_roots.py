@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from tests.unit.disk_tier_harness import DiskSimulation
-from tests.unit.scheduler_harness import Simulation, limits
+from tests.unit.scheduler_harness import RandomLoad, Simulation, limits
+from tests.unit.test_scheduler_properties import SHAPES
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.roots import Roots
@@ -47,7 +48,7 @@ def test_no_two_roots_are_equal() -> None:
             made = [roots.of(salt, generation) for salt, generation in product(salts, range(3))]
             found += made if version else [root for root in made if root.startswith("\0")]
             salts += [root for root in made if root not in salts][:2]
-            roots.advance()
+            roots.renew([])
     assert len(set(found)) == len(found) > 100
 
 
@@ -78,3 +79,37 @@ def test_sessions_belong_to_a_root() -> None:
     for generation, is_known in ((0, False), (2, False), (1, True)):
         simulation.scheduler.expect("chat", "", generation)
         assert prefetcher.has_work is is_known
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_standstill_at_any_time(shape: str, ahead: int) -> None:
+    """All rows are preempted and all roots renewed, again and again in a random load.  Oracle: the fake model on each
+    sequence alone, the content of every slot, and the scheduler's own invariants."""
+    simulation = Simulation(SHAPES[shape], ahead=ahead)
+    load = RandomLoad(simulation, seed=3)
+    for number in range(30):
+        for _ in range(8):
+            load.act()
+        simulation.drain()
+        simulation.scheduler.preempt_all()
+        if number % 2:
+            simulation.scheduler.renew_roots()
+        simulation.scheduler.check_integrity()
+    simulation.run()
+    assert simulation.scheduler.stats().num_preemptions > 10
+
+
+def test_a_kept_request_finds_its_blocks_unless_the_weights_have_changed() -> None:
+    """By hand: chunks of 32 and 1 and a decode have computed 34 tokens; after a pause all but the eight full blocks are
+    computed again, and behind new roots all."""
+    for renews, num_again in ((False, 2), (True, 34)):
+        simulation = Simulation(limits(num_blocks=80, max_model_len=64))
+        simulation.add(PROMPT, max_tokens=9, ignore_eos=True)
+        for _ in range(3):
+            simulation.step()
+        simulation.scheduler.preempt_all()
+        if renews:
+            simulation.scheduler.renew_roots()
+        simulation.run()
+        assert simulation.scheduler.stats().num_recomputed_tokens == num_again

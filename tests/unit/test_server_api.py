@@ -143,6 +143,48 @@ def test_abort_by_any_id() -> None:
     serve(scenario, FakeEngine(arith, step_delay_s=0.005))
 
 
+def test_weights_and_pauses() -> None:
+    """Oracle: what reaches the engine, in both spellings; requests wait in a pause; the version is in later answers."""
+
+    async def scenario(app: App) -> None:
+        engine = app.service.engine
+        assert isinstance(engine, FakeEngine)
+        body = {"prompt": ids("a"), "max_tokens": 1000, "ignore_eos": True}
+        update = {"model_path": "/weights/7", "weight_version": "step 7"}
+        first = {"weight_version": "default", "is_paused": False}
+        assert (await app.get("/weight_info")).json() == first
+        running = app.start("POST", "/v1/completions", {**body, "request_id": "one"})
+        await until(lambda: engine.num_steps > 2, "a step")
+        assert "pause the engine" in error_of(await app.post("/update_weights_from_disk", update))["message"]
+        assert (await app.post("/pause?mode=keep&clear_cache=false", None)).json() == {"status": "paused"}
+        assert (await app.get("/is_paused")).json() == {"is_paused": True}
+        num_steps = engine.num_steps
+        done = (await app.post("/update_weights_from_disk", {**update, "flush_cache": False})).json()
+        assert done["success"] and done["weight_version"] == "step 7" and engine.orders == ["update_weights"]
+        assert engine.is_paused and engine.num_steps == num_steps and app.state.limit.num_prompts == 1
+        assert (await app.post("/resume", None)).json() == {"status": "resumed"}
+        assert (await app.post("/abort_requests", {"request_ids": ["one"]})).json() == {"num_aborted": 1}
+        assert (await running.reply()).json()["choices"][0]["finish_reason"] == "abort"
+        short = {"prompt": ids("a"), "max_tokens": 3}
+        assert (await app.post("/v1/completions", short)).json()["weight_version"] == "step 7"
+        running = app.start("POST", "/v1/completions", body)
+        await until(lambda: len(app.state.running.all()) == 1, "the request to run")
+        for mode in ("sleep", "in_place"):
+            assert error_of(await app.post("/pause_generation", {"mode": mode}))["param"] == "mode"
+        assert error_of(await app.post("/pause?mode=sleep", None))["param"] == "mode"
+        assert (await app.post("/pause_generation", {"mode": "abort"})).status == 200
+        assert (await running.reply()).json()["choices"][0]["finish_reason"] == "abort"
+        held = app.start("POST", "/v1/completions", short)
+        await asyncio.sleep(0.05)
+        assert engine.is_paused and app.state.limit.num_prompts == 1
+        assert (await app.post("/continue_generation", None)).status == 200
+        assert (await held.reply()).json()["usage"]["completion_tokens"] == 3
+        assert (await app.post("/pause?mode=wait", None)).json() == {"status": "paused"}
+        assert (await app.get("/weight_info")).json() == {"weight_version": "step 7", "is_paused": True}
+
+    serve(scenario, FakeEngine(arith, step_delay_s=0.005))
+
+
 def test_sessions_that_return() -> None:
     """Oracle: what reaches the engine: the names and salts of ``/prefetch`` and of bodies, before their request."""
     engine = FakeEngine(echo)

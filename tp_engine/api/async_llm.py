@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,7 @@ from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.errors import RankError
+from tp_engine.errors import RankError, RequestError
 from tp_engine.options import check_names
 from tp_engine.outputs import BeamSearchOutput, RequestOutput
 from tp_engine.request import EngineRequest
@@ -28,9 +29,12 @@ from tp_engine.sched.view import ViewLimits
 
 if TYPE_CHECKING:
     from tp_engine.engine.service_process import ServiceHandle
+    from tp_engine.engine.staged_tensors import NamedTensors
 
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
+_UPDATE_S = 3600.0
+_LOOK_S = 0.01
 _LONG_TEXT = 2000  # characters; tokenizing more, or checking a grammar, in the event loop would delay all streams
 
 
@@ -149,6 +153,58 @@ class AsyncLLM:
         While other requests run, the host tier's part of what the session ended with comes back meanwhile.
         """
         self.engine.expect(prompt_cache_key, cache_salt or "")
+
+    async def update_weights(
+        self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
+    ) -> str:
+        """As ``LLM.update_weights``; ``RequestError`` while requests run, unless the engine is paused."""
+        from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
+
+        with await asyncio.to_thread(StagedTensors, tensors) as staged:
+            return await self._update_weights(weight_version, flush_cache, files=staged.files)
+
+    async def update_weights_from_disk(
+        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False, aborts: bool = False
+    ) -> str:
+        """As ``LLM.update_weights_from_disk``; if it ``aborts``, unfinished requests end first."""
+        return await self._update_weights(weight_version, flush_cache, folder=str(path), abort_all_requests=aborts)
+
+    async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
+        """Run nothing until ``resume``; new requests wait.
+
+        Unfinished ones wait too, and are computed again (``keep``), end (``abort``), or come to their end before this
+        returns (``wait``).  ``TimeoutError`` if they have not within ``timeout_s``; nothing is paused then.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise RequestError(f"mode is {mode!r}; it must be keep, abort or wait", param="mode")
+        if mode == "wait":
+            await self._wait_for_streams(timeout_s)
+        await self.engine.act("pause", mode="abort" if mode == "abort" else "keep")
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self.engine.act("resume")
+        self._ready_outputs.release()
+
+    async def weight_info(self) -> dict[str, Any]:
+        """``weight_version``, ``default`` for the weights of the start, and ``is_paused``."""
+        return await self.engine.act("weight_info")
+
+    async def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
+        asked = {"weight_version": weight_version, "flush_cache": flush_cache, **source}
+        version: str = (await self.engine.act("update_weights", timeout_s=_UPDATE_S, **asked))["weight_version"]
+        return version
+
+    async def _wait_for_streams(self, timeout_s: float) -> None:
+        outputs = self._ready_outputs
+        outputs.hold()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while outputs.num_streams:
+                    await asyncio.sleep(_LOOK_S)
+        except BaseException:
+            outputs.release()
+            raise
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
         """The prompt of a conversation, by the model's chat template."""

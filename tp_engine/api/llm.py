@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
@@ -16,7 +17,9 @@ from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.pooling import PoolingParams, ScorePairs, embedding_output, embedding_request, paired
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.engine.acts import act
 from tp_engine.engine.engine import Engine
+from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
 from tp_engine.engine.start import check_config, serve_rank, start_engine
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import RequestError
@@ -179,11 +182,52 @@ class LLM(Closing):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; while requests run, change nothing and return False."""
-        return self.engine.reset_prefix_cache()
+        return self.engine.operator.reset_prefix_cache()
+
+    def update_weights(
+        self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
+    ) -> str:
+        """Run with other weights from now on: all tensors of a checkpoint of this model, by their names in it.
+
+        All ranks take them or none: ``RequestError`` names a tensor that is missing, unexpected or misshapen, and
+        nothing has changed.  Returns the ``weight_version``, by default the number of the update; what the prefix cache
+        has of other weights is not found any more, and ``flush_cache`` frees it.
+        """
+        with StagedTensors(tensors) as staged:
+            return self._update_weights(weight_version, flush_cache, files=staged.files)
+
+    def update_weights_from_disk(
+        self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False
+    ) -> str:
+        """As ``update_weights``, from the folder of a checkpoint that all ranks can read."""
+        return self._update_weights(weight_version, flush_cache, folder=str(path))
+
+    def pause(self, mode: str = "keep") -> None:
+        """Run no step until ``resume``: unfinished requests, of a script that calls ``step``, wait and are computed
+        again (``keep``), or end (``abort``)."""
+        self._act("pause", mode=mode)
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._act("resume")
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights; ``default`` for those of the start."""
+        version: str = self._act("weight_info")["weight_version"]
+        return version
 
     def close(self) -> None:
         """Stop all ranks and free the device; safe to call twice."""
         self._close()
+
+    def _act(self, name: str, **arguments: Any) -> dict[str, Any]:
+        return act(self.engine, name, arguments)
+
+    def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
+        done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)
+        version: str = done["weight_version"]
+        return version
 
     def _next_id(self) -> str:
         self._num_requests += 1
@@ -218,6 +262,8 @@ class LLM(Closing):
 
     def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
         """Add all or none: a request that can never fit is refused before another has run."""
+        if self.engine.operator.is_paused:
+            raise RequestError("the engine is paused, and requests would never end; call resume() first")
         for request, text in zip(requests, texts, strict=True):
             try:
                 self.engine.add_request(request)

@@ -64,12 +64,14 @@ class Outputs:
 
     def __init__(self, tokenizer: Any | None = None) -> None:
         self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
+        self._weight_version: str | None = None
         self._states: dict[str, RequestState] = {}
         self._lock = threading.Lock()  # ``so_far`` may read a state while the thread processes a step
         self._mailboxes: dict[str, Mailbox] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="detokenizing")
         self._waiting: deque[StepOutput | EngineDeadError] = deque()
         self._handing_out: asyncio.Task[None] | None = None
+        self._released: asyncio.Event | None = None  # while streams are held
 
     def __len__(self) -> int:
         return len(self._states)
@@ -87,11 +89,13 @@ class Outputs:
         """A copy of what the request has generated until now; None once it has ended."""
         state = self._states.get(request_id)
         with self._lock:
-            return None if state is None else state.output(time.monotonic())
+            return None if state is None else self._output(state, time.monotonic())
 
     def process(self, deltas: Iterable[SequenceDelta]) -> Processed:
         """Apply deltas in the engine's order; those of unknown and ended requests are ignored."""
         processed, now_s = Processed(), time.monotonic()
+        if isinstance(deltas, StepOutput):
+            self._weight_version = deltas.weight_version or self._weight_version
         for delta in deltas:
             state = self._states.get(delta.request_id)
             if state is None:
@@ -103,11 +107,16 @@ class Outputs:
             processed.updates.append(update)
             if state.finished:
                 self._states.pop(delta.request_id, None)
-                update.request_output = state.output(now_s)
+                update.request_output = self._output(state, now_s)
                 processed.finished.append(update.request_output)
                 if state.runs_in_engine:
                     processed.aborts.append(delta.request_id)
         return processed
+
+    def _output(self, state: RequestState, now_s: float) -> RequestOutput:
+        output = state.output(now_s)
+        output.weight_version = self._weight_version
+        return output
 
     def open(self, client: EngineClient, tokenizer: Any | None) -> None:
         """The client is connected: from now on requests can be streamed."""
@@ -119,6 +128,17 @@ class Outputs:
         while self._handing_out is not None:
             await asyncio.wait([self._handing_out])
         self._thread.shutdown(wait=False)
+
+    def hold(self) -> None:
+        """Send no new request until ``release``; streams that have begun go on."""
+        if self._released is None:
+            self._released = asyncio.Event()
+
+    def release(self) -> None:
+        """Send the requests that were held, and new ones."""
+        released, self._released = self._released, None
+        if released is not None:
+            released.set()
 
     @property
     def num_streams(self) -> int:
@@ -137,6 +157,8 @@ class Outputs:
         request_id = request.request_id
         if request_id in self._mailboxes:
             raise RequestError(f"request_id {request_id!r} is in use; give each request its own", param="request_id")
+        if self._released is not None:
+            await self._released.wait()
         self._client.add_request(request)
         self.add(request, prompt)
         mailbox = self._mailboxes[request_id] = Mailbox()
@@ -176,6 +198,7 @@ class Outputs:
 
     def on_ended(self, error: EngineDeadError) -> None:
         """Every reader gets an error of its own, behind the updates that came before."""
+        self.release()
         if self._handing_out is None:
             self._fail_all(error)
         else:

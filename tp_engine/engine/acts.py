@@ -9,16 +9,35 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from tp_engine.errors import RequestError
-from tp_engine.request import StepOutput
 
 
 class Actor(Protocol):
-    """What acts need of ``Engine``, or of a stand-in; see there."""
+    """What acts need of an engine's ``Operator``, or of a stand-in; see there."""
 
+    @property
+    def has_requests(self) -> bool: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def weight_version(self) -> str: ...
+    def pause(self, *, aborts: bool) -> None: ...
+    def resume(self) -> None: ...
+    def weights_changed(self, version: str | None) -> None: ...
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]: ...
-    def drained(self) -> list[StepOutput]: ...
     def reset_prefix_cache(self) -> bool: ...
     def configuration(self) -> dict[str, Any]: ...
+
+
+PAUSE_MODES = ("keep", "abort")
+FIRST_VERSION = "default"
+"""What the weights of the start are called."""
+
+
+class HasOperator(Protocol):
+    """``Engine``, or a stand-in."""
+
+    @property
+    def operator(self) -> Actor: ...
 
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -58,16 +77,65 @@ def _trace(engine: Actor, order: str) -> dict[str, Any]:
     return {"folder": folder}
 
 
+def pause(engine: Actor, arguments: Arguments) -> dict[str, Any]:
+    """Run nothing until ``resume``.  ``mode`` ``keep``: requests wait, and are computed again; ``abort``: they end."""
+    mode = arguments.get("mode", "keep")
+    if mode not in PAUSE_MODES:
+        raise RequestError(f"mode is {mode!r}; it must be one of {', '.join(PAUSE_MODES)}", param="mode")
+    engine.pause(aborts=mode == "abort")
+    return {"is_paused": True}
+
+
+def resume(engine: Actor, _arguments: Arguments) -> dict[str, Any]:
+    """Go on after ``pause``."""
+    engine.resume()
+    return {"is_paused": False}
+
+
+def weight_info(engine: Actor, _arguments: Arguments) -> dict[str, Any]:
+    """Which weights the engine has, and whether it is paused."""
+    return {"weight_version": engine.weight_version or FIRST_VERSION, "is_paused": engine.is_paused}
+
+
+def update_weights(engine: Actor, arguments: Arguments) -> dict[str, Any]:
+    """New weights on all ranks or on none (``worker/weight_update.py``), from a ``folder`` or from shared ``files``.
+
+    Refused while requests run or wait, unless the engine is paused; ``abort_all_requests`` ends them first.
+    ``flush_cache`` frees the blocks of the old weights, which are not found any more anyway.
+    """
+    was_paused = engine.is_paused
+    if arguments.get("abort_all_requests"):
+        engine.pause(aborts=True)
+    elif engine.has_requests and not was_paused:
+        raise RequestError(
+            "requests are running, and their K/V belong to the old weights; pause the engine before the update, or "
+            "let it abort all requests"
+        )
+    try:
+        engine.order("update_weights", {name: arguments[name] for name in ("folder", "files") if arguments.get(name)})
+    finally:
+        if not was_paused:
+            engine.resume()
+    engine.weights_changed(arguments.get("weight_version"))
+    if arguments.get("flush_cache"):
+        engine.reset_prefix_cache()
+    return {"weight_version": engine.weight_version}
+
+
 ACTS: dict[str, Act] = {
     "describe": describe,
+    "pause": pause,
+    "resume": resume,
+    "update_weights": update_weights,
+    "weight_info": weight_info,
     "reset_prefix_cache": reset_prefix_cache,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
 }
 
 
-def act(engine: Actor, name: str, arguments: Arguments) -> dict[str, Any]:
+def act(engine: HasOperator, name: str, arguments: Arguments) -> dict[str, Any]:
     """Do what ``ACTS`` has under ``name``."""
     if name not in ACTS:
         raise RequestError(f"{name!r} is nothing that an engine can do; it can {', '.join(ACTS)}")
-    return ACTS[name](engine, arguments)
+    return ACTS[name](engine.operator, arguments)

@@ -15,26 +15,26 @@ On a device that runs by itself (CUDA), the host launches the next step before i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from tp_engine.engine.disk_upkeep import DiskUpkeep
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.operator import Operator
 from tp_engine.engine.report import EngineReport, StepStatistics, expert_balance
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import EngineDeadError
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.rank_slot import StepRecorder
-from tp_engine.plan import Control, Order, StepPlan, StepResult
+from tp_engine.plan import Control, StepPlan, StepResult
 from tp_engine.progress import RankPhase
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.view import SchedulerStats, ViewLimits
-from tp_engine.worker.model_runner import PendingStep
+from tp_engine.worker.orders import Outcome
+from tp_engine.worker.readback import PendingStep
 from tp_engine.worker.worker import Worker
 
 _COMPILING_SLICE_S = 0.005
@@ -73,7 +73,6 @@ class Engine:
         self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._drained: deque[StepOutput] = deque()
         self._job = job
         self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
@@ -82,11 +81,20 @@ class Engine:
         self._upkeep = upkeep
         self._failure: BaseException | None = None
         self._closed = False
+        self.operator = Operator(
+            scheduler=scheduler,
+            grammars=grammars,
+            worker=worker,
+            job=job,
+            standstill=self._standing_still,
+            obey=self._obey,
+        )
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is waiting or running, or a plan was made whose step has not ended."""
-        return self._scheduler.has_unfinished or self._num_in_flight > 0 or bool(self._drained)
+        """Whether ``step`` has something to do: a request, a plan whose step has not ended, or output to take."""
+        has_requests = self._scheduler.has_unfinished and not self.operator.is_paused
+        return has_requests or self._num_in_flight > 0 or bool(self.operator.drained)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a ``RequestError`` leaves the engine unchanged."""
@@ -112,8 +120,8 @@ class Engine:
         If all requests wait for their grammars or for the disk tier, this waits a few milliseconds at most.
         """
         self._check_alive()
-        if self._drained:
-            return self._drained.popleft()
+        if self.operator.drained:
+            return self.operator.drained.popleft()
         try:
             if failed := self._grammars.settle(self._scheduler):
                 return StepOutput(deltas=failed)
@@ -126,7 +134,7 @@ class Engine:
             plan, result = self._finish_oldest()
             if self._num_ahead == 0:
                 self._call_ranks()
-            return self._scheduler.update(plan, result)
+            return self._update(plan, result)
         except BaseException as error:
             self._failure = error
             self._job.blame(error)
@@ -142,14 +150,8 @@ class Engine:
         This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.  For a
         model with experts on a GPU it waits for the launched steps, whose counts are on the device.
         """
-        self._statistics.update()
-        return EngineReport(
-            stats=self._scheduler.stats(),
-            ranks=self._statistics.rank_reports(),
-            step_tokens=self._statistics.step_tokens.distribution(),
-            plan_bytes=self._statistics.plan_bytes.distribution(),
-            step_skew=self._statistics.step_skew.distribution(),
-            num_missed_steps=self._statistics.num_missed,
+        return self._statistics.report(
+            self._scheduler.stats(),
             experts=expert_balance(self._worker.expert_token_counts()),
             moves=self._worker.moves(),
             disk_moves=self._worker.disk_moves(),
@@ -160,45 +162,6 @@ class Engine:
         """Bytes of device memory that rank 0 has taken since it became ready, without the KV cache."""
         return self._worker.memory_growth_bytes()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False if requests hold blocks."""
-        return self._scheduler.reset_prefix_cache()
-
-    def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; what rank 0 made of it.
-
-        ``RequestError`` if a rank can not: then nothing has changed on any.  ``drained`` has the output of the steps
-        that were in flight.
-        """
-        self._check_alive()
-        try:
-            while self._num_in_flight:
-                self._drained.append(self._scheduler.update(*self._finish_oldest()))
-            order = msgspec.json.encode(Order(kind, dict(arguments)))
-            plan = StepPlan(step_id=self._scheduler.skip_step(), order=order)
-            self._publish(plan)
-            self._recorder.begin(plan.step_id)
-            outcome = self._worker.obey(order)
-            self._recorder.done(plan.step_id)
-            self._job.wait_step(plan.step_id, timeout_s=self.configuration()["startup_timeout_s"])
-        except BaseException as error:
-            self._failure = error
-            self._job.blame(error)
-            raise
-        if outcome.refusal:
-            raise RequestError(outcome.refusal)
-        return outcome.result
-
-    def drained(self) -> list[StepOutput]:
-        """Take the output of steps that an order waited for; else the next ``step`` gives it."""
-        outputs = [*self._drained]
-        self._drained.clear()
-        return outputs
-
-    def configuration(self) -> dict[str, Any]:
-        """The effective configuration, by field."""
-        return self._worker.configuration
-
     def check_health(self) -> None:
         """Raise ``RankError`` if a rank has died; cheap enough for each round of an idle loop."""
         self._job.check()
@@ -208,12 +171,8 @@ class Engine:
         if self._upkeep is None or self.has_unfinished:
             return False
         self._check_alive()
-        try:
+        with self._failing():
             return self._upkeep.turn(self._run_alone)
-        except BaseException as error:
-            self._failure = error
-            self._job.blame(error)
-            raise
 
     def check_integrity(self) -> None:
         """Assert that all blocks are accounted for."""
@@ -236,9 +195,41 @@ class Engine:
                 self._publisher.close()
             self._leave()
 
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A context whose error ends the engine, and is blamed on the rank that caused it."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self._job.blame(error)
+            raise
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """A context in which no step is in flight; an error in it ends the engine."""
+        self._check_alive()
+        with self._failing():
+            while self._num_in_flight:
+                self.operator.drained.append(self._update(*self._finish_oldest()))
+            yield
+
+    def _obey(self, plan: StepPlan) -> Outcome:
+        self._publish(plan)
+        self._recorder.begin(plan.step_id)
+        outcome = self._worker.obey(plan.order)
+        self._recorder.done(plan.step_id)
+        return outcome
+
+    def _update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        output = self._scheduler.update(plan, result)
+        if self.operator.weight_version:
+            output.weight_version = self.operator.weight_version
+        return output
+
     def _stop_ranks(self) -> None:
         """Run the plans in flight, then send the stop plan."""
-        try:
+        with self._failing():
             while self._num_in_flight:
                 self._scheduler.update(*self._finish_oldest())
             if self._upkeep is not None:
@@ -246,10 +237,6 @@ class Engine:
             self._job.stopping()
             self._job.progress.reach(RankPhase.SHUTDOWN)
             self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
-        except BaseException as error:
-            self._failure = error
-            self._job.blame(error)
-            raise
 
     def _run_alone(self, plan: StepPlan) -> None:
         """Run a plan without rows, while no step is in flight."""
@@ -268,6 +255,8 @@ class Engine:
         the ring, and could not end the step while rank 0 waits for room.
         """
         self._send_held()
+        if self.operator.is_paused:
+            return
         self._call_ranks()
         while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
             if self._num_in_flight and self._publisher is not None and self._publisher.may_block(plan):

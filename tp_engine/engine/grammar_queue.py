@@ -89,9 +89,9 @@ class GrammarQueue:
         self._waiting[request.request_id] = future
         future.add_done_callback(self._notifier(request.request_id))
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests have been aborted."""
-        for request_id in request_ids:
+    def forget(self, request_ids: Iterable[str] | None) -> None:
+        """These requests have been aborted, all if None."""
+        for request_id in list(self._waiting) if request_ids is None else request_ids:
             self._words.pop(request_id, None)
             future = self._waiting.pop(request_id, None)
             if future is not None:

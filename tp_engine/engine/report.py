@@ -155,6 +155,30 @@ class StepStatistics:
         self.num_missed += (last - self._last_counted) - int(is_there[1:].sum())
         self._last_counted = last
 
+    def report(
+        self,
+        stats: SchedulerStats,
+        *,
+        experts: ExpertBalance | None,
+        moves: MoveCounters | None,
+        disk_moves: DiskCounters | None,
+        view: SchedulerView | None,
+    ) -> EngineReport:
+        """The job now, with what only rank 0's own parts know."""
+        self.update()
+        return EngineReport(
+            stats=stats,
+            ranks=self.rank_reports(),
+            step_tokens=self.step_tokens.distribution(),
+            plan_bytes=self.plan_bytes.distribution(),
+            step_skew=self.step_skew.distribution(),
+            num_missed_steps=self.num_missed,
+            experts=experts,
+            moves=moves,
+            disk_moves=disk_moves,
+            view=view,
+        )
+
     def rank_reports(self) -> list[RankReport]:
         """One for each rank: steps as of the last ``update``, everything else as of now."""
         now_ns = time.monotonic_ns()

@@ -34,8 +34,17 @@ _IDLE_SLICE_S = 1.0
 _IDLE_WORK_SLICE_S = 0.001
 
 
-class EngineLike(Actor, Protocol):
+class OperatorLike(Actor, Protocol):
+    """``Operator``, or a stand-in."""
+
+    def take_drained(self) -> list[StepOutput]: ...
+
+
+class EngineLike(Protocol):
     """What the service drives: ``Engine``, or a stand-in."""
+
+    @property
+    def operator(self) -> OperatorLike: ...
 
     @property
     def model_info(self) -> ModelInfo: ...
@@ -186,7 +195,7 @@ class EngineService:
             result = act(self._engine, action, arguments)
         except RequestError as error:
             refusal = str(error)
-        for output in self._engine.drained():
+        for output in self._engine.operator.take_drained():
             self._publish(output)
         self._socket.send(messages.Acted(result=result, refusal=refusal))
 

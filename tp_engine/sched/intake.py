@@ -29,7 +29,7 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, ro
     group = RequestGroup(
         request=request,
         number=number,
-        root=roots.of(params.cache_salt or "", request.adapter_generation),
+        root=roots.of_request(request),
         eos_token_ids=eos,
         stop_token_ids=frozenset(params.stop_token_ids),
         num_unfinished=params.n,

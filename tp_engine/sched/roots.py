@@ -14,7 +14,10 @@ for those of another that counts its generations and versions alike.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from tp_engine.request import EngineRequest
+from tp_engine.sched.sequence import RequestGroup
 
 
 class Roots:
@@ -25,12 +28,18 @@ class Roots:
         self._process = secrets.token_hex(16)
         self._version = 0
 
-    def advance(self) -> None:
-        """The weights are others from now on: no root made before is made again."""
+    def renew(self, groups: Iterable[RequestGroup]) -> None:
+        """The weights are others from now on: these requests get new roots, and no root made before is made again."""
         self._version += 1
+        for group in groups:
+            group.root = self.of_request(group.request)
+
+    def of_request(self, request: EngineRequest) -> str:
+        """The root of a request's sequences."""
+        return self.of(request.params.cache_salt or "", request.adapter_generation)
 
     def of(self, salt: str, adapter_generation: int = 0) -> str:
-        """The root of sequences of a request; ``salt`` is the user's, empty for none."""
+        """The root of sequences with a user's ``salt``, empty for none."""
         root = salt
         if adapter_generation or self._version or salt.startswith("\0"):  # a salt can not spell such a root
             root = f"\0{self._process}:{adapter_generation}:{self._version}:{salt}"

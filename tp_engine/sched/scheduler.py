@@ -154,19 +154,29 @@ class Scheduler:
                 self._batch.num_parked -= 1
                 self._batch.waiting.push(sequence)
 
-    def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[SequenceDelta]:
-        """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.
+    def abort(self, request_ids: Iterable[str] | None, error: str | None = None) -> list[SequenceDelta]:
+        """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.  None: all.
 
         One last record per unfinished sequence.
         """
         deltas: list[SequenceDelta] = []
-        for request_id in request_ids:
+        for request_id in list(self._groups) if request_ids is None else request_ids:
             group = self._groups.get(request_id)
             for sequence in group.sequences if group is not None else ():
                 if sequence.phase is not SequencePhase.FINISHED:
                     deltas.append(aborted(sequence, error))
                     self._finish(sequence)
         return deltas
+
+    def preempt_all(self) -> None:
+        """Every running sequence waits again, with its tokens and without blocks.  No step may be in flight."""
+        assert not self._departures, "a step is in flight"
+        self._batch.preempt_all()
+
+    def renew_roots(self) -> None:
+        """The weights are others from now on: what is cached is not found any more.  No sequence may be running."""
+        assert not self._batch.rows.num_running, "a row has K/V of the old weights"
+        self._roots.renew(self._groups.values())
 
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to run, or nothing until a result of the steps in flight is there.
@@ -306,20 +316,9 @@ class Scheduler:
         self._batch.rows.check_integrity(self._limits.block_size)
         self._batch.blocks.check_integrity()
         self._batch.waiting.check_integrity()
-        num_running = num_waiting = num_parked = 0
-        for group in self._groups.values():
-            phases = [sequence.phase for sequence in group.sequences]
-            assert group.num_unfinished == sum(phase is not SequencePhase.FINISHED for phase in phases) > 0
-            assert all(
-                sequence.phase in (SequencePhase.PREFILL, SequencePhase.DECODE, SequencePhase.ENDING)
-                for sequence in group.running
-            )
-            num_running += len(group.running)
-            num_waiting += phases.count(SequencePhase.WAITING)
-            num_parked += sum(bool(sequence.blocked) for sequence in group.sequences)
-        assert num_running == self._batch.rows.num_running
-        assert num_waiting == len(self._batch.waiting) + self._batch.num_parked
-        assert num_parked == self._batch.num_parked
+        counts = np.array([group.check_integrity() for group in self._groups.values()]).reshape(-1, 3).sum(axis=0)
+        num_parked = self._batch.num_parked
+        assert counts.tolist() == [self._batch.rows.num_running, len(self._batch.waiting) + num_parked, num_parked]
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""

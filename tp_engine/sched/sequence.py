@@ -68,6 +68,15 @@ class RequestGroup:
     running: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
 
+    def check_integrity(self) -> tuple[int, int, int]:
+        """Assert that its counts agree; how many of its sequences run, wait, and are not in the queue yet."""
+        phases = [sequence.phase for sequence in self.sequences]
+        assert self.num_unfinished == sum(phase is not SequencePhase.FINISHED for phase in phases) > 0
+        idle = (SequencePhase.WAITING, SequencePhase.FINISHED)
+        assert all(sequence.phase not in idle for sequence in self.running)
+        num_parked = sum(bool(sequence.blocked) for sequence in self.sequences)
+        return len(self.running), phases.count(SequencePhase.WAITING), num_parked
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

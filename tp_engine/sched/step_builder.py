@@ -106,7 +106,12 @@ class Batch:
         """The running sequence that is preempted next: of the lowest priority, the latest."""
         return max(self.rows.running(), key=lambda sequence: sequence.key)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt_all(self) -> None:
+        """Put all running sequences back into the queue, those that waited longest in front."""
+        for sequence in self.rows.running():
+            self.preempt(sequence, "by an operator")
+
+    def preempt(self, sequence: Sequence, why: str = "for want of KV blocks") -> None:
         """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
         num_lost = int(self.rows.num_computed[sequence.row])
         self.leave(sequence, SequencePhase.WAITING)
@@ -116,9 +121,10 @@ class Batch:
         self.counters.num_preemptions += 1
         self.waiting.push(sequence)
         _logger.info(
-            "request %s, sequence %d: preempted for want of KV blocks; %d tokens to compute again unless still cached",
+            "request %s, sequence %d: preempted %s; %d tokens to compute again unless still cached",
             sequence.request_id,
             sequence.index,
+            why,
             num_lost,
             extra={"request_id": sequence.request_id},
         )

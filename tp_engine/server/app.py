@@ -20,6 +20,7 @@ from tp_engine.server.operator_routes import add_operator_routes
 from tp_engine.server.pooling_routes import add_pooling_routes
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page
+from tp_engine.server.weight_routes import add_weight_routes
 
 # All other paths need a key where the server has keys.
 OPEN_PATHS = ("/live", "/health", "/ping", "/ready", "/version", "/metrics", "/")
@@ -41,6 +42,7 @@ def create_app(state: ServerState) -> FastAPI:
     add_openai_routes(app, state)
     add_pooling_routes(app, state)
     add_operator_routes(app, state)
+    add_weight_routes(app, state)
     add_web_page(app, state)
     install_openapi(app)
     _add_error_handlers(app)

@@ -93,6 +93,7 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
 
 def _add_control(app: FastAPI, state: ServerState) -> None:
     @app.post("/abort", **takes(AbortBody))
+    @app.post("/abort_requests", **takes(AbortBody))
     async def abort(request: Request) -> Response:
         """End requests; what they have generated is answered with the finish reason ``abort``."""
         body = await read_body(AbortBody, request, state.config)

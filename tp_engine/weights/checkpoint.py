@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,17 @@ _DTYPES = {
 class Checkpoint:
     """An open checkpoint: one or several safetensors files, or the files that an index names.  A context manager.
 
-    Several threads may read from it at once.
+    ``source`` is their folder, or the files themselves.  Several threads may read from it at once.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, source: Path | Sequence[Path]) -> None:
         self._stack = ExitStack()
-        self._folder = folder
+        self._source = source
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> Checkpoint:
         try:
-            for path in _weight_files(self._folder):
+            for path in _weight_files(self._source) if isinstance(self._source, Path) else self._source:
                 self._open(path)
         except BaseException:
             self._stack.close()
@@ -62,7 +63,7 @@ class Checkpoint:
             raise WeightError(f"{path} can not be read as safetensors: {error}; is the download complete?") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name in self._files:
-                raise WeightError(f"{self._folder} holds tensor {name} in more than one file")
+                raise WeightError(f"{path.parent} holds tensor {name} in more than one file")
             self._files[name] = file
 
     def names(self) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -50,21 +50,23 @@ class _Item:
 def load_weights(
     parameters: Mapping[str, torch.Tensor],
     spec: ModelSpec,
-    folder: Path,
+    source: Path | Sequence[Path],
     *,
     info: RankInfo,
     load_format: str = "auto",
     seed: int = 0,
+    note_read: Callable[[], None] = lambda: None,
 ) -> LoadReport:
     """Set every one of ``parameters`` (a model's ``named_parameters``) to this rank's part of the checkpoint.
 
-    ``load_format`` ``dummy`` draws random weights from ``seed`` instead of reading ``folder``.  Floating point values
+    ``source`` is its folder, or its files; ``note_read`` is called for each tensor that has been read.
+    ``load_format`` ``dummy`` draws random weights from ``seed`` instead of reading it.  Floating point values
     are converted to each parameter's type.  Before a byte is read, ``WeightError`` names the tensors that are missing,
     unexpected, or of the wrong shape or type.
     """
     begin = time.perf_counter()
     first = next(iter(parameters.values()))
-    with _open(parameters, folder, load_format, seed, first) as stored, torch.no_grad():
+    with _open(parameters, source, load_format, seed, first) as stored, torch.no_grad():
         items = _items(parameters, spec, stored)
         _check_tensors(stored, items, spec)
         _take_stored_types(stored, items)
@@ -72,7 +74,9 @@ def load_weights(
             _clear_uncovered(name, parameter)
 
         def load(item: _Item, copy: Copy) -> int:
-            return _load(stored, item, copy)
+            num_bytes = _load(stored, item, copy)
+            note_read()
+            return num_bytes
 
         # Random weights are already on the device.
         num_threads = 1 if load_format == "dummy" else num_threads_for(first.device, info.local_world_size)
@@ -82,12 +86,16 @@ def load_weights(
 
 
 def _open(
-    parameters: Mapping[str, torch.Tensor], folder: Path, load_format: str, seed: int, like: torch.Tensor
+    parameters: Mapping[str, torch.Tensor],
+    source: Path | Sequence[Path],
+    load_format: str,
+    seed: int,
+    like: torch.Tensor,
 ) -> Stored:
     if load_format == "dummy":
-        sources = (source for parameter in parameters.values() for source in sources_of(parameter))
+        sources = (one for parameter in parameters.values() for one in sources_of(parameter))
         return DummyWeights(sources, seed, dtype=like.dtype, device=like.device)
-    return Checkpoint(folder)
+    return Checkpoint(source)
 
 
 def _items(parameters: Mapping[str, torch.Tensor], spec: ModelSpec, stored: Stored) -> list[_Item]:
@@ -147,7 +155,7 @@ def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec) -> None:
     }
     complaints = [f"{kind}: {_listed(names)}" for kind, names in problems.items() if names]
     if complaints:
-        raise WeightError(f"the checkpoint does not fit its config.json; {'; '.join(complaints)}")
+        raise WeightError(f"the weights do not fit the model that config.json describes; {'; '.join(complaints)}")
 
 
 def _may_be_skipped(name: str, spec: ModelSpec) -> bool:

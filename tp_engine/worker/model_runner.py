@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepPlan, StepResult, TokenLogprobs
+from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.ranks.collectives import Communicator
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -26,34 +25,12 @@ from tp_engine.worker.padded_batch import StepSize, StepSizes
 from tp_engine.worker.pooled_rows import PooledRows, PooledTensors
 from tp_engine.worker.profiling import Named, unnamed
 from tp_engine.worker.prompt_scores import ScoredPrompts
-from tp_engine.worker.readback import Check, Readback, never_fails
+from tp_engine.worker.readback import Check, PendingStep, Readback, never_fails
 from tp_engine.worker.row_states import RowStates
 from tp_engine.worker.step_inputs import StepInputs, digest_inputs
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
 """Receives the digest of each step's inputs: ``note_inputs(step_id, digest)``."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PendingStep:
-    """A launched step, whose results are on their way to the host; its functions wait for them."""
-
-    step_id: int
-    token_ids: Callable[[], IntArray] | None = None
-    logprobs: Callable[[], TokenLogprobs] | None = None
-    prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
-    pooled: Callable[[], dict[int, FloatArray]] | None = None
-
-    def result(self) -> StepResult:
-        """The step's ids and log-probabilities on the host."""
-        ids = NO_IDS if self.token_ids is None else self.token_ids()
-        return StepResult(
-            step_id=self.step_id,
-            token_ids=ids,
-            logprobs=None if self.logprobs is None else self.logprobs(),
-            prompt_logprobs={row: wait() for row, wait in self.prompt_logprobs.items()},
-            pooled={} if self.pooled is None else self.pooled(),
-        )
 
 
 class ModelRunner:
@@ -113,9 +90,17 @@ class ModelRunner:
         return len(self._backends)
 
     @property
-    def expert_token_counts(self) -> list[torch.Tensor]:
-        """See ``CausalLM``."""
-        return self._model.expert_token_counts
+    def model(self) -> CausalLM:
+        """The model that the next step runs."""
+        return self._model
+
+    def take_model(self, model: CausalLM) -> None:
+        """Run ``model`` from the next step on: it has the K/V and the states of the one before, and no recordings."""
+        self.forget_captured()
+        self.blocks.bind(model.attention_layers)
+        if self.states is not None:
+            self.states.bind(model.state_layers)
+        self._model = self._scored.model = model
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> CapturedDecodes:

@@ -23,6 +23,7 @@ from tp_engine.log import get_logger
 from tp_engine.plan import Order
 from tp_engine.progress import RankPhase
 from tp_engine.worker.together import failures
+from tp_engine.worker.weight_update import WeightUpdate
 
 if TYPE_CHECKING:
     from tp_engine.worker.worker import Worker
@@ -79,6 +80,7 @@ class Trace:
 ORDERS: dict[str, Prepare] = {
     "start_profile": lambda worker, _arguments: Trace(worker, begins=True),
     "stop_profile": lambda worker, _arguments: Trace(worker, begins=False),
+    "update_weights": WeightUpdate,
 }
 
 
@@ -98,7 +100,8 @@ def obey(worker: Worker, data: bytes) -> Outcome:
         if prepared is not None:
             prepared.discard()
         rank, text = next(iter(failed.items()))
-        logger.warning("%s was refused: rank %d: %s", order.kind, rank, text)
+        if worker.groups.info.is_first:
+            logger.warning("%s was refused: rank %d: %s", order.kind, rank, text)
         return Outcome(f"rank {rank}: {text}", {})
     assert prepared is not None
     progress.reach(RankPhase.COMMIT)

@@ -19,10 +19,10 @@ _LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the outp
 
 
 class ScoredPrompts:
-    """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk."""
+    """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk, by ``model``."""
 
     def __init__(self, model: CausalLM, batch: InputBatch) -> None:
-        self._model, self._batch = model, batch
+        self.model, self._batch = model, batch
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
     def admit(self, row: int, sampling: RowSampling) -> None:
@@ -51,7 +51,7 @@ class ScoredPrompts:
             start = int(query_lens[:request].sum())
             following = self._batch.following_tokens(row, first + 1, num_scored)
             k = int(self._num_alternatives[row])
-            found = score_prompt(self._model, hidden[start : start + num_scored], following, k, max_positions)
+            found = score_prompt(self.model, hidden[start : start + num_scored], following, k, max_positions)
             if found is not None:
                 scores[row] = found
         return scores

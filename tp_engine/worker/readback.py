@@ -10,6 +10,7 @@ died never end, and nothing can end them, so neither would a wait for them.  ``c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from time import monotonic, sleep
 from typing import Any, Protocol, TypeAlias
@@ -17,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy.typing as npt
 import torch
 
-from tp_engine.plan import NO_IDS, IntArray
+from tp_engine.plan import NO_IDS, FloatArray, IntArray, StepResult, TokenLogprobs
 
 Check: TypeAlias = Callable[[], None]
 """Raises if another rank has died, failed or hung."""
@@ -26,6 +27,28 @@ Check: TypeAlias = Callable[[], None]
 _BUSY_S = 0.005
 _NAP_S = 0.0001
 _CHECK_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingStep:
+    """A launched step, whose results are on their way to the host; its functions wait for them."""
+
+    step_id: int
+    token_ids: Callable[[], IntArray] | None = None
+    logprobs: Callable[[], TokenLogprobs] | None = None
+    prompt_logprobs: dict[int, Callable[[], TokenLogprobs]] = field(default_factory=dict)
+    pooled: Callable[[], dict[int, FloatArray]] | None = None
+
+    def result(self) -> StepResult:
+        """The step's ids and log-probabilities on the host."""
+        ids = NO_IDS if self.token_ids is None else self.token_ids()
+        return StepResult(
+            step_id=self.step_id,
+            token_ids=ids,
+            logprobs=None if self.logprobs is None else self.logprobs(),
+            prompt_logprobs={row: wait() for row, wait in self.prompt_logprobs.items()},
+            pooled={} if self.pooled is None else self.pooled(),
+        )
 
 
 class Event(Protocol):

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from tp_engine.advice.weight_sizes import local_weight_bytes
 from tp_engine.attention.registry import key_lanes, select_backend
 from tp_engine.kv_codec import is_lossy, may_refuse
 from tp_engine.kv_layout import DiskCounters, KvCapacity, MoveCounters
 from tp_engine.log import get_logger
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import format_gib
-from tp_engine.weights.loader import load_weights
 from tp_engine.worker.all_reduce import share_memory
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_kinds, kind_of_device, make_device
@@ -35,9 +33,11 @@ from tp_engine.worker.host_tier import choose_slots
 from tp_engine.worker.kv_cache import KvCacheShape
 from tp_engine.worker.memory import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks, settle_slots
 from tp_engine.worker.memory_ledger import MemoryLedger, memory_lines
-from tp_engine.worker.model_runner import ModelRunner, NoteInputs, PendingStep
+from tp_engine.worker.model_loading import load_model, log_weights
+from tp_engine.worker.model_runner import ModelRunner, NoteInputs
 from tp_engine.worker.orders import Outcome, obey
 from tp_engine.worker.profiling import make_step_profiler, names_for
+from tp_engine.worker.readback import PendingStep
 from tp_engine.worker.runner_parts import RunnerParts
 from tp_engine.worker.together import StartUp
 from tp_engine.worker.trial_steps import run_largest_decodes, run_largest_step, warm_up, warms_up
@@ -62,7 +62,7 @@ class Worker:
         note_inputs: NoteInputs | None = None,
     ) -> None:
         """``channels``: where this rank says what of the tiers' work has ended, by name."""
-        self._effective = effective
+        self.effective = effective
         self._channels = channels
         self._note_inputs = note_inputs
         self.groups = groups
@@ -83,7 +83,8 @@ class Worker:
         self._codec = (
             make_codec(config.kv_offloading_codec, self._kv_shape, lanes) if config.kv_offloading_size else None
         )
-        self._runner: ModelRunner | None = None
+        self._device: Device
+        self.runner: ModelRunner | None = None
         self._monitor: MemoryMonitor | None = None
         self.memory: dict[str, int] = {}
         self.num_host_slots = 0
@@ -92,13 +93,13 @@ class Worker:
 
     def start(self) -> int:
         """Load, measure, agree, allocate.  Returns the number of KV blocks, the same on every rank."""
-        effective, info = self._effective, self.groups.info
-        device = self._start_up.run_together("opening the device", self._open_device)
+        effective, info = self.effective, self.groups.info
+        device = self._device = self._start_up.run_together("opening the device", self._open_device)
         check_kinds(self.groups.host, kind_of_device(device.torch_device))
         meter = self._start_up.run_together("first snapshot", lambda: self._make_meter(device))
         gc.freeze()  # garbage collections skip the libraries' objects from now on
         share_memory(effective, self.groups, self._start_up.run, device)
-        model = self._start_up.run_together("loading weights", lambda: self._load(device.torch_device))
+        model = self._start_up.run_together("loading weights", lambda: self._load(device))
         self._start_up.run_together("packing weights", model.finish_loading)
         parts = RunnerParts(
             effective=effective,
@@ -118,7 +119,7 @@ class Worker:
         ledger = self._start_up.run("profiling memory", lambda: self._measure_memory(parts, meter, graph_bytes))
         num_blocks = self._settle(ledger)
         num_slots = self.num_host_slots = self._settle_host_tier(num_blocks, device)
-        runner = self._runner = self._start_up.run_together(
+        runner = self.runner = self._start_up.run_together(
             "allocating the KV cache", lambda: parts.make_runner(num_blocks, num_slots)
         )
         if runner.tier is not None and effective.config.kv_disk_path is not None:
@@ -140,12 +141,43 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
-        assert self._runner is not None, "start() comes first"
+        assert self.runner is not None, "start() comes first"
         self.groups.progress.reach(RankPhase.STEP_BEGIN)
         if self.profiler is None:
-            return self._runner.run(plan)
+            return self.runner.run(plan)
         with self.profiler.step(plan.step_id):
-            return self._runner.run(plan)
+            return self.runner.run(plan)
+
+    def prepare_model(self, source: Path | Sequence[Path]) -> CausalLM:
+        """Another model of the same kind, ready to run, with the weights of ``source``; nothing else changes."""
+        model = load_model(
+            self.effective,
+            self.groups,
+            self._backends,
+            self._device,
+            source=source,
+            note_read=self.groups.progress.done,
+        )
+        model.finish_loading()
+        return model
+
+    def take_model(self, model: CausalLM) -> None:
+        """Run ``model`` from the next step on, and free the one before; on a GPU a collective."""
+        assert self.runner is not None, "start() comes first"
+        for counts, known in zip(model.expert_token_counts, self.runner.model.expert_token_counts, strict=True):
+            counts.copy_(known)
+        self.runner.take_model(model)
+        graphs = graph_plan(self.effective.config, self._backends[0], self.groups.communicator, model)
+        if graphs is not None:
+            record_steps(graphs, self.runner)
+        gc.unfreeze()
+        self._keep_out_of_garbage_collection()
+        self._device.empty_cache()
+
+    def free_bytes(self) -> int:
+        """Memory of the device that this rank may still take."""
+        now = self._device.snapshot()
+        return now.free + now.torch_reserved - now.torch_allocated
 
     def obey(self, order: bytes) -> Outcome:
         """Follow a plan's order, together with all other ranks."""
@@ -164,20 +196,20 @@ class Worker:
     @property
     def configuration(self) -> dict[str, Any]:
         """The effective configuration, by field."""
-        return dataclasses.asdict(self._effective.config)
+        return dataclasses.asdict(self.effective.config)
 
     @property
     def runs_by_itself(self) -> bool:
         """Whether ``execute`` returns before the step has run, so that the next step can be launched behind it."""
-        return self._effective.config.device == "cuda"
+        return self.effective.config.device == "cuda"
 
     def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:
         """For each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
-        return [] if self._runner is None else [counts.cpu().numpy() for counts in self._runner.expert_token_counts]
+        return [] if self.runner is None else [one.cpu().numpy() for one in self.runner.model.expert_token_counts]
 
     def moves(self) -> MoveCounters | None:
         """What this rank has moved to and from its host tier; None without one."""
-        tier = None if self._runner is None else self._runner.tier
+        tier = None if self.runner is None else self.runner.tier
         return None if tier is None else tier.counters
 
     def disk_moves(self) -> DiskCounters | None:
@@ -197,13 +229,13 @@ class Worker:
         if self.profiler is not None:
             self.profiler.close()
         gc.unfreeze()
-        if self._runner is not None:
-            self._runner.forget_captured()
+        if self.runner is not None:
+            self.runner.forget_captured()
             if self.disk is not None:
                 self.disk.close()
-            if self._runner.tier is not None:
-                self._runner.tier.close()
-        self._runner = None
+            if self.runner.tier is not None:
+                self.runner.tier.close()
+        self.runner = None
         self._monitor = None
 
     @staticmethod
@@ -215,8 +247,8 @@ class Worker:
     def _open_device(self) -> Device:
         info = self.groups.info
         device = make_device(
-            self._effective.config.device,
-            self._effective.device_map,
+            self.effective.config.device,
+            self.effective.device_map,
             local_rank=info.local_rank,
             local_world_size=info.local_world_size,
             check=self.groups.check,
@@ -225,65 +257,18 @@ class Worker:
         return device
 
     def _make_meter(self, device: Device) -> MemoryMeter:
-        return MemoryMeter(device, utilization=self._effective.gpu_memory_utilization)
+        return MemoryMeter(device, utilization=self.effective.gpu_memory_utilization)
 
-    def _load(self, device: torch.device) -> CausalLM:
+    def _load(self, device: Device) -> CausalLM:
         self.groups.progress.reach(RankPhase.LOAD)
-        effective, config = self._effective, self._effective.config
-        model = build_model(
-            effective.model,
-            communicator=self.groups.communicator,
-            dtype=effective.dtype,
-            device=device,
-            backends=self._backends,
-            max_model_len=effective.max_model_len,
-            quantization=config.quantization,
-            enable_expert_parallel=config.enable_expert_parallel,
-            tp_invariant=config.tp_invariant,
-        )
-        report = load_weights(
-            dict(model.named_parameters()),
-            effective.model,
-            effective.model_path,
-            info=self.groups.info,
-            load_format=config.load_format,
-            seed=config.seed,
-        )
-        rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
-        logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
-        self._log_experts()
-        self._log_kv_scales()
+        model = load_model(self.effective, self.groups, self._backends, device)
+        log_weights(self.effective, self.groups.info)
         return model
-
-    def _log_experts(self) -> None:
-        """Log how much of this rank's weights one token needs, if the model has experts."""
-        config = self._effective.config
-        total, active = (
-            local_weight_bytes(
-                self._effective.model,
-                self.groups.info.world_size,
-                dtype=config.dtype,
-                quantization=config.quantization,
-                active_only=only,
-            )
-            for only in (False, True)
-        )
-        if active < total:
-            logger.info("experts: of %s of weights a token needs %s", format_gib(total), format_gib(active))
-
-    def _log_kv_scales(self) -> None:
-        """Log that the checkpoint's scales of a KV cache are not used, if it has any."""
-        own, info = self._effective.model.quantization, self.groups.info
-        if own is not None and own.has_kv_scales and info.rank == 0:
-            logger.info(
-                "the checkpoint's scales of an fp8 KV cache do not apply to a cache of %s",
-                self._effective.config.kv_cache_dtype,
-            )
 
     def _try_steps(self, parts: RunnerParts, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
         with parts.trial_runner() as runner:
-            self._start_up.run("warming up", lambda: warm_up(runner, self._effective.config))
+            self._start_up.run("warming up", lambda: warm_up(runner, self.effective.config))
             if graphs is None:
                 return 0
             return self._start_up.run(
@@ -296,17 +281,15 @@ class Worker:
         with parts.trial_runner() if warms_up(device.type) else nullcontext() as runner:
             if runner is not None:
                 meter.steps_begin()
-            run_largest_step(
-                parts.model, self._backends, self._effective, device.torch_device, self.groups.communicator
-            )
+            run_largest_step(parts.model, self._backends, self.effective, device.torch_device, self.groups.communicator)
             if runner is not None:
-                run_largest_decodes(runner, self._effective.config)
+                run_largest_decodes(runner, self.effective.config)
             return meter.finish(
                 table_bytes=table_bytes, cuda_graph_bytes=cuda_graph_bytes, state_bytes=parts.state_bytes
             )
 
     def _settle(self, ledger: MemoryLedger) -> int:
-        config = self._effective.config
+        config = self.effective.config
 
         def choose() -> int:
             self.groups.progress.reach(RankPhase.AGREE)
@@ -329,7 +312,7 @@ class Worker:
 
     def _settle_host_tier(self, num_blocks: int, device: Device) -> int:
         """The number of slots in every rank's host tier; 0, without a word among the ranks, if none is wanted."""
-        config, codec, info = self._effective.config, self._codec, self.groups.info
+        config, codec, info = self.effective.config, self._codec, self.groups.info
         if codec is None:
             return 0
         block_bytes = self._kv_shape.block_bytes

@@ -134,6 +134,8 @@ class AnswerShape:
         body = self.envelope(choices, usage, chunk=False)
         if self.kind == "chat" and self.return_token_ids:  # in the body, as in vLLM; a chat has one prompt
             body["prompt_token_ids"] = outputs[0].prompt_token_ids
+        if outputs and outputs[0].weight_version is not None:
+            body["weight_version"] = outputs[0].weight_version
         return body
 
     def chunk_choice(self, number: int, part: CompletionOutput, text_offset: int = 0) -> JsonObject:

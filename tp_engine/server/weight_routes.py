@@ -1,0 +1,106 @@
+"""Routes for trainers: new weights, pauses, and which weights the engine has, in vLLM's and SGLang's spellings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from tp_engine.errors import RequestError
+from tp_engine.server.bodies import json_reply, read_body
+from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.state import ServerState
+
+
+class UpdateFromDiskBody(BaseModel):
+    """``POST /update_weights_from_disk``, by SGLang's names."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model_path: str = Field(min_length=1)
+    load_format: Literal["auto", "safetensors"] | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    weight_version: str | None = Field(None, min_length=1, max_length=256)
+
+
+class PauseBody(BaseModel):
+    """``POST /pause_generation``, by SGLang's names."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+def add_weight_routes(app: FastAPI, state: ServerState) -> None:
+    """``/update_weights_from_disk``, ``/weight_info``, ``/pause``, ``/resume`` and their like."""
+    _add_updates(app, state)
+    _add_pauses(app, state)
+
+
+def _add_updates(app: FastAPI, state: ServerState) -> None:
+    @app.post("/update_weights_from_disk", **takes(UpdateFromDiskBody))
+    async def update_weights_from_disk(request: Request) -> Response:
+        """New weights on all ranks or on none, from a folder that all ranks can read."""
+        body = await read_body(UpdateFromDiskBody, request, state.config)
+        version = await state.llm.update_weights_from_disk(
+            body.model_path,
+            weight_version=body.weight_version,
+            flush_cache=body.flush_cache,
+            aborts=body.abort_all_requests,
+        )
+        message = f"all ranks have the weights of {body.model_path}"
+        return json_reply({"success": True, "message": message, "weight_version": version})
+
+    @app.get("/weight_info", responses=ANSWERS)
+    async def weight_info() -> Response:
+        """The version of the weights, and whether the engine is paused."""
+        return json_reply(await state.llm.weight_info())
+
+
+def _add_pauses(app: FastAPI, state: ServerState) -> None:
+    async def paused(mode: str, *, clears: bool) -> Response:
+        await state.llm.pause(mode)
+        if clears:
+            await state.llm.engine.act("reset_prefix_cache")
+        return json_reply({"status": "paused"})
+
+    @app.post("/pause", responses=ANSWERS)
+    async def pause(request: Request) -> Response:
+        """Run nothing until ``/resume``.
+
+        ``?mode=``: requests that run end (``abort``), come to their end first (``wait``), or are computed again
+        (``keep``).  Unless ``clear_cache=false``, cached prefixes are forgotten.
+        """
+        asked = request.query_params
+        return await paused(asked.get("mode", "abort"), clears=asked.get("clear_cache", "true").lower() != "false")
+
+    @app.post("/pause_generation", **takes(PauseBody))
+    async def pause_generation(request: Request) -> Response:
+        """As ``/pause``: ``retract`` is ``keep``."""
+        body = await read_body(PauseBody, request, state.config)
+        if body.mode == "in_place":
+            raise RequestError(
+                "mode is 'in_place', which would go on with K/V of the old weights; send retract, and they are "
+                "computed again",
+                param="mode",
+            )
+        return await paused("abort" if body.mode == "abort" else "keep", clears=False)
+
+    @app.post("/resume", responses=ANSWERS)
+    async def resume() -> Response:
+        """Go on after a pause."""
+        await state.llm.resume()
+        return json_reply({"status": "resumed"})
+
+    @app.post("/continue_generation", responses=ANSWERS)
+    async def continue_generation() -> Response:
+        """As ``/resume``."""
+        return await resume()
+
+    @app.get("/is_paused", responses=ANSWERS)
+    async def is_paused() -> Response:
+        """Whether the engine is paused."""
+        return json_reply({"is_paused": (await state.llm.weight_info())["is_paused"]})

@@ -1,0 +1,82 @@
+"""This rank's part of the model with its weights: made at the start, and anew for each update of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tp_engine.advice.weight_sizes import local_weight_bytes
+from tp_engine.attention.base import Backends
+from tp_engine.log import get_logger
+from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.ranks.groups import RankGroups
+from tp_engine.ranks.rank import RankInfo
+from tp_engine.units import format_gib
+from tp_engine.weights.loader import load_weights
+from tp_engine.worker.device import Device
+from tp_engine.worker.effective_config import EffectiveConfig
+
+logger = get_logger(__name__)
+
+
+def load_model(
+    effective: EffectiveConfig,
+    groups: RankGroups,
+    backends: Backends,
+    device: Device,
+    *,
+    source: Path | Sequence[Path] | None = None,
+    note_read: Callable[[], None] = lambda: None,
+) -> CausalLM:
+    """The model with the weights of the checkpoint ``source``, by default the configured one; no collective.
+
+    ``finish_loading`` comes next.  ``source`` and ``note_read`` are those of ``load_weights``, which says what it
+    raises.
+    """
+    config = effective.config
+    model = build_model(
+        effective.model,
+        communicator=groups.communicator,
+        dtype=effective.dtype,
+        device=device.torch_device,
+        backends=backends,
+        max_model_len=effective.max_model_len,
+        quantization=config.quantization,
+        enable_expert_parallel=config.enable_expert_parallel,
+        tp_invariant=config.tp_invariant,
+    )
+    report = load_weights(
+        dict(model.named_parameters()),
+        effective.model,
+        effective.model_path if source is None else source,
+        info=groups.info,
+        load_format=config.load_format if source is None else "auto",
+        seed=config.seed,
+        note_read=note_read,
+    )
+    rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
+    logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
+    return model
+
+
+def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False) -> int:
+    """Bytes of one rank's weights, or only of those that one token needs, by calculation."""
+    config = effective.config
+    return local_weight_bytes(
+        effective.model,
+        config.tensor_parallel_size,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        active_only=active_only,
+    )
+
+
+def log_weights(effective: EffectiveConfig, info: RankInfo) -> None:
+    """Log what part of the weights of a model with experts a token needs, and which part of a checkpoint is unused."""
+    total, active = weight_bytes(effective), weight_bytes(effective, active_only=True)
+    if active < total:
+        logger.info("experts: of %s of weights a token needs %s", format_gib(total), format_gib(active))
+    quantization = effective.model.quantization
+    if quantization is not None and quantization.has_kv_scales and info.is_first:
+        cache = effective.config.kv_cache_dtype
+        logger.info("the checkpoint's scales of an fp8 KV cache do not apply to a cache of %s", cache)

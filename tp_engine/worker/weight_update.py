@@ -1,0 +1,100 @@
+"""New weights for a running model: an order that every rank follows or none.
+
+::
+
+    prepare   memory for a second copy? -> a second model: names, shapes, types checked, this rank's slices read, packed
+    commit    the second model takes the place of the first, with its KV cache; recordings are made anew
+    discard   the second model is dropped
+
+The first model stays as it was until all ranks have a second one, so that a tensor that is missing or misshapen on any
+rank changes nothing.  A second model is made exactly as at the start, which covers each format of weights, online
+quantisation and tied heads, and gives the bits of an engine that starts with these weights.  It costs the memory of the
+weights a second time for the time of the update.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tp_engine.errors import RequestError, WeightError
+from tp_engine.model_config import load_model_config
+from tp_engine.model_config.pooling import without_head
+from tp_engine.units import format_gib
+from tp_engine.worker.model_loading import weight_bytes
+
+if TYPE_CHECKING:
+    from tp_engine.worker.effective_config import EffectiveConfig
+    from tp_engine.worker.worker import Worker
+
+_OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside")
+
+
+class SharedFile(msgspec.Struct, frozen=True):
+    """A safetensors file in memory that another process of this host shares, by its path and its inode."""
+
+    path: str
+    inode: int
+
+
+class WeightUpdate:
+    """The arguments are ``folder``, that of a checkpoint, or ``files``, shared ones that hold all tensors."""
+
+    def __init__(self, worker: Worker, arguments: Mapping[str, Any]) -> None:
+        files = msgspec.convert(arguments.get("files", []), list[SharedFile])
+        _check_memory(worker)
+        self._worker = worker
+        if files:
+            if worker.effective.num_hosts > 1:
+                raise RequestError("tensors in shared memory reach the ranks of one host; update from a shared folder")
+            self._model = worker.prepare_model([_opened(file) for file in files])
+        else:
+            self._model = worker.prepare_model(_same_model(arguments["folder"], worker.effective))
+
+    def commit(self) -> dict[str, Any]:
+        """See ``Prepared``."""
+        self._worker.take_model(self._model)
+        return {}
+
+    def discard(self) -> None:
+        """See ``Prepared``."""
+        del self._model
+
+
+def _check_memory(worker: Worker) -> None:
+    """``RequestError`` if there is no room for the weights a second time."""
+    needed, free = weight_bytes(worker.effective), worker.free_bytes()
+    if needed > free:
+        on_gpu = worker.effective.config.device == "cuda"
+        remedy = "start the engine with a lower --gpu-memory-utilization" if on_gpu else "free some, or use more ranks"
+        raise RequestError(
+            f"the new weights need {format_gib(needed)} beside the old ones until the update ends, and "
+            f"{format_gib(free)} are free on this rank; {remedy}"
+        )
+
+
+def _opened(file: SharedFile) -> Path:
+    if os.stat(file.path).st_ino != file.inode:
+        raise WeightError(f"{file.path} is another file by now: the process that shares the weights has ended")
+    return Path(file.path)
+
+
+def _same_model(folder: str, effective: EffectiveConfig) -> Path:
+    """The local folder of a checkpoint; ``RequestError`` if its config.json describes another model."""
+    described, path = load_model_config(folder)
+    if effective.pooling.convert == "embed":
+        described = without_head(described)
+    running = effective.model
+    described = replace(described, **{name: getattr(running, name) for name in _OWN_FIELDS})
+    different = [one.name for one in fields(running) if getattr(described, one.name) != getattr(running, one.name)]
+    if different:
+        raise RequestError(
+            f"config.json in {folder} describes another model than the running one (it differs in "
+            f"{', '.join(different)}); only the weights of the same model can be replaced"
+        )
+    return path
