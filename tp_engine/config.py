@@ -25,6 +25,9 @@ CONVERSIONS = ("auto", "none", "embed", "classify")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+MEASURED_LOGPROBS = 20
+"""What the memory profile has room for where there is no limit; the default limit."""
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn", "flashinfer", "torch_varlen")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
@@ -160,7 +163,13 @@ class EngineConfig:
         "JSON object: guess tokens and verify several in one step, which changes none of them: method (ngram, suffix), "
         "num_speculative_tokens, and the keys of docs/serving.md (default: none)",
     )
-    max_logprobs: int = option(20, "most alternatives per token that a request may ask for")
+    max_logprobs: int = option(
+        MEASURED_LOGPROBS, "most alternatives per token that a request may ask for; -1: no limit"
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs", "log-probabilities of generated tokens, before or after penalties, temperature and filters",
+        choices=LOGPROBS_MODES,
+    )  # fmt: skip
     seed: int = option(0, "seed of requests without one, and of dummy weights", flags=("--random-seed",))
     startup_timeout_s: float = option(600.0, "longest time that ranks wait for each other while starting")
     collective_timeout_s: float = option(120.0, "longest time that one collective may take")
@@ -266,8 +275,8 @@ class EngineConfig:
             kv_cache_dtype=self.kv_cache_dtype,
             disk_path=self.kv_disk_path,
         )
-        if self.max_logprobs < 0:
-            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0, or -1 for no limit")
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_gpu_blocks_override and kv_cache_memory_bytes are both set; give one of them")
 
@@ -291,6 +300,11 @@ class EngineConfig:
     def tokenizer_source(self) -> str:
         """Folder or hub name of the tokenizer: ``tokenizer``, or else the model."""
         return self.tokenizer or self.model
+
+    @property
+    def scores_processed(self) -> bool:
+        """Whether log-probabilities come from processed logits."""
+        return self.logprobs_mode == "processed_logprobs"
 
 
 def check_type(name: str, value: object, annotation: str) -> None:

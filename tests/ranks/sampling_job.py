@@ -17,7 +17,7 @@ from tp_engine.ranks.collectives import ProcessGroupCommunicator
 from tp_engine.ranks.rank import RankInfo
 from tp_engine.sampling.parallel import ParallelSampler
 from tp_engine.sampling.sampler import Sampler
-from tp_engine.sampling.state import SamplingState
+from tp_engine.sampling.state import ALONE, SamplingState
 
 SAMPLINGS = [
     *mixed_samplings(12),
@@ -36,15 +36,18 @@ def main() -> None:
     assert group is not None
     communicator = ProcessGroupCommunicator(info, group, RankProgress())
     for vocab_size, dtype in ((2000, torch.float32), (20_001, torch.bfloat16)):
-        compare(communicator, vocab_size, dtype)
+        for processed in (False, True):
+            compare(communicator, vocab_size, dtype, processed)
     dist.destroy_process_group()
 
 
-def compare(communicator: ProcessGroupCommunicator, vocab_size: int, dtype: torch.dtype) -> None:
-    """Oracle: ``Sampler`` on the whole logits."""
+def compare(communicator: ProcessGroupCommunicator, vocab_size: int, dtype: torch.dtype, processed: bool) -> None:
+    """Oracle: ``Sampler`` on the whole logits; in both modes of log-probabilities."""
     info, count, device = communicator.info, len(SAMPLINGS), torch.device("cpu")
-    state = SamplingState(max_num_seqs=count, vocab_size=vocab_size, device=device, info=info)
-    whole = SamplingState(max_num_seqs=count, vocab_size=vocab_size, device=device)
+    state, whole = (
+        SamplingState(max_num_seqs=count, vocab_size=vocab_size, device=device, info=one, scores_processed=processed)
+        for one in (info, ALONE)
+    )
     for row, sampling in enumerate(SAMPLINGS):
         for one in (state, whole):
             one.admit(row, sampling, np.arange(row, row + 5, dtype=np.int32), 3)
@@ -62,6 +65,7 @@ def compare(communicator: ProcessGroupCommunicator, vocab_size: int, dtype: torc
         if info.is_first:
             assert scores is not None and expected_scores is not None
             assert torch.equal(scores.logprobs, expected_scores.logprobs)
+            assert torch.equal(scores.ranks, expected_scores.ranks)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,16 @@ def ids(*values: int) -> np.ndarray:
 
 
 def sampler_for(
-    samplings: Sequence[RowSampling], vocab_size: int, tokens: Sequence[np.ndarray] | None = None
+    samplings: Sequence[RowSampling],
+    vocab_size: int,
+    tokens: Sequence[np.ndarray] | None = None,
+    *,
+    scores_processed: bool = False,
 ) -> Sampler:
     """A sampler whose row i has ``samplings[i]`` and has seen ``tokens[i]``; the first two are the prompt."""
-    state = SamplingState(max_num_seqs=len(samplings), vocab_size=vocab_size, device=CPU)
+    state = SamplingState(
+        max_num_seqs=len(samplings), vocab_size=vocab_size, device=CPU, scores_processed=scores_processed
+    )
     for row, sampling in enumerate(samplings):
         known = ids(0, 1) if tokens is None else tokens[row]
         state.admit(row, sampling, known, 2)

@@ -201,7 +201,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         params.check_vocabulary(self._model.vocab_size)
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if value is not None and value > self._model.max_logprobs:
+            if value is not None and 0 <= self._model.max_logprobs < value:
                 raise RequestError(
                     f"{name} is {value}; this engine gives at most {self._model.max_logprobs}", param=name
                 )

@@ -16,7 +16,7 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling_tables import SamplingTables
 from tp_engine.sampling.groups import RowGroup, Way
 from tp_engine.sampling.noise import gumbel_noise
-from tp_engine.sampling.ranking import rank_candidates, row_argmax
+from tp_engine.sampling.ranking import rank_candidates, row_argmax, row_chunks
 
 NUCLEUS_GUESS = 256
 _NUCLEUS_GUESSES = (NUCLEUS_GUESS, 4096)
@@ -69,6 +69,18 @@ def draw_ranked(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, count
     values, token_ids = rank_candidates(logits, count)
     scaled = values.div_(group.temperature)
     return pick(scaled, token_ids, keep_mask(scaled, group), keys)
+
+
+def filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """The logits (m, vocab) float32 from which the rows are drawn: over the temperature, -inf for filtered tokens."""
+    parts = []
+    for start, stop in row_chunks(logits.shape[0], logits.shape[1], logits.device):
+        part, own = group.part(start, stop), logits[start:stop]
+        values, token_ids = rank_candidates(own, logits.shape[1])
+        banned = torch.zeros_like(own, dtype=torch.bool)
+        keep = keep_mask(values.div_(part.temperature), part)
+        parts.append((own / part.temperature).masked_fill_(banned.scatter_(1, token_ids.long(), ~keep), -torch.inf))
+    return torch.cat(parts)
 
 
 def draw_nucleus(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ admitted again, and the same rows are short of ``min_tokens``.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +90,31 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedRows:
+    """The scored rows of a step, in order: temperature 1 and no filters where a row is greedy.
+
+    Row ``sources[i]`` of the edited logits is scored row ``targets[i]``.
+    """
+
+    group: RowGroup
+    targets: torch.Tensor
+    sources: torch.Tensor
+
+    def logits_of(self, logits: torch.Tensor, edited: torch.Tensor | None) -> torch.Tensor:
+        """The scored rows (s, width) float32 after edits and penalties, from ``logits`` (n, width) after the masks and
+        ``edited`` (e, width); a copy."""
+        found = logits.index_select(0, self.group.members).to(torch.float32)
+        if edited is not None:
+            found.index_copy_(0, self.targets, edited.index_select(0, self.sources))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """A step's groups, and the places (int64, on the device) that need edits, penalties or log-probabilities."""
+    """A step's groups, and the places (int64, on the device) that need edits, penalties or log-probabilities.
+
+    ``processed``: how the scored rows draw, if their log-probabilities come from processed logits.
+    """
 
     groups: tuple[RowGroup, ...]
     edited: torch.Tensor | None
@@ -100,6 +123,7 @@ class StepGroups:
     penalised_members: torch.Tensor | None
     scored: torch.Tensor | None
     num_logprobs: int
+    processed: ProcessedRows | None = None
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -155,7 +179,24 @@ def group_rows(state: SamplingState, rows: IntArray, is_short: BoolArray) -> Ste
         penalised_members=upload(penalised, state.device) if len(penalised) else None,
         scored=upload(np.flatnonzero(wanted >= 0), state.device) if (wanted >= 0).any() else None,
         num_logprobs=int(wanted.max(initial=-1)),
+        processed=_processed(state, rows, is_edited) if state.scores_processed and (wanted >= 0).any() else None,
     )
+
+
+def _processed(state: SamplingState, rows: IntArray, is_edited: BoolArray) -> ProcessedRows:
+    scored = np.flatnonzero(state.num_logprobs[rows] >= 0)
+    group, is_greedy = _group(state, rows, scored, Way.SORTED, False, None), state.temperature[rows[scored]] == 0.0
+    greedy = upload(is_greedy[:, None], state.device)
+    group = replace(
+        group,
+        temperature=group.temperature.masked_fill(greedy, 1.0),
+        top_k=group.top_k.masked_fill(greedy, state.vocab_size),
+        top_p=group.top_p.masked_fill(greedy, 1.0),
+        log_min_p=group.log_min_p.masked_fill(greedy, -np.inf),
+    )
+    targets = np.flatnonzero(is_edited[scored])
+    sources = (np.cumsum(is_edited) - 1)[scored[targets]]
+    return ProcessedRows(group=group, targets=upload(targets, state.device), sources=upload(sources, state.device))
 
 
 def _ways(state: SamplingState, rows: IntArray) -> IntArray:

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits."""
+"""Log-probabilities of chosen tokens and of the likeliest ones, from raw or from processed logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.plan import TokenLogprobs
+from tp_engine.sampling.filters import filtered
 from tp_engine.sampling.groups import StepGroups
 from tp_engine.sampling.ranking import rank_candidates, row_chunks
 
@@ -89,10 +90,13 @@ def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> Logp
 def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, groups: StepGroups) -> LogprobTensors | None:
     """Log-probabilities of the sampled ``token_ids`` (n,) for the rows that ask, zeros for the others.
 
-    ``logits`` (s, vocab) are those of the rows that ask, in their order.
+    ``logits`` (s, vocab) are those of the rows that ask, in their order: raw ones, or those of
+    ``ProcessedRows.logits_of``.
     """
     if groups.scored is None:
         return None
+    if groups.processed is not None:
+        logits = filtered(logits, groups.processed.group)
     if len(groups.scored) == len(token_ids):
         return logprobs_of(logits, token_ids, groups.num_logprobs)
     scored = logprobs_of(logits, token_ids.index_select(0, groups.scored), groups.num_logprobs)

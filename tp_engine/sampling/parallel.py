@@ -67,10 +67,13 @@ class ParallelSampler:
             (stack,) = exchange(self._communicator, [best_keys(logits[:, : vocab.num_ids], vocab.first)[:, None]])
             return shares.decide_best(stack), None
         groups = self._grouper.groups(rows, positions)
-        steps = self._steps(logits, groups, rows, positions)
+        edited = groups.edited_logits(logits, state.penalties)
+        steps = self._steps(logits, edited, groups, rows, positions)
         self._exchange_maxima(steps)
         offered = [self._share(step) for step in steps]
-        if groups.scored is not None:
+        if groups.processed is not None:
+            offered.append(groups.processed.logits_of(logits, edited))
+        elif groups.scored is not None:
             offered.append(raw.index_select(0, groups.scored))
         stacks = exchange(self._communicator, offered)
         tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
@@ -81,8 +84,14 @@ class ParallelSampler:
             return tokens, None
         return tokens, score_rows(shares.whole_logits(stacks[-1], state.vocab_size), tokens, groups)
 
-    def _steps(self, logits: torch.Tensor, groups: StepGroups, rows: IntArray, positions: IntArray) -> list[_GroupStep]:
-        edited = groups.edited_logits(logits, self._state.penalties)
+    def _steps(
+        self,
+        logits: torch.Tensor,
+        edited: torch.Tensor | None,
+        groups: StepGroups,
+        rows: IntArray,
+        positions: IntArray,
+    ) -> list[_GroupStep]:
         keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if groups.draws else None
         return [
             _GroupStep(

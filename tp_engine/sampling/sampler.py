@@ -8,7 +8,9 @@ with kernels the steps that they can sample, and ``GreedySampler`` lets greedy s
            -> argmax where temperature is 0
            -> / temperature -> top_k -> top_p -> min_p -> argmax of logits + Gumbel noise               (the others)
 
-Log-probabilities come from the raw logits.  A batch of greedy rows without edits costs one argmax.
+Log-probabilities come from the raw logits, or, with ``processed_logprobs``, from those that a row is drawn from, before
+the noise: minus infinity for what the filters leave out; greedy rows have no temperature.  A batch of greedy rows
+without edits costs one argmax.
 """
 
 from __future__ import annotations
@@ -75,19 +77,29 @@ class Sampler:
         if state.is_plain[rows].all():
             return row_argmax(logits).to(torch.int32), None
         groups = self._grouper.groups(rows, positions)
+        edited = groups.edited_logits(logits, state.penalties)
         tokens = (
             row_argmax(logits).to(torch.int32)
             if groups.is_plain_greedy
-            else self._mixed(logits, groups, rows, positions)
+            else self._mixed(logits, edited, groups, rows, positions)
         )
         groups.record(tokens, state.penalties)
         if groups.scored is None:
             return tokens, None
-        wanted = raw if len(groups.scored) == len(rows) else raw.index_select(0, groups.scored)
+        if groups.processed is not None:
+            wanted = groups.processed.logits_of(logits, edited)
+        else:
+            wanted = raw if len(groups.scored) == len(rows) else raw.index_select(0, groups.scored)
         return tokens, score_rows(wanted, tokens, groups)
 
-    def _mixed(self, logits: torch.Tensor, groups: StepGroups, rows: IntArray, positions: IntArray) -> torch.Tensor:
-        edited = groups.edited_logits(logits, self._state.penalties)
+    def _mixed(
+        self,
+        logits: torch.Tensor,
+        edited: torch.Tensor | None,
+        groups: StepGroups,
+        rows: IntArray,
+        positions: IntArray,
+    ) -> torch.Tensor:
         keys = upload(noise_keys(self._state.seed[rows], positions), logits.device) if groups.draws else None
         tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
         for group in groups.groups:

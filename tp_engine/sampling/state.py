@@ -30,6 +30,7 @@ class SamplingState:
     ``version`` changes with every admission and release: a cache of what follows from the parameters is valid for one
     version.  ``vocab`` is this rank's slice of the vocabulary; the state of tokens covers that slice.  ``tables`` are
     the parameters for kernels, by default kept on CUDA if Triton is installed.  ``masks`` are those of the next step.
+    ``scores_processed``: log-probabilities come from processed logits.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class SamplingState:
         device: torch.device,
         info: RankInfo = ALONE,
         has_tables: bool | None = None,
+        scores_processed: bool = False,
     ) -> None:
+        self.scores_processed = scores_processed
         self.vocab_size = vocab_size
         self.vocab = VocabSlice.of_rank(vocab_size, info)
         self.device = device
@@ -179,7 +182,8 @@ class SamplingState:
         """
         if not self.masks.any_of(rows):
             return logits
-        return self.masks.apply(logits, rows, in_place=bool((self.num_logprobs[rows] < 0).all()))
+        in_place = self.scores_processed or bool((self.num_logprobs[rows] < 0).all())
+        return self.masks.apply(logits, rows, in_place=in_place)
 
     def release(self, rows: IntArray) -> None:
         """Forget ``rows``: until they are admitted again they are greedy and have no edits."""

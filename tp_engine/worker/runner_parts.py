@@ -128,5 +128,6 @@ class RunnerParts:
             vocab_size=self.effective.model.vocab_size,
             device=device,
             info=self.groups.info,
+            scores_processed=self.effective.config.scores_processed,
             **options,
         )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
-from tp_engine.config import EngineConfig
+from tp_engine.config import MEASURED_LOGPROBS, EngineConfig
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
@@ -143,12 +143,14 @@ def run_largest_step(
         vocab_size=effective.model.vocab_size,
         device=device,
         info=communicator.info,
+        scores_processed=config.scores_processed,
     )
-    held = [empty_scores(num_tokens, state.vocab_size, config.max_logprobs, device) for _ in range(2)]
+    num_logprobs = config.max_logprobs if config.max_logprobs >= 0 else MEASURED_LOGPROBS
+    held = [empty_scores(num_tokens, state.vocab_size, num_logprobs, device) for _ in range(2)]
     num_positions = positions_at_once(config.max_num_seqs)
     logits = model.compute_local_logits(hidden[:num_positions])
-    _sample_all(logits[: config.max_num_seqs], state, communicator, config.max_logprobs)
-    score_largest(model, logits, input_ids[: len(logits)], config.max_logprobs)
+    _sample_all(logits[: config.max_num_seqs], state, communicator, num_logprobs)
+    score_largest(model, logits, input_ids[: len(logits)], num_logprobs)
     del held
 
 
