@@ -24,6 +24,13 @@ def test_interpreted_engine_with_quantised_weights(quantization: str) -> None:
 
 @needs_triton
 @pytest.mark.timeout(300)
+def test_interpreted_tp_invariant_engine() -> None:
+    """Oracle: the tokens of the same engine on plain PyTorch, greedy and sampled."""
+    interpreted("kernel_cases_engine", "tp_invariant", timeout_s=270)
+
+
+@needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_norms_with_codes() -> None:
     """Oracle: the same engines whose norms write rows: tokens and log-probabilities are equal bit by bit."""
     interpreted("kernel_cases_codes_engine", timeout_s=270)

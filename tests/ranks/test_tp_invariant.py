@@ -30,8 +30,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tight": {**TIGHT, "enable_prefix_caching": False},  # chunks, and preemption
     "cached": {**TIGHT, "num_gpu_blocks_override": 60, "max_num_seqs": 2, "enforce_eager": True},
 }
-GREEDY = {"temperature": 0.0}
-SAMPLED = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
+WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("greedy", {"temperature": 0.0}),
+    ("sampled", {"temperature": 0.9, "top_p": 0.8, "seed": 7}),
+)
 
 
 def make_prompts() -> list[list[int]]:
@@ -43,22 +45,22 @@ def make_prompts() -> list[list[int]]:
 
 
 def make_cases(folders: dict[str, Path], world_size: int) -> dict[tuple[str, str, str, str], dict[str, Any]]:
-    """Every model in every setting; greedy and sampled, float32 and bfloat16 in turns, so that each pair occurs."""
+    """Every model in every setting; greedy and sampled, float32 and bfloat16 in turns: each model has both of each."""
     cases = {}
     for index, (name, folder) in enumerate(folders.items()):
         for number, (setting, options) in enumerate(SETTINGS.items()):
-            for way, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
-                dtype = ("bfloat16", "float32")[(index + number + (way == "greedy")) % 2]
-                cases[name, setting, way, dtype] = {
-                    "options": {
-                        "model": str(folder), "tensor_parallel_size": world_size, "device": "cpu", "dtype": dtype,
-                        "max_model_len": MAX_MODEL_LEN, "tp_invariant": True, **options,
-                    },
-                    "prompts": make_prompts(),
-                    "max_tokens": [9, 14, 6, 11, 8, 12, 10, 7],
-                    "params": {**params, "ignore_eos": True, "logprobs": 1},
-                    "is_batch_only": True,
-                }  # fmt: skip
+            way, params = WAYS[(index + number) % 2]
+            dtype = ("bfloat16", "float32")[(index // 2 + number) % 2]
+            cases[name, setting, way, dtype] = {
+                "options": {
+                    "model": str(folder), "tensor_parallel_size": world_size, "device": "cpu", "dtype": dtype,
+                    "max_model_len": MAX_MODEL_LEN, "tp_invariant": True, **options,
+                },
+                "prompts": make_prompts(),
+                "max_tokens": [9, 14, 6, 11, 8, 12, 10, 7],
+                "params": {**params, "ignore_eos": True, "logprobs": 1},
+                "is_batch_only": True,
+            }  # fmt: skip
     return cases
 
 

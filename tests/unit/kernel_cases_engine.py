@@ -20,6 +20,8 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.kernel_harness import AGREEMENT, triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.layers.formats.dense import TreeLinear
+from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.plan import IntArray
 from tp_engine.ranks.groups import RankGroups
 from tp_engine.sampling.device_sampler import StepKind
@@ -42,10 +44,11 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 KINDS = {StepKind(ranked=True, penalised=True): False, StepKind(ranked=True): True, StepKind(): True}
 
 
-def generate(folder: Path, quantization: str | None = None) -> list[list[int]]:
+def generate(folder: Path, quantization: str | None = None, *, tp_invariant: bool = False) -> list[list[int]]:
     """Chunked prefills beside decodes, and sequences that end at different steps."""
     options: dict[str, Any] = {
         "quantization": quantization,
+        "tp_invariant": tp_invariant,
         "max_model_len": 64,
         "num_gpu_blocks_override": 32,
         "max_num_batched_tokens": 16,
@@ -110,9 +113,30 @@ def check_quantised(quantization: str) -> None:
     print(AGREEMENT)
 
 
-def main(quantization: str | None = None) -> None:
-    if quantization is not None:
-        check_quantised(quantization)
+def check_invariant() -> None:
+    """Sums as trees, and decodes split by their lengths; oracle: the same engine on plain PyTorch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(name)
+        expected = generate(folder)
+        with (
+            triton_ops_on_cpus(),
+            gpu_path(),
+            patch("tp_engine.worker.effective_config.check_tp_invariant"),
+            patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend(is_invariant=True)),
+            patch.object(TreeLinear, "__call__", autospec=True, side_effect=TreeLinear.__call__) as multiplied,
+        ):
+            found = generate(folder, tp_invariant=True)
+    assert found == expected, (found, expected)
+    assert {call.args[0]._num_shards for call in multiplied.call_args_list} == {1, NUM_SHARDS}
+    print(AGREEMENT)
+
+
+def main(case: str | None = None) -> None:
+    if case is not None:
+        if case == "tp_invariant":
+            check_invariant()
+        else:
+            check_quantised(case)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(name)

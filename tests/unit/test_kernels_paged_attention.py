@@ -64,6 +64,15 @@ def test_number_of_splits(num_requests: int, num_kv_heads: int, usual: int, most
 
 
 @needs_triton
+def test_fixed_splits_do_not_depend_on_the_batch() -> None:
+    """Oracle: those of one request on the smallest GPU."""
+    from tp_engine.kernels.paged_decode_triton import fixed_decode_sizes
+
+    expected = fixed_decode_sizes(1, 1, 128, 2, 1)
+    assert all(fixed_decode_sizes(*batch, 128, 2, 132) == expected for batch in ((1, 8), (64, 1), (1000, 8)))
+
+
+@needs_triton
 def test_a_step_too_large_for_a_launch_is_refused() -> None:
     """Oracle: by hand: 64 heads of one KV head leave 2 queries per program of 128 rows, so 65,535 programs hold 131,069
     tokens of one request."""

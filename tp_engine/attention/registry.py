@@ -52,7 +52,7 @@ def _why_no_triton(needs: AttentionNeeds) -> str | None:
 
 
 def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
-    return TritonLatentBackend() if needs.has_latents else TritonBackend()
+    return TritonLatentBackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant)
 
 
 # In the order in which ``auto`` tries them.  On GPUs our own kernels come before those of packages, because this

@@ -18,22 +18,29 @@ _INTERPRETED_MULTIPROCESSORS = 4
 
 
 class TritonBackend:
-    """Stores, decodes and prefills by one or two kernel launches each; nothing waits for the device."""
+    """Stores, decodes and prefills by one or two kernel launches each; nothing waits for the device.
+
+    If it ``is_invariant``, a decode's keys are split by its length alone.
+    """
 
     name = "triton"
     can_capture_decodes = True
     can_capture_prompts = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_invariant: bool = False) -> None:
         from tp_engine.kernels import paged_decode_triton, paged_prefill_triton
         from tp_engine.kernels.store_kv_triton import store_kv_triton
 
         self._store_kv = store_kv_triton
         self._decode = paged_decode_triton.paged_decode_triton
-        self._decode_sizes = cache(paged_decode_triton.decode_sizes)
+        self._decode_sizes = cache(
+            paged_decode_triton.fixed_decode_sizes if is_invariant else paged_decode_triton.decode_sizes
+        )
         self._prefill = paged_prefill_triton.paged_prefill_triton
         self._prefill_sizes = cache(paged_prefill_triton.prefill_sizes)
-        self._max_arrivals = paged_decode_triton.MAX_ARRIVALS
+        self._max_arrivals = paged_decode_triton.MAX_ARRIVALS * (
+            paged_decode_triton.FIXED_SPLITS if is_invariant else 1
+        )
         self._arrivals: torch.Tensor | None = None
         self._num_prefill_tokens = 0
         self._decode_tables = (torch.empty(0), torch.empty(0))

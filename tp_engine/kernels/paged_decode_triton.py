@@ -20,7 +20,7 @@ The numbers of splits are not constants of the compiled code: a new one would st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -44,6 +44,7 @@ _JOIN_WIDTH = tl.constexpr(8)
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
 MAX_ARRIVALS = 4096
+FIXED_SPLITS, _FIXED_KEYS = 16, 1024  # not yet measured
 _MIN_ROWS = 16  # of a matrix product
 
 
@@ -319,6 +320,23 @@ def paged_decode_triton(
         **dependent_launch(query.device),
         **constants,
     )
+
+
+def fixed_decode_sizes(
+    num_requests: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_multiprocessors: int,
+    *,
+    is_quantised: bool = False,
+) -> DecodeSizes:
+    """As ``decode_sizes``, but the same for every batch and every GPU: a request's splits follow from its length alone.
+
+    A batch of any size has partial results of ``FIXED_SPLITS`` splits, so its ``arrivals`` are as many times longer.
+    """
+    usual = decode_sizes(1, 1, head_dim, itemsize, 1, is_quantised=is_quantised)
+    return replace(usual, usual_splits=1, num_splits=FIXED_SPLITS, long_keys=_FIXED_KEYS)
 
 
 def decode_sizes(

@@ -11,7 +11,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import split_problem
 from tp_engine.model_config.mlp import INNER_UNIT, ExpertsSpec
-from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec
+from tp_engine.model_config.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
 
 NUM_SHARDS = 8
 WORLD_SIZES = (1, 2, 4, 8)  # whose ranks have whole subtrees of the shards
@@ -20,6 +20,8 @@ WORLD_SIZES = (1, 2, 4, 8)  # whose ranks have whole subtrees of the shards
 def check_tp_invariant(config: EngineConfig, model: ModelSpec) -> None:
     """Raise ``ConfigError`` if sums over the ranks would depend on their number; ``config`` is resolved."""
     problem = _problem_of_options(config) or _problem_of_model(model, 1 if config.dtype == "float32" else 2)
+    if problem is None and config.device == "cuda":
+        problem = _problem_on_gpus(model)
     if problem is not None:
         raise ConfigError(f"tp_invariant is set, but {problem}; leave tp_invariant out")
     legal = [size for size in WORLD_SIZES if split_problem(model, size) is None]
@@ -31,17 +33,28 @@ def check_tp_invariant(config: EngineConfig, model: ModelSpec) -> None:
 
 
 def _problem_of_options(config: EngineConfig) -> str | None:
-    if config.device != "cpu":
-        return f"device is {config.device}, and only the kernels for CPUs add up in a fixed order"
     if config.quantization is not None:
         return f"quantization is {config.quantization}, and only unquantised weights have sums by shard"
     if config.enable_expert_parallel:
         return "enable_expert_parallel gives each rank other experts, whose outputs have no fixed order of sums"
-    if config.attention_backend != "native":
+    if config.fuse_all_reduce_norm:
+        return "fuse_all_reduce_norm adds up ranks in another order"
+    only, needs = ("native", "a C compiler") if config.device == "cpu" else ("triton", "the triton package")
+    if config.attention_backend != only:
         return (
-            f"attention_backend is {config.attention_backend}, and on CPUs only native computes a row alike in each "
-            "batch (it needs a C compiler)"
+            f"attention_backend is {config.attention_backend}, and on a {config.device.upper()} only {only} computes a "
+            f"row alike in each batch (it needs {needs})"
         )
+    return None
+
+
+def _problem_on_gpus(model: ModelSpec) -> str | None:
+    """What of the model has no kernel for GPUs that computes a row alike in each batch."""
+    for layer in model.distinct_layers:
+        if layer.experts is not None:
+            return f"this {model.architecture} has experts, whose kernels for GPUs choose tiles by the batch"
+        if isinstance(layer.attention, DeltaSpec) or layer.attention.latent is not None:
+            return f"this {model.architecture} has attention whose kernels for GPUs split work by the batch"
     return None
 
 

@@ -190,6 +190,20 @@ class OneRowLinear:
         return product if self._activation is None else self._gate(product, self._activation)
 
 
+class TreeLinear:
+    """Triton's product with the same tile for any number of rows, and sums that are a tree over shards of columns."""
+
+    is_recordable = True
+
+    def __init__(self, weight: torch.Tensor, num_shards: int, *, keeps_sums: bool) -> None:
+        from tp_engine.kernels.tree_linear_triton import tree_linear_triton
+
+        self._run, self._weight, self._num_shards, self._keeps_sums = tree_linear_triton, weight, num_shards, keeps_sums
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._run(x, self._weight, bias, self._num_shards, keeps_sums=self._keeps_sums)
+
+
 class ThenGate:
     """Another product, then the activation of its gate and up, on ``device_type``."""
 
@@ -236,8 +250,11 @@ def choose_experts(weights: ExpertWeights, top_k: int) -> ExpertsProduct:
 def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
     """The product of ``weight`` for ``shape`` in which a row's bits depend on no other row, nor on the number of ranks.
 
-    oneDNN's results may depend on the number of rows, so C computes all products.
+    The libraries' results may depend on the number of rows, so C computes all products, or Triton.
     """
+    if runs_triton(weight.device.type):
+        product = TreeLinear(weight, shape.num_shards or 1, keeps_sums=shape.keeps_sums)
+        return product if shape.activation is None else ThenGate(product, shape.activation, weight.device.type)
     library = _library_for(weight)
     assert library is not None, "check_tp_invariant has looked for the library and the sizes"
     return PanelLinear(library, weight, shape.activation, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
