@@ -223,38 +223,6 @@ def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> N
     assert [int(batch.following_tokens(row, place, 1)) for row, place in ((0, 9), (1, 6), (2, 9))] == [100, 101, 102]
 
 
-def test_lanes_beside_prompts() -> None:
-    """Oracle: by hand: all rows and all lanes run in one step; a lane reads the guess behind its row's token."""
-    batch = InputBatch(max_num_seqs=2, max_model_len=MAX_LEN, block_size=4, num_groups=1, device=CPU, num_lanes=2)
-    admitted = tuple(
-        Admission(
-            row=row,
-            token_ids=np.arange(10 * row, 10 * row + 5, dtype=np.int32),
-            num_prompt_tokens=5,
-            num_computed_tokens=4 * (1 - row),
-            block_ids=np.arange(2 * row, 2 * row + 2, dtype=np.int32),
-            sampling=RowSampling(),
-        )
-        for row in range(2)
-    )
-    plan = StepPlan(
-        step_id=1,
-        admitted=admitted,
-        decode_rows=np.array([0, 2, 3], dtype=np.int32),
-        lane_rows=np.array([0, 0], dtype=np.int32),
-        lane_tokens=np.array([31, 8], dtype=np.int32),
-        prefill_rows=np.array([1], dtype=np.int32),
-        prefill_tokens=np.array([5], dtype=np.int32),
-        prefill_samples=np.array([True]),
-    )
-    batch.apply(plan)
-    inputs = batch.prepare(plan)
-    assert inputs.input_ids.tolist() == [4, 31, 8, *range(10, 15)]
-    assert inputs.positions.tolist() == [4, 5, 6, *range(5)]
-    assert inputs.attention[0].seq_lens.tolist() == [5, 6, 7, 5]
-    assert inputs.attention[0].slot_mapping.tolist() == [4, 5, 6, *range(8, 13)]
-
-
 def test_padded_step() -> None:
     """Oracle: a step of these rows alone; padding has no length and no slot, and advances no row."""
     batch = make_batch()

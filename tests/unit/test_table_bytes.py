@@ -17,8 +17,7 @@ from tp_engine.worker import runner_parts
 from tp_engine.worker.runner_parts import RunnerParts
 
 ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 6, 100, 16, 203
-INPUT = 4 + 4 + 8 + 8 + 4 + 4 * 7  # of a decode, with its block table
-INPUTS = ROWS * INPUT + 4 * (ROWS + 1)
+INPUTS = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)  # of decodes, a block table among them
 ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 
 
@@ -44,10 +43,10 @@ def test_on_a_cpu(world_size: int, width: int) -> None:
     assert parts("cpu", world_size).table_bytes == ROWS * (rows + 5 * width) + INPUTS
 
 
-def test_lanes_are_rows_with_inputs() -> None:
-    """Oracle: by hand: as above, two rows more, because a step may have all rows, prompts among them, and all lanes."""
+def test_lanes_are_rows_but_no_inputs_of_their_own() -> None:
+    """Oracle: by hand: as above, two rows more."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
-    assert parts("cpu", num_lanes=2).table_bytes == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS + 2 * (INPUT + 4)
+    assert parts("cpu", num_lanes=2).table_bytes == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS
 
 
 def test_of_three_groups() -> None:

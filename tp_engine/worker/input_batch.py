@@ -64,7 +64,7 @@ class InputBatch:
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
         self._lanes = Lanes(self._token_ids, self._block_table, self._computed)
-        self.decodes = DecodeBatch(self.row_tables(), num_rows)
+        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs)
 
     @property
     def num_bytes(self) -> int:
