@@ -18,11 +18,12 @@ from tp_engine.server import engine_watch
 from tp_engine.server.config import ServerConfig
 
 SHAPE = {
-    "": "history model pool ranks requests tiers time totals",
+    "": "history model pool ranks requests speculation tiers time totals",
     "model": "block_size device dtype max_model_len max_num_seqs name num_blocks tensor_parallel_size",
     "pool": "cached fragmentation free grid live_tokens used",
     "requests": "omitted running shown waiting",
     "tiers": "disk host",
+    "speculation": "guessed right runs sources",
     "totals": "disk_hit_tokens host_hit_tokens preemptions prefix_hit_tokens prefix_query_tokens recomputed_tokens "
     "steps_not_observed",
     "history": "age_s cached fragmentation free generation_tokens_per_s interval_s live_tokens prompt_tokens_per_s "
@@ -87,6 +88,8 @@ def test_the_shape_is_as_documented() -> None:
         ]
         assert 0 <= page["requests"]["shown"][0]["age_s"] < 60 and len(page["requests"]["shown"][0]["id"]) <= 24
         assert page["tiers"] == {"host": {"slots": 12, "used": 3}, "disk": None}
+        figures = {"guessed": 20, "right": 12}
+        assert page["speculation"] == {"runs": 5, **figures, "sources": {"ngram": figures}}
         assert page["ranks"][0]["mean_step_s"] == pytest.approx(0.0005)
         history = page["history"]
         assert len({len(column) for name, column in history.items() if name != "interval_s"}) == 1

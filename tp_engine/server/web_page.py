@@ -15,6 +15,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
+from tp_engine.sched.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.bodies import json_reply
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch
@@ -114,6 +115,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
             "grid": _grid(view.grid),
         },
         "tiers": tiers(stats),
+        "speculation": None if stats.speculation is None else speculation(stats.speculation),
         "requests": {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -139,6 +141,16 @@ def tiers(stats: SchedulerStats) -> JsonObject:
     host = {"slots": stats.num_host_slots, "used": stats.num_used_host_slots}
     disk = {"slots": stats.num_disk_slots, "used": stats.num_used_disk_slots}
     return {"host": host if host["slots"] else None, "disk": disk if disk["slots"] else None}
+
+
+def speculation(found: SpeculationCounters) -> JsonObject:
+    """Guesses since the start; a run is the guesses of one request in one step."""
+    return {
+        "runs": found.num_drafts,
+        "guessed": found.num_draft_tokens,
+        "right": found.num_accepted_tokens,
+        "sources": {name: {"guessed": n, "right": right} for name, (n, right) in found.by_source.items() if n},
+    }
 
 
 def _model(info: ModelInfo) -> JsonObject:

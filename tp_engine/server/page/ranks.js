@@ -19,10 +19,16 @@ export class Ranks {
         }
     }
 
-    update({ ranks, model }) {
-        this.line.textContent = `${count(Math.max(0, ...ranks.map(({ steps }) => steps)))} steps on ${model.device}`;
+    update({ ranks, model, speculation }) {
+        const steps = `${count(Math.max(0, ...ranks.map(({ steps }) => steps)))} steps on ${model.device}`;
+        this.line.textContent = speculation?.runs ? `${steps} · ${accepted(speculation)}` : steps;
         ranks.forEach((rank, i) => (this.rows[i] ??= new Row(this.root)).update(rank));
     }
+}
+
+/** Of guessed runs, each of which brings one token more than were guessed right. */
+function accepted({ runs, guessed, right }) {
+    return `guessed runs bring ${(1 + right / runs).toFixed(1)} tokens a step, ${percent(right / guessed)} of guesses right`;
 }
 
 class Row {
