@@ -23,6 +23,7 @@ MODULES = (
     "kernel_cases_experts",
     "kernel_cases_delta",
     "kernel_cases_latents",
+    "kernel_cases_adapters",
     "kernel_cases_one_row_linear",
     "kernel_cases_quantised",
     "kernel_cases_norm_codes",

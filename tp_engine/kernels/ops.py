@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.kernels import (
+    adapters,
     block_codes,
     decode_inputs,
     delta_rule,
@@ -83,6 +84,7 @@ OPS: dict[str, Op] = {
         block_codes.decode_blocks, "block_codes_triton:decode_blocks_triton", "block_codes:decode_blocks"
     ),
     "norm_codes": Op(row_codes.norm_codes, "norm_codes_triton:norm_codes_triton"),
+    "add_adapters": Op(adapters.add_adapters, "adapters_triton:add_adapters_triton", "ops:add_adapters"),
     # On CPUs the native attention stores what it is given, so there is no C function that only stores.
     "store_kv": Op(layer_kv.store_kv, "store_kv_triton:store_kv_triton"),
 }

@@ -124,3 +124,22 @@ class BlockCodes(ctypes.Structure):
         ("codes", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
     )
+
+
+MAX_ADAPTED_PARTS = 8
+
+
+class Adapters(ctypes.Structure):
+    """``adapters.c``: the slots of one product."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("in_size", ctypes.c_int64),
+        ("out_size", ctypes.c_int64),
+        ("max_rank", ctypes.c_int64),
+        ("num_parts", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("part_sizes", ctypes.c_int64 * MAX_ADAPTED_PARTS),
+    )

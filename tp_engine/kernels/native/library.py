@@ -10,7 +10,7 @@ import torch
 
 from tp_engine import env
 from tp_engine.kernels.native.build import BuildError, built_library
-from tp_engine.kernels.native.layout import BlockCodes, Experts, Layer, Quantised, Routing, Step
+from tp_engine.kernels.native.layout import Adapters, BlockCodes, Experts, Layer, Quantised, Routing, Step
 from tp_engine.kernels.native.self_check import disagreement
 from tp_engine.kernels.native.tape import Recordable
 from tp_engine.log import get_logger
@@ -85,6 +85,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "copy_blocks": (*[_POINTER] * 3, *[_INT] * 3),
     "encode_blocks": (ctypes.POINTER(BlockCodes), *[_POINTER] * 3, _INT),
     "decode_blocks": (ctypes.POINTER(BlockCodes), *[_POINTER] * 3, _INT),
+    "add_adapters": (ctypes.POINTER(Adapters), _POINTER, _INT, *[_POINTER] * 4, *[_INT] * 3),
     "shared_all_reduce": (*[_POINTER] * 3, *[_INT] * 5),
     "shared_all_gather": (*[_POINTER] * 3, *[_INT] * 3),
     "run_tape": (_POINTER, _INT, _POINTER),
@@ -111,6 +112,7 @@ _UNRECORDED = (
     "copy_blocks",
     "encode_blocks",
     "decode_blocks",
+    "add_adapters",
     "shared_all_reduce",
     "shared_all_gather",
     "run_tape",

@@ -10,13 +10,15 @@ import ctypes
 
 import torch
 
+from tp_engine.kernels import adapters as adapter_twins
 from tp_engine.kernels import heads as head_twins
 from tp_engine.kernels import layer_ops as twins
+from tp_engine.kernels.adapters import AdapterRows, AdapterWeights
 from tp_engine.kernels.decode_inputs import DecodeInputs, RowTables
 from tp_engine.kernels.heads import HeadNorm, Heads, Rotation
 from tp_engine.kernels.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.native.layout import DTYPE_CODES
+from tp_engine.kernels.native.layout import DTYPE_CODES, MAX_ADAPTED_PARTS, Adapters
 from tp_engine.model_config.mlp import Activation
 
 MAX_HEAD_DIM = 512
@@ -282,6 +284,30 @@ def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
+def add_adapters(
+    library: ctypes.CDLL, out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows
+) -> None:
+    """See ``adapters.add_adapters``."""
+    dtype = DTYPE_CODES.get(out.dtype)
+    is_taken = out.is_contiguous() and out.dtype is x.dtype is weights.a.dtype and x.stride(1) == 1
+    if dtype is None or not is_taken or len(weights.part_sizes) > MAX_ADAPTED_PARTS:
+        adapter_twins.add_adapters(out, x, weights, rows)
+        return
+    shrunk = torch.empty((rows.num_rows, weights.a.shape[1]))
+    library.add_adapters(
+        ctypes.byref(_adapters(weights, dtype)),
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        rows.rows.data_ptr(),
+        rows.tiles.data_ptr(),
+        shrunk.data_ptr(),
+        rows.num_rows,
+        len(rows.tiles),
+        torch.get_num_threads(),
+    )
+
+
 def are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:
     """Whether C takes both: contiguous, of one type of ``DTYPE_CODES``."""
     is_dense = x.is_contiguous() and residual.is_contiguous()
@@ -296,3 +322,19 @@ def _rotation_arguments(rotation: Rotation | None, dtype: torch.dtype) -> tuple[
     assert table.dtype == dtype and table.is_contiguous() and positions.dtype == torch.int64
     assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
     return positions.data_ptr(), table.data_ptr(), rotation.rotary_dim, None if scale is None else scale.data_ptr()
+
+
+def _adapters(weights: AdapterWeights, dtype: int) -> Adapters:
+    """What C reads of ``weights``, which hold the memory."""
+    assert weights.a.is_contiguous() and weights.b.is_contiguous() and weights.ranks.dtype == torch.int32
+    return Adapters(
+        a=weights.a.data_ptr(),
+        b=weights.b.data_ptr(),
+        ranks=weights.ranks.data_ptr(),
+        in_size=weights.a.shape[2],
+        out_size=weights.b.shape[2],
+        max_rank=weights.max_rank,
+        num_parts=len(weights.part_sizes),
+        dtype=dtype,
+        part_sizes=weights.part_sizes,
+    )

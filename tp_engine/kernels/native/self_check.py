@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels import block_codes, latents, layer_ops, routing
+from tp_engine.kernels import adapters, block_codes, latents, layer_ops, routing
 from tp_engine.kernels import heads as head_twins
 from tp_engine.kernels.delta_rule import Chunk, DeltaRule, LayerStates, delta_chunks, delta_step
 from tp_engine.kernels.experts import (
@@ -69,6 +69,7 @@ def disagreement(library: ctypes.CDLL) -> str | None:
             *_attention(library, dtype, generator),
             *_latents(library, dtype, generator),
             *_block_codes(library, dtype, generator),
+            *_adapters(library, dtype, generator),
             *_int8_rows(NativeInt8Rows(library), dtype, generator),
         ):
             tolerance = 16 * torch.finfo(dtype).eps
@@ -304,6 +305,24 @@ def _block_codes(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Gene
         native_block_codes.decode_blocks(library, blobs, back, pairs, form, codes)
         block_codes.decode_blocks(twin, expected, pairs, form, codes)
         yield f"blocks in {codes}", back.view(dtype), expected.view(dtype)
+
+
+def _adapters(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
+    """A product of two parts, seven rows of which have one of two adapters, of ranks 5 and 2."""
+    weights = adapters.AdapterWeights(
+        a=torch.randn(2, 10, 37, generator=generator).to(dtype) / 8,
+        b=torch.randn(2, 5, 93, generator=generator).to(dtype) / 8,
+        ranks=torch.tensor([5, 2], dtype=torch.int32),
+        part_sizes=(70, 23),
+    )
+    weights.a[1].view(2, 5, 37)[:, 2:], weights.b[1, 2:] = 0, 0
+    rows, tiles = adapters.group_rows(np.array([0, -1, 1, 0, 0, 0, -1, 0, 1]))
+    grouped = adapters.AdapterRows(rows=torch.from_numpy(rows), tiles=torch.from_numpy(tiles), host_tiles=tiles)
+    x, found = (torch.randn(9, size, generator=generator).to(dtype) for size in (37, 93))
+    expected = found.clone()
+    ops.add_adapters(library, found, x, weights, grouped)
+    adapters.add_adapters(expected, x, weights, grouped)
+    yield "add_adapters", found, expected
 
 
 def _attention(library: ctypes.CDLL, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Check]:
